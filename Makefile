@@ -1,0 +1,41 @@
+# `make serve` and `make test` each make the environment they need.
+
+PYTHON ?= python3
+VENV   := .venv
+PORT   ?= 8000
+LOCK   := requirements/cpu.lock
+BIN    := $(VENV)/bin
+
+.PHONY: help serve test test-unit check venv lock bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for another)
+	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
+
+test: venv check ## check and test everything
+	$(BIN)/python -m pytest tests/ --durations=15
+
+test-unit: venv ## the fast tests: no Ray, no engine
+	$(BIN)/python -m pytest tests/ --ignore=tests/integration
+
+check: venv ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: venv ## compare with plain vLLM, some twenty minutes
+	$(BIN)/python -m bench.compare
+
+venv: $(VENV)/.installed ## make the environment
+
+$(VENV)/.installed: $(LOCK) pyproject.toml requirements/install.sh
+	@PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV) $(LOCK)
+	@touch $@
+
+lock: venv ## resolve the lock anew after a change of pyproject.toml
+	@sh requirements/lock.sh $(BIN)/uv $(LOCK)
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

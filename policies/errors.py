@@ -1,0 +1,38 @@
+"""Every error Sluice raises on purpose.
+
+SluiceError
+├── ConfigError        (also ValueError)  a setting is out of bounds, or names something unknown
+├── InputError         (also ValueError)  a value handed to a function is out of its domain
+├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
+├── ReplicaLostError                      an engine replica went away with requests on board
+├── StateStoreError                       the shared state (Redis) cannot be read or written
+└── ProtocolError                         a peer sent something the wire format does not allow
+"""
+
+
+class SluiceError(Exception):
+    """Root of the tree: catch this to catch everything Sluice raises on purpose."""
+
+
+class ConfigError(SluiceError, ValueError):
+    """A setting is out of bounds or unknown; raised while building, never while serving."""
+
+
+class InputError(SluiceError, ValueError):
+    """A value handed to a function lies outside the domain its docstring gives."""
+
+
+class AdmissionError(SluiceError):
+    """A request was refused before it entered a queue."""
+
+
+class ReplicaLostError(SluiceError):
+    """An engine replica stopped answering while it held requests."""
+
+
+class StateStoreError(SluiceError):
+    """The state shared by the routers cannot be reached or is not what it should be."""
+
+
+class ProtocolError(SluiceError):
+    """A peer sent a message that the wire format does not allow."""

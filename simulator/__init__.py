@@ -1,0 +1,1 @@
+"""The discrete-event simulator that drives the same policies over traces."""
