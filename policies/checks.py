@@ -1,0 +1,39 @@
+"""Bounds that several configs share; each raises a ConfigError that names the field and its value."""
+
+from math import inf
+
+from policies.errors import ConfigError
+
+
+def require_at_least(minimum: float, config: object, *names: str) -> None:
+    """Every named field is finite and at least ``minimum``."""
+    for name in names:
+        if not minimum <= getattr(config, name) < inf:
+            raise ConfigError(f"{name} must be finite and at least {minimum}, got {getattr(config, name)}")
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Every named field is finite and above 0."""
+    for name in names:
+        if not 0.0 < getattr(config, name) < inf:
+            raise ConfigError(f"{name} must be finite and positive, got {getattr(config, name)}")
+
+
+def require_probability(config: object, *names: str) -> None:
+    """Every named field lies strictly between 0 and 1."""
+    for name in names:
+        if not 0.0 < getattr(config, name) < 1.0:
+            raise ConfigError(f"{name} must be in (0, 1), got {getattr(config, name)}")
+
+
+def require_order(config: object, lower: str, upper: str) -> None:
+    """The field ``upper`` is None or at least the field ``lower``."""
+    low, high = getattr(config, lower), getattr(config, upper)
+    if high is not None and high < low:
+        raise ConfigError(f"{upper} must not be below {lower}, got {high} < {low}")
+
+
+def require_one_of(allowed: tuple[str, ...], config: object, name: str) -> None:
+    """The named field is one of the given words."""
+    if getattr(config, name) not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")

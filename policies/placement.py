@@ -1,0 +1,210 @@
+"""Which replica takes a request: the one that would be done with it first, by predicted work and not by count.
+
+Least predicted outstanding work, in seconds, among the replicas that offer credit and serve the request's class; among
+near-equal ones the replica that knows the longest prefix of the prompt. A count of requests takes a 20-token answer and
+a 2000-token answer for equal; predicted work does not. No paper of the five treats placement.
+
+The decision is split so that a Redis script can take it: `score` and the known prefixes make a small table, and `pick`
+is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from policies.checks import require_at_least, require_positive
+from policies.types import ReplicaView, RequestView, StepTimes
+
+
+class Placement(Protocol):
+    """Chooses a replica for a request."""
+
+    def choose(
+        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
+    ) -> str | None:
+        """The id of a replica with credit that serves the request's class, or None when there is none.
+
+        Args:
+            prefix_tokens: per replica id, leading prompt tokens that it is known to hold; absent means 0.
+        """
+
+
+def pick(scores: Mapping[str, float], prefix_tokens: Mapping[str, int], tie_s: float) -> str | None:
+    """The id with the lowest score; within ``tie_s`` of it the longest prefix, then the score, then the id decide.
+
+    None when ``scores`` is empty. The order of the mappings does not matter.
+    """
+    if not scores:
+        return None
+    limit = min(scores.values()) + tie_s
+    near = (replica_id for replica_id, score in scores.items() if score <= limit)
+    return min(near, key=lambda replica_id: (-prefix_tokens.get(replica_id, 0), scores[replica_id], replica_id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastOutstandingWorkConfig:
+    """What stands in for the unknown, and what counts as a tie.
+
+    Attributes:
+        tie_s: replicas whose scores differ by at most this much are equal but for the prefix they know. Reading a
+            cached prefix again would cost about prefix tokens * prefill seconds per token: set it to what a typical hit
+            saves.
+        default_output_tokens: the answer's length where there is no prediction.
+        default_seconds_per_token: for replicas that have reported neither step times nor a rate.
+        shared_batch_size: requests among which the fixed cost of a decode step is divided.
+
+    Raises:
+        ConfigError: tie_s is negative, another value is not positive, or one is not finite.
+    """
+
+    tie_s: float = 0.05
+    default_output_tokens: float = 256.0
+    default_seconds_per_token: float = 0.001
+    shared_batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "tie_s")
+        require_positive(self, "default_output_tokens", "default_seconds_per_token", "shared_batch_size")
+
+
+def output_tokens_left(request: RequestView, default_output_tokens: float) -> float:
+    """Tokens still to generate: the prediction, else the default, capped by the caller's limit; at least 1."""
+    total = request.predicted_output_tokens
+    if total is None:
+        total = default_output_tokens
+    if request.max_output_tokens is not None:
+        total = min(total, request.max_output_tokens)
+    return max(1.0, total - request.output_tokens)
+
+
+def work_s(request: RequestView, step_times: StepTimes, *, output_tokens: float, shared_batch_size: int) -> float:
+    """Seconds of engine time that a request adds: its prefill, and its share of the decode steps it takes part in.
+
+        prefill_s * P + O * (overhead_s / shared_batch_size + decode_s) + kv_s * (O * C + O * (O - 1) / 2)
+
+    P: prompt tokens to compute; O: ``output_tokens`` still to generate; C: context at the first of them. The prefill's
+    own overhead is left out: chunks share a step with others. Adding up over requests gives the time to drain a
+    replica that runs full batches.
+    """
+    context = request.prompt_tokens + request.output_tokens
+    decode = step_times.decode
+    return (
+        step_times.prefill.prefill_s * request.prefill_tokens
+        + output_tokens * (decode.overhead_s / shared_batch_size + decode.decode_s)
+        + decode.kv_s * output_tokens * (context + (output_tokens - 1.0) / 2.0)
+    )
+
+
+class LeastOutstandingWork:
+    """Chooses the replica with the least predicted outstanding work, this request included.
+
+    Replicas of unequal speed compare in their own seconds. A replica reserved for classes takes only those, and counts
+    as any other for them. The driver adds `request_work_s` to a replica's ``outstanding_s`` when it assigns and takes
+    the same number off when the request ends, so that errors of prediction cannot pile up.
+    """
+
+    def __init__(self, config: LeastOutstandingWorkConfig) -> None:
+        self.config = config
+
+    def request_work_s(self, replica: ReplicaView, request: RequestView) -> float:
+        """Predicted seconds of this request on this replica, by its step times, else its rate, else the default's."""
+        output_tokens = output_tokens_left(request, self.config.default_output_tokens)
+        if replica.step_times is not None:
+            shared = self.config.shared_batch_size
+            return work_s(request, replica.step_times, output_tokens=output_tokens, shared_batch_size=shared)
+        rate = replica.seconds_per_token
+        rate = self.config.default_seconds_per_token if rate is None else rate
+        return (request.prefill_tokens + output_tokens) * rate
+
+    def score(self, replica: ReplicaView, request: RequestView) -> float:
+        """Predicted seconds until the replica has worked off what it holds and this request; lower is better."""
+        return replica.outstanding_s + self.request_work_s(replica, request)
+
+    def choose(
+        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
+    ) -> str | None:
+        scores = {replica.replica_id: self.score(replica, request) for replica in _open(replicas, request)}
+        return pick(scores, prefix_tokens or {}, self.config.tie_s)
+
+
+class MostCredit:
+    """Chooses the replica that offers most slots: a plain balancer by count of requests, to compare with."""
+
+    def choose(
+        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
+    ) -> str | None:
+        return pick({replica.replica_id: -float(replica.credit) for replica in _open(replicas, request)}, {}, 0.0)
+
+
+def _open(replicas: Sequence[ReplicaView], request: RequestView) -> Iterator[ReplicaView]:
+    return (replica for replica in replicas if replica.credit > 0 and replica.serves(request.slo_class))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixIndexConfig:
+    """Bounds of a `PrefixIndex`.
+
+    Attributes:
+        block_tokens: prefixes are known in whole blocks of this many tokens.
+        max_blocks: blocks of a prompt that are looked at, from its start.
+        max_entries: (replica, block) pairs remembered; about 200 bytes each.
+
+    Raises:
+        ConfigError: a value is below 1.
+    """
+
+    block_tokens: int = 64
+    max_blocks: int = 64
+    max_entries: int = 65536
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "block_tokens", "max_blocks", "max_entries")
+
+
+class PrefixIndex:
+    """Remembers which prompt prefixes went to which replica, in bounded memory.
+
+    A prefix of whole blocks is known by a hash chained over them, so equal blocks after unequal beginnings differ. The
+    least recently recorded pair is forgotten first, and of one prompt the last block before the first, because a
+    remembered block is worth nothing without those before it. It guesses at the replicas' caches and does not know when
+    they evict: use it to break ties, never to count on.
+    """
+
+    def __init__(self, config: PrefixIndexConfig) -> None:
+        self.config = config
+        self._known: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def record(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
+        """Note that a replica was given this prompt."""
+        for digest in reversed(list(self._digests(prompt_token_ids))):
+            self._known[replica_id, digest] = None
+            self._known.move_to_end((replica_id, digest))
+        while len(self._known) > self.config.max_entries:
+            self._known.popitem(last=False)
+
+    def known_tokens(self, replica_ids: Iterable[str], prompt_token_ids: Sequence[int]) -> dict[str, int]:
+        """How many leading tokens of the prompt each replica was given before; those that know none are absent."""
+        left, known = list(replica_ids), dict[str, int]()
+        for blocks, digest in enumerate(self._digests(prompt_token_ids), start=1):
+            left = [replica_id for replica_id in left if (replica_id, digest) in self._known]
+            if not left:
+                break
+            known.update(dict.fromkeys(left, blocks * self.config.block_tokens))
+        return known
+
+    def forget(self, replica_id: str) -> None:
+        """Drop a replica that went away."""
+        for entry in [entry for entry in self._known if entry[0] == replica_id]:
+            del self._known[entry]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _digests(self, prompt_token_ids: Sequence[int]) -> Iterator[int]:
+        # Tuples of ints hash alike in every process: string hash randomisation does not touch them.
+        size, digest = self.config.block_tokens, 0
+        for start in islice(range(0, len(prompt_token_ids) - size + 1, size), self.config.max_blocks):
+            digest = hash((digest, *prompt_token_ids[start : start + size]))
+            yield digest

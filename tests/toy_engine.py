@@ -1,0 +1,235 @@
+"""A step-by-step engine for policy tests: slots, KV blocks, chunked prefill, preemption, a step-time law, no more.
+
+It is deliberately naive and shares no code with the policies. Every plan it is handed is checked against the contract
+of ``StepPlan``, so a test that merely runs it already tests that.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from policies.types import (
+    BatchPolicy,
+    BatchState,
+    FinishedRequest,
+    Phase,
+    RequestView,
+    RunningRequests,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request with its true length, and what has been computed of it."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    class_index: int = 0
+    arrival_s: float = 0.0
+    generated: int = 0
+    computed: int = 0
+
+    @property
+    def prefill_left(self) -> int:
+        return max(0, self.prompt_tokens + max(0, self.generated - 1) - self.computed)
+
+    def view(self) -> RequestView:
+        return RequestView(
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.generated,
+            class_index=self.class_index,
+        )
+
+
+@dataclass(slots=True)
+class ToyEngine:
+    policy: BatchPolicy
+    times: StepTimes
+    slots: int = 64
+    total_blocks: int = 100_000
+    block_size: int = 16
+    max_batch_tokens: int = 8192
+    window: int = 1024
+    now_s: float = 0.0
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    _prefill: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(result.preempted for result in self.results)
+
+    @property
+    def finished(self) -> int:
+        return sum(len(result.finished) for result in self.results)
+
+    def submit(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def snapshot(self) -> BatchState:
+        return BatchState(
+            now_s=self.now_s,
+            running=RunningRequests.of(
+                prompt_tokens=[job.prompt_tokens for job in self.running],
+                output_tokens=[job.generated for job in self.running],
+                prefill_tokens_left=[job.prefill_left for job in self.running],
+                class_index=[job.class_index for job in self.running],
+            ),
+            waiting=tuple(job.view() for job in list(self.waiting)[: self.window]),
+            waiting_count=len(self.waiting),
+            slots=self.slots,
+            free_blocks=self.free_blocks,
+            total_blocks=self.total_blocks,
+            block_size=self.block_size,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+
+    @property
+    def free_blocks(self) -> int:
+        return self.total_blocks - sum(self._blocks(job.computed) for job in self.running)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def step(self) -> StepResult:
+        """Plan, run and account one step."""
+        state = self.snapshot()
+        plan = self.policy.plan(state)
+        check_plan(state, plan)
+        self._prefill = {}
+        budget = plan.max_batch_tokens
+        decoding, preempted = self._decode(budget) if plan.phase is not Phase.PREFILL else ([], 0)
+        context = sum(job.computed for job in decoding)
+        if plan.phase is not Phase.DECODE:
+            self._prefill_running(budget - len(decoding), skip=decoding)
+            self._admit(plan, budget - len(decoding) - sum(self._prefill.values()))
+        tokens = sum(self._prefill.values())
+        step_s = self.times.step_s(prefill_tokens=tokens, decode_requests=len(decoding), kv_tokens=context)
+        self.now_s += step_s
+        batch = len(self.running)
+        result = StepResult(
+            now_s=self.now_s,
+            step_s=step_s,
+            phase=plan.phase,
+            prefill_tokens=tokens,
+            prefill_requests=len(self._prefill),
+            decode_requests=len(decoding),
+            kv_tokens=context,
+            max_batch_size=plan.max_batch_size,
+            running_count=batch,
+            waiting_count=len(self.waiting),
+            preempted=preempted,
+            finished=self._finish(),
+        )
+        self.policy.observe(result)
+        self.results.append(result)
+        self.plans.append(plan)
+        return result
+
+    def _decode(self, budget: int) -> tuple[list[Job], int]:
+        ready = [job for job in self.running if not job.prefill_left][:budget]
+        decoding: list[Job] = []
+        preempted = 0
+        for job in ready:
+            if job not in self.running:
+                continue
+            while self.free_blocks < self._blocks(job.computed + 1) - self._blocks(job.computed):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted += 1
+                if victim in decoding:
+                    decoding.remove(victim)
+                    victim.generated -= 1
+                if victim is job:
+                    break
+            else:
+                job.computed += 1
+                job.generated += 1
+                decoding.append(job)
+        return decoding, preempted
+
+    def _preempt(self, job: Job) -> None:
+        self.running.remove(job)
+        job.computed = 0
+        self.waiting.appendleft(job)
+
+    def _prefill_running(self, budget: int, skip: list[Job]) -> None:
+        for job in self.running:
+            if job.prefill_left and job not in skip and budget > 0:
+                budget -= self._compute(job, budget)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        for request_id in plan.admit:
+            job = next(job for job in self.waiting if job.request_id == request_id)
+            full = len(self.running) >= plan.max_batch_size
+            if full or budget <= 0 or self._blocks(job.prefill_left) > self.free_blocks:
+                return
+            self.waiting.remove(job)
+            self.running.append(job)
+            budget -= self._compute(job, budget)
+
+    def _compute(self, job: Job, budget: int) -> int:
+        tokens = min(job.prefill_left, budget, self.free_blocks * self.block_size)
+        job.computed += tokens
+        self._prefill[job.request_id] = tokens
+        if not job.prefill_left and not job.generated:
+            job.generated = 1
+        return tokens
+
+    def _finish(self) -> tuple[FinishedRequest, ...]:
+        done = [job for job in self.running if not job.prefill_left and job.generated >= job.output_tokens]
+        self.running = [job for job in self.running if job not in done]
+        return tuple(
+            FinishedRequest(
+                prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens, class_index=job.class_index
+            )
+            for job in done
+        )
+
+
+def check_plan(state: BatchState, plan: StepPlan) -> None:
+    """The contract of a plan: a positive cap and budget, waiting ids without repetition, and something to run."""
+    waiting = [request.request_id for request in state.waiting]
+    assert plan.max_batch_size >= 1
+    assert plan.max_batch_tokens >= 1
+    assert len(set(plan.admit)) == len(plan.admit)
+    assert set(plan.admit) <= set(waiting)
+    assert len(plan.admit) <= max(0, plan.max_batch_size - state.running_count)
+    decoding = state.running_count - state.prefilling_count
+    if plan.phase is Phase.DECODE:
+        assert not plan.admit
+        assert decoding or not (state.running_count or waiting)
+    elif plan.phase is Phase.PREFILL:
+        assert plan.admit or state.prefilling_count
+    elif state.running_count or waiting:
+        assert plan.admit or state.running_count
+
+
+def run_closed(engine: ToyEngine, jobs: list[Job], clients: int) -> ToyEngine:
+    """Keep ``clients`` requests in the engine until all jobs are done."""
+    queue = deque(jobs)
+    while queue or engine.waiting or engine.running:
+        while queue and len(engine.waiting) + len(engine.running) < clients:
+            engine.submit(queue.popleft())
+        engine.step()
+    return engine
+
+
+def random_jobs(count: int, *, prompt: tuple[int, int], mean_output: float, seed: int) -> list[Job]:
+    """Jobs with uniform prompts and geometric outputs."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(*prompt, count)
+    outputs = rng.geometric(1.0 / mean_output, count)
+    return [
+        Job(request_id=f"r{i}", prompt_tokens=int(p), output_tokens=int(o))
+        for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+    ]
