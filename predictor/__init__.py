@@ -1,0 +1,1 @@
+"""How long will this answer be? Predictors of output length."""

@@ -1,0 +1,20 @@
+"""What a predictor of output length looks like to the router."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthPrediction:
+    """Tokens that an answer is expected to have; mean_tokens >= 0."""
+
+    mean_tokens: float
+
+
+class LengthPredictor(Protocol):
+    """Never blocks: a prediction that is not at hand is None, and the caller goes on without."""
+
+    def predict(self, slo_class: str, prompt_tokens: int) -> LengthPrediction | None: ...
+
+    def observe(self, slo_class: str, output_tokens: int) -> None:
+        """Take note of a finished answer's true length."""

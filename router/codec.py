@@ -1,0 +1,56 @@
+"""The engine's structures, as far as the routed client must touch them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from router.wire import Buffer
+
+RequestT = TypeVar("RequestT")
+OutputsT = TypeVar("OutputsT")
+
+
+class Output(Protocol):
+    """One request's share of an engine step. str(finish_reason) is "stop", "length", "abort" or "error"."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSize:
+    request_id: str
+    prompt_tokens: int
+    max_output_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery(Generic[RequestT]):
+    """How a request goes on elsewhere: what to send, and the tokens that its new stream repeats first."""
+
+    request: RequestT
+    repeats: tuple[int, ...] = ()
+
+
+class EngineCodec(Protocol[RequestT, OutputsT]):
+    """Turns the engine's structures into parts of a frame and back."""
+
+    engine_version: str
+
+    def size(self, request: RequestT) -> RequestSize: ...
+
+    def encode_request(self, request: RequestT) -> Sequence[Buffer]: ...
+
+    def decode_outputs(self, parts: Sequence[Buffer]) -> OutputsT: ...
+
+    def outputs(self, batch: OutputsT) -> Sequence[Output]: ...
+
+    def keep(self, batch: OutputsT, outputs: Sequence[Output]) -> OutputsT:
+        """The same batch with only these outputs."""
+
+    def recover(self, request: RequestT, sent: Sequence[int]) -> Recovery[RequestT]:
+        """Continue a request of which `sent` tokens, at least one, reached the client."""
+
+    def failed(self, request_id: str) -> OutputsT:
+        """A batch that ends one request with an error."""

@@ -1,0 +1,124 @@
+"""One kept-open TCP connection from this router to one replica."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from policies.errors import ProtocolError, ReplicaLostError
+from router import wire
+from router.state_store import ReplicaInfo
+
+CONNECT_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 5.0
+STREAM_LIMIT_BYTES = 16 << 20
+
+OnOutputs = Callable[["ReplicaConnection", Sequence[wire.Buffer]], Awaitable[None]]
+
+
+class ReplicaConnection:
+    """Sends requests, hands every frame of outputs to `on_outputs` in order; `run` ends when the connection does."""
+
+    def __init__(self, info: ReplicaInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.info = info
+        self._reader, self._writer = reader, writer
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._asked = 0
+        self.missing_since_s: float | None = None
+
+    @classmethod
+    async def open(cls, info: ReplicaInfo, *, router_id: str, engine_version: str) -> "ReplicaConnection":
+        """Connect and authenticate both ways.
+
+        Raises:
+            ReplicaLostError: nothing answers there within CONNECT_TIMEOUT_S, or it hangs up.
+            ProtocolError: what answers is not this replica, or not of our version.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(info.host, info.port, limit=STREAM_LIMIT_BYTES)
+        except OSError as error:
+            raise ReplicaLostError(f"replica {info.replica_id} at {info.host}:{info.port}: {error!r}") from error
+        connection = cls(info, reader, writer)
+        try:
+            await connection._greet(router_id, engine_version)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            connection.close()
+            raise ReplicaLostError(f"replica {info.replica_id} hung up in the handshake") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _greet(self, router_id: str, engine_version: str) -> None:
+        wire.set_no_delay(self._writer)
+        await wire.greet_replica(
+            self._reader,
+            self._writer,
+            secret=self.info.secret,
+            router_id=router_id,
+            replica_id=self.info.replica_id,
+            engine_version=engine_version,
+        )
+
+    async def run(self, on_outputs: OnOutputs) -> None:
+        """Read until the replica goes away. Returns on a clean or broken end alike; both mean that it is lost.
+
+        Raises:
+            ProtocolError: the replica sent something malformed.
+        """
+        try:
+            while True:
+                frame = await wire.read_frame(self._reader)
+                if frame.kind is wire.Kind.OUTPUTS:
+                    await on_outputs(self, frame.parts)
+                elif frame.kind is wire.Kind.STATUS:
+                    self._answer(frame)
+                else:
+                    raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
+        except (OSError, asyncio.IncompleteReadError):
+            return
+        finally:
+            self.close()
+
+    def add(self, parts: Sequence[wire.Buffer]) -> None:
+        wire.write_frame(self._writer, wire.Kind.ADD, parts)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        wire.write_frame(self._writer, wire.Kind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
+
+    async def status(self) -> dict[str, Any]:
+        """The replica's own account of itself, from its engine.
+
+        Raises:
+            ReplicaLostError: no answer within STATUS_TIMEOUT_S, or the connection ends.
+        """
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        try:
+            wire.write_frame(self._writer, wire.Kind.STATUS, [msgspec.msgpack.encode(number)])
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await answer
+        except OSError as error:
+            raise ReplicaLostError(f"replica {self.info.replica_id} does not tell its status: {error!r}") from error
+        finally:
+            del self._questions[number]
+
+    def _answer(self, frame: wire.Frame) -> None:
+        number = msgspec.msgpack.decode(frame.parts[0], type=int)
+        question = self._questions.get(number)
+        if question and not question.done():
+            question.set_result(json.loads(bytes(frame.parts[1])))
+
+    def close(self) -> None:
+        """At once: a replica that hangs would never take what is still to be sent."""
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(ConnectionError("the connection ended"))
+        with contextlib.suppress(RuntimeError):  # the loop may be closing under us
+            self._writer.transport.abort()

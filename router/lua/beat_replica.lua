@@ -1,0 +1,21 @@
+-- ARGV: replica, slots, lease_ms
+-- Heartbeat. Returns false when the replica is not registered, else the ids assigned to it longer than lease_ms ago:
+-- those it does not know belong to requests that never arrived.
+local replica = ARGV[1]
+if redis.call('HEXISTS', P .. ':replicas', replica) == 0 then
+  return false
+end
+redis.call('ZADD', P .. ':beats', now_ms(), replica)
+if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] then
+  redis.call('HSET', P .. ':slots', replica, ARGV[2])
+  offer(replica)
+  dispatch('')
+end
+local old, oldest = {}, now_ms() - tonumber(ARGV[3])
+for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
+  local ticket = load_ticket(id)
+  if ticket and ticket[ASSIGNED_MS] <= oldest then
+    old[#old + 1] = id
+  end
+end
+return old

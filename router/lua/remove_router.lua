@@ -1,0 +1,4 @@
+-- ARGV: router
+-- A router left in good order.
+remove_routers({ ARGV[1] })
+return 0

@@ -1,0 +1,123 @@
+"""What a router counts. Prefix `sluice_`, times in seconds, one registry for each router process.
+
+Each router publishes its registry to the shared state at its heartbeat, and the page of any router shows all of them,
+told apart by the label `router`: one scrape behind a load balancer sees the whole service.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.state_store import Snapshot
+
+_WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+class RelayMetrics:
+    """What a replica's relay counts, in the registry that it is given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.task_failures = Counter(
+            "relay_background_failures",
+            "Background tasks that failed.",
+            ("task",),
+            namespace="sluice",
+            registry=registry,
+        )
+
+
+class ClassMetrics:
+    """One class's children of the labelled metrics: looking a label up costs as much as counting, on every token."""
+
+    def __init__(self, metrics: "RouterMetrics", slo_class: str) -> None:
+        self.queue_wait_s = metrics.queue_wait_s.labels(slo_class)
+        self.ttft_s = metrics.ttft_s.labels(slo_class)
+        self.itl_s = metrics.itl_s.labels(slo_class)
+        self.e2e_s = metrics.e2e_s.labels(slo_class)
+        self.output_tokens = metrics.output_tokens.labels(slo_class)
+
+
+class RouterMetrics:
+    """Counters and histograms of one router process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._of_class: dict[str, ClassMetrics] = {}
+        self.requests = self._counter(
+            "requests",
+            "Requests ended, by outcome: stop, length, cancelled, error, refused.",
+            "slo_class",
+            "bin",
+            "outcome",
+        )
+        self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
+        self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
+        self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
+        self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
+        self.output_tokens = self._counter("output_tokens", "Tokens generated.", "slo_class")
+        self.predictor_fallbacks = self._counter(
+            "predictor_fallbacks", "Requests classified without a prediction.", "slo_class"
+        )
+        self.recovered = self._counter(
+            "requests_recovered", "Requests moved off a lost replica: queued again, resumed or replayed.", "way"
+        )
+        self.replicas_lost = self._counter("replicas_lost", "Connections to replicas that broke.")
+        self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, labels, namespace="sluice", registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, help_text, ("slo_class",), namespace="sluice", registry=self.registry, buckets=buckets)
+
+    def of(self, slo_class: str) -> ClassMetrics:
+        found = self._of_class.get(slo_class)
+        if found is None:
+            found = self._of_class[slo_class] = ClassMetrics(self, slo_class)
+        return found
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def shared_exposition(snapshot: Snapshot) -> bytes:
+    """The state shared by all routers, as gauges."""
+    registry = CollectorRegistry()
+    bins = Gauge("queue_length", "Requests waiting, by bin.", ("bin",), namespace="sluice", registry=registry)
+    for index, waiting in snapshot.bins.items():
+        bins.labels(index).set(waiting)
+    running = Gauge("replica_running", "Slots in use.", ("replica",), namespace="sluice", registry=registry)
+    credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace="sluice", registry=registry)
+    work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace="sluice", registry=registry)
+    for replica_id, load in snapshot.replicas.items():
+        running.labels(replica_id).set(load.running)
+        credit.labels(replica_id).set(load.credit)
+        work.labels(replica_id).set(load.outstanding_s)
+    Gauge("routers", "Routers alive.", namespace="sluice", registry=registry).set(snapshot.routers)
+    return generate_latest(registry)
+
+
+class _Families:
+    """Hands ready-made metric families to prometheus_client's writer."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merge(expositions: Mapping[str, bytes]) -> bytes:
+    """One page out of the pages of several routers: each family once, its samples labelled with the router's id."""
+    families: dict[str, Metric] = {}
+    for router_id, exposition in expositions.items():
+        for family in text_string_to_metric_families(exposition.decode()):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.samples.append(sample._replace(labels={**sample.labels, "router": router_id}))
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)

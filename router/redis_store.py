@@ -1,0 +1,175 @@
+"""`StateStore` in Redis: each move is one Lua script, so one round trip and atomic for all routers and replicas."""
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+
+from policies.errors import StateStoreError
+from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+
+SOCKET_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
+_LUA = Path(__file__).with_name("lua")
+_info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
+_length_decoder = msgspec.msgpack.Decoder(tuple[str, int])
+_notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, str]])
+
+
+def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
+    """A client for redis://, rediss:// (TLS) or unix:// with the timeouts that every wait here relies on.
+
+    Raises:
+        StateStoreError: the URL cannot be parsed.
+    """
+    tls: dict[str, Any] = {"ssl_ca_certs": ca_certs} if ca_certs else {}
+    try:
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            health_check_interval=15,
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+            **tls,
+        )
+    except ValueError as error:
+        raise StateStoreError(f"redis_url is not a Redis URL: {error}") from error
+    return redis.Redis.from_pool(pool)
+
+
+def _strings(values: Iterable[bytes]) -> list[str]:
+    return [value.decode() for value in values]
+
+
+class RedisStateStore:
+    """Takes the client, does not build it; `namespace` keeps several applications apart in one database."""
+
+    def __init__(self, client: "redis.Redis", namespace: str) -> None:
+        self._redis = client
+        self._prefix = f"{{sluice:{namespace}}}"
+        prelude = (_LUA / "prelude.lua").read_text()
+        self._scripts = {
+            path.stem: client.register_script(prelude + path.read_text())
+            for path in _LUA.glob("*.lua")
+            if path.stem != "prelude"
+        }
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    async def _run(self, script: str, *args: str | bytes | int | float) -> Any:
+        return await self._guard(lambda: self._scripts[script](keys=[self._prefix], args=list(args)))
+
+    @staticmethod
+    async def _guard(call: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await call()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise StateStoreError(f"Redis: {error or type(error).__name__}") from error
+
+    async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
+        reply = await self._run(
+            "enqueue",
+            ticket.request_id,
+            ticket.bin_index,
+            repr(ticket.deadline_key),
+            repr(ticket.work_s),
+            ticket.router_id,
+            max_waiting,
+        )
+        return None if reply is None else [Assignment(*_strings(pair)) for pair in reply]
+
+    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        await self._run("release", replica_id, *request_ids)
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        await self._run("cancel", *request_ids)
+
+    async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
+        places = await self._run("locate", *request_ids)
+        return [None if place is None else place.decode() for place in places]
+
+    async def register_replica(self, info: ReplicaInfo, slots: int, running: Sequence[str]) -> None:
+        await self._run("register_replica", info.replica_id, msgspec.msgpack.encode(info), slots, *running)
+
+    async def beat_replica(self, replica_id: str, slots: int, lease_s: float) -> list[str] | None:
+        reply = await self._run("beat_replica", replica_id, slots, int(lease_s * 1000))
+        return None if reply is None else _strings(reply)
+
+    async def drop_replica(self, replica_id: str) -> None:
+        await self._run("drop_replica", replica_id)
+
+    async def replica_info(self, replica_id: str) -> ReplicaInfo | None:
+        raw = await self._guard(lambda: cast(Awaitable[Any], self._redis.hget(self._key("replicas"), replica_id)))
+        return None if raw is None else _info_decoder.decode(raw)
+
+    async def replica_infos(self) -> list[ReplicaInfo]:
+        raws = await self._guard(lambda: cast(Awaitable[Any], self._redis.hvals(self._key("replicas"))))
+        return [_info_decoder.decode(raw) for raw in raws]
+
+    async def beat_router(self, router_id: str, timeout_s: float) -> tuple[list[str], list[str]]:
+        replicas, routers = await self._run("beat_router", router_id, int(timeout_s * 1000))
+        return _strings(replicas), _strings(routers)
+
+    async def time_s(self) -> float:
+        seconds, microseconds = await self._guard(self._redis.time)
+        return float(seconds + microseconds * 1e-6)
+
+    async def remove_router(self, router_id: str) -> None:
+        await self._run("remove_router", router_id)
+
+    async def exchange_lengths(
+        self, seen: int, new: Iterable[tuple[str, int]], keep: int
+    ) -> tuple[int, list[tuple[str, int]]]:
+        packed = [msgspec.msgpack.encode(pair) for pair in new]
+        total, unseen = await self._run("exchange_lengths", seen, keep, *packed)
+        return total, [_length_decoder.decode(raw) for raw in unseen]
+
+    async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
+        key = self._key(f"metrics:{router_id}")
+        await self._guard(lambda: self._redis.set(key, exposition, px=int(ttl_s * 1000)))
+
+    async def all_metrics(self) -> dict[str, bytes]:
+        ids = _strings(await self._guard(lambda: self._redis.zrange(self._key("routers"), 0, -1)))
+        if not ids:
+            return {}
+        raws = await self._guard(lambda: self._redis.mget([self._key(f"metrics:{router_id}") for router_id in ids]))
+        return {router_id: raw for router_id, raw in zip(ids, raws, strict=True) if raw is not None}
+
+    async def snapshot(self) -> Snapshot:
+        tables = json.loads(await self._run("snapshot"))
+        return Snapshot(
+            bins={int(index): count for index, count in tables["bins"].items()},
+            replicas={replica_id: ReplicaLoad(**load) for replica_id, load in tables["replicas"].items()},
+            routers=tables["routers"],
+        )
+
+    async def notices(self, router_id: str) -> AsyncGenerator[list[Assignment], None]:
+        channel = self._key(f"router:{router_id}")
+        pubsub = self._redis.pubsub()
+        try:
+            await self._guard(lambda: pubsub.subscribe(channel))
+            while True:
+                message = await self._guard(lambda: pubsub.get_message(timeout=SOCKET_TIMEOUT_S / 2))
+                if message is None:
+                    continue
+                if message["type"] == "subscribe":
+                    yield []
+                elif message["type"] == "message":
+                    yield [Assignment(*pair) for pair in _notice_decoder.decode(message["data"])]
+        finally:
+            # The connection is broken when we come here after an error; there is nothing more to lose by closing it.
+            with contextlib.suppress(RedisError, OSError):
+                await cast(Awaitable[None], pubsub.aclose())  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        await self._redis.aclose()

@@ -1,0 +1,492 @@
+"""The routed engine client: stands where an engine's own client stands and spreads requests over the replicas.
+
+A request is queued under a ticket, gets a replica from the shared state, travels to it over one kept-open connection,
+and its tokens come back over the same one. The client knows nothing of the engine's structures but what `EngineCodec`
+says. When a replica is lost, each request on it is queued again under the same id: from the start when nothing was sent
+yet; resumed from prompt plus tokens sent when that continues the same answer; else replayed, with the tokens that were
+already sent taken out of the new stream and compared. No request ends because a replica did.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from policies.checks import require_at_least, require_positive
+from policies.clock import Clock
+from policies.errors import AdmissionError, InputError, ProtocolError, ReplicaLostError, SluiceError, StateStoreError
+from router.background import BackgroundTasks
+from router.classifier import Classifier
+from router.clock import SharedClock
+from router.codec import EngineCodec, Output
+from router.connection import ReplicaConnection
+from router.metrics import ClassMetrics, RouterMetrics
+from router.state_store import Assignment, Snapshot, StateStore, Ticket
+from router.timing import RequestTiming
+from router.wire import Buffer
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT")
+OutputsT = TypeVar("OutputsT")
+OUTPUT_QUEUE_FRAMES = 1024
+# A replica that is connected but missing in the shared state for so many heartbeats is lost: one that was dropped by
+# mistake is back after its next one.
+MISSED_HEARTBEATS = 3
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedClientConfig:
+    """How long and how much.
+
+    Attributes:
+        max_waiting: tickets that may wait in all bins together; more are refused.
+        max_wait_s: the longest that a request may wait for a replica before it fails.
+        max_moves: how often one request may be moved off a lost replica.
+        heartbeat_s, silence_s: how often this router beats, and the silence after which another is taken for dead.
+
+    Raises:
+        ConfigError: max_waiting is below 1, max_moves below 0, or a time is not positive.
+    """
+
+    max_waiting: int = 4096
+    max_wait_s: float = 600.0
+    max_moves: int = 3
+    heartbeat_s: float = 1.0
+    silence_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_waiting")
+        require_at_least(0, self, "max_moves")
+        require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[RequestT]):
+    """One request until its end: it is being queued, then waits in its bin, then goes to a replica, then runs there.
+
+    Attributes:
+        queueing: its ticket is on the way into the shared state.
+        replica_id: where it goes or runs, None before.
+        connection: the one over which it was sent, None before.
+    """
+
+    request: RequestT
+    ticket: Ticket
+    slo_class: str
+    metrics: ClassMetrics
+    timing: RequestTiming
+    waiting_since_s: float
+    queueing: bool = True
+    replica_id: str | None = None
+    connection: ReplicaConnection | None = None
+    sent: list[int] = field(default_factory=list)
+    repeats: deque[int] = field(default_factory=deque)
+    moves: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+
+class RoutedClient(Generic[RequestT, OutputsT]):
+    """One for each router process; `start` before use, `close` after."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        store: StateStore,
+        codec: EngineCodec[RequestT, OutputsT],
+        classifier: Classifier,
+        clock: Clock,
+        shared_clock: SharedClock,
+        metrics: RouterMetrics,
+        config: RoutedClientConfig,
+    ) -> None:
+        self.router_id = router_id
+        self.snapshot = Snapshot()
+        self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
+        self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
+        self._entries: dict[str, _Entry[RequestT]] = {}
+        self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
+        self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
+        self._background = BackgroundTasks(metrics.task_failures)
+
+    async def start(self) -> None:
+        """Raises StateStoreError when the shared state cannot be reached."""
+        await self._beat()
+        subscribed = asyncio.Event()
+        self._background.repeat(lambda: self._listen(subscribed), self._config.heartbeat_s, "listen")
+        self._background.repeat(self._heartbeat, self._config.heartbeat_s, "heartbeat")
+        self._background.repeat(self._exchange, self._config.heartbeat_s, "exchange")
+        try:
+            async with asyncio.timeout(self._config.silence_s):
+                await subscribed.wait()
+        except TimeoutError as error:
+            await self._background.close()
+            raise StateStoreError(f"no subscription to notices within {self._config.silence_s} s") from error
+
+    async def close(self) -> None:
+        await self._background.close()
+        for replica_id, attempt in self._connections.items():
+            if (connection := self._open_connection(replica_id)) is not None:
+                connection.close()
+            attempt.cancel()
+        try:
+            await self._store.remove_router(self.router_id)
+        except StateStoreError as error:
+            logger.warning("left without a word to the shared state: %s", error)
+
+    @property
+    def bin_edges(self) -> tuple[float, ...]:
+        """In force in this router, in predicted output tokens."""
+        return self._classifier.bin_edges
+
+    @property
+    def is_full(self) -> bool:
+        """As of the last heartbeat: no replica has credit and max_waiting tickets wait."""
+        has_credit = any(load.credit for load in self.snapshot.replicas.values())
+        return not has_credit and self.snapshot.waiting >= self._config.max_waiting
+
+    async def next_outputs(self) -> OutputsT:
+        return await self._outputs.get()
+
+    # From the front end
+
+    async def submit(self, request: RequestT, *, slo_class: str, timing: RequestTiming) -> None:
+        """Queue a request; its outputs come through `next_outputs`.
+
+        Raises:
+            InputError: a request of this id is not over yet.
+            AdmissionError: max_waiting tickets wait already.
+            StateStoreError: the shared state cannot be reached.
+        """
+        size = self._codec.size(request)
+        if size.request_id in self._entries:
+            raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
+        ticket = self._classifier.ticket(size, slo_class, self.router_id, self._shared_clock.now())
+        entry = _Entry(request, ticket, slo_class, self._metrics.of(slo_class), timing, self._clock.now())
+        self._entries[size.request_id] = entry
+        try:
+            taken = await self._enqueue(entry, self._config.max_waiting)
+        except BaseException as error:
+            # Whatever failed, the call may have been obeyed.
+            self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
+            raise
+        if not taken:
+            if self._entries.pop(size.request_id, None) is not None:
+                self._count(entry, "refused")
+            raise AdmissionError(f"{self._config.max_waiting} requests wait already (max_waiting)")
+
+    async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
+        """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
+        self._cancel([self._entries[i] for i in dict.fromkeys(request_ids) if i in self._entries], outcome)
+
+    def _cancel(self, entries: Iterable[_Entry[RequestT]], outcome: str) -> None:
+        unsent: list[str] = []
+        running: defaultdict[ReplicaConnection, list[str]] = defaultdict(list)
+        for entry in entries:
+            if self._entries.get(entry.request_id) is not entry:
+                continue
+            del self._entries[entry.request_id]
+            self._count(entry, outcome)
+            (unsent if entry.connection is None else running[entry.connection]).append(entry.request_id)
+        for connection, ids in running.items():
+            connection.abort(ids)
+        if unsent:
+            self._background.spawn(self._with_retries(lambda: self._store.cancel(unsent)), "cancel")
+
+    def _fail(self, entry: _Entry[RequestT], why: str) -> None:
+        logger.error("request %s failed: %s", entry.request_id, why)
+        self._cancel([entry], "error")
+        self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """What each replica's engine says of itself, by replica id; one that does not answer has an `error`."""
+        infos = await self._store.replica_infos()
+        replies = await asyncio.gather(*(self._status(info.replica_id) for info in infos))
+        return {info.replica_id: reply for info, reply in zip(infos, replies, strict=True)}
+
+    async def _status(self, replica_id: str) -> dict[str, Any]:
+        try:
+            return await (await self._connection(replica_id)).status()
+        except SluiceError as error:
+            return {"error": str(error)}
+
+    # Tickets
+
+    async def _enqueue(self, entry: _Entry[RequestT], max_waiting: int) -> bool:
+        entry.queueing = True
+        try:
+            assignments = await self._store.enqueue(entry.ticket, max_waiting=max_waiting)
+        finally:
+            entry.queueing = False
+        for assignment in assignments or ():
+            self._place(assignment)
+        return assignments is not None
+
+    async def _queue_again(self, entry: _Entry[RequestT]) -> None:
+        """Back into its bin under its old key. Never refused: it was admitted once."""
+        try:
+            await self._enqueue(entry, _UNBOUNDED)
+        except StateStoreError as error:
+            logger.warning("request %s waits for the shared state: %s", entry.request_id, error)
+
+    def _place(self, assignment: Assignment) -> None:
+        """Send a request to the replica that it was given; at once when the connection stands."""
+        entry = self._entries.get(assignment.request_id)
+        replica_id = assignment.replica_id
+        if entry is None or entry.replica_id not in (None, replica_id):  # over, or elsewhere: nobody takes this slot
+            ids = [assignment.request_id]
+            self._background.spawn(self._with_retries(lambda: self._store.release(replica_id, ids)), "release")
+        elif entry.replica_id is None:  # else told twice
+            entry.replica_id = replica_id
+            if (connection := self._open_connection(replica_id)) is not None:
+                self._send(entry, connection)
+            else:
+                self._background.spawn(self._connect_and_send(entry, replica_id), "place")
+
+    async def _connect_and_send(self, entry: _Entry[RequestT], replica_id: str) -> None:
+        try:
+            await self._connection(replica_id)
+        except Exception as error:  # of whatever kind: the request must go on elsewhere
+            logger.warning("request %s cannot reach replica %s: %s", entry.request_id, replica_id, error)
+            await self._with_retries(lambda: self._store.drop_replica(replica_id))
+        if not self._is_placed(entry, replica_id):
+            return
+        if (connection := self._open_connection(replica_id)) is not None:
+            self._send(entry, connection)
+        elif self._take_back(entry):
+            await self._queue_again(entry)
+
+    def _is_placed(self, entry: _Entry[RequestT], replica_id: str) -> bool:
+        """It was given this replica, and is neither sent nor over."""
+        known = self._entries.get(entry.request_id) is entry
+        return known and entry.replica_id == replica_id and entry.connection is None
+
+    def _send(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
+        try:
+            connection.add(self._codec.encode_request(entry.request))
+        except ProtocolError as error:
+            self._fail(entry, str(error))
+            return
+        entry.connection = connection
+        if entry.timing.assigned_s is None:
+            entry.timing.assigned_s = self._clock.now()
+            entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
+
+    async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
+        give_up_s = self._clock.now() + self._config.max_wait_s
+        while self._clock.now() < give_up_s:
+            try:
+                await call()
+                return
+            except StateStoreError as error:
+                logger.warning("waiting for the shared state: %s", error)
+                await asyncio.sleep(self._config.heartbeat_s)
+
+    # Connections
+
+    def _open_connection(self, replica_id: str) -> ReplicaConnection | None:
+        task = self._connections.get(replica_id)
+        return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
+
+    async def _connection(self, replica_id: str) -> ReplicaConnection:
+        """Concurrent callers share one attempt.
+
+        Raises:
+            ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
+        """
+        task = self._connections.get(replica_id)
+        if task is None:
+            task = self._connections[replica_id] = asyncio.create_task(self._connect(replica_id))
+            task.add_done_callback(lambda ended: self._forget_failed(replica_id, ended))
+        return await asyncio.shield(task)
+
+    def _forget_failed(self, replica_id: str, attempt: "asyncio.Task[ReplicaConnection]") -> None:
+        if attempt.cancelled() or attempt.exception() is not None:
+            del self._connections[replica_id]
+
+    async def _connect(self, replica_id: str) -> ReplicaConnection:
+        info = await self._store.replica_info(replica_id)
+        if info is None:
+            raise ReplicaLostError(f"replica {replica_id} is not registered any more")
+        connection = await ReplicaConnection.open(
+            info, router_id=self.router_id, engine_version=self._codec.engine_version
+        )
+        self._background.spawn(self._read(connection), "connection")
+        return connection
+
+    async def _read(self, connection: ReplicaConnection) -> None:
+        try:
+            await connection.run(self._on_outputs)
+        except Exception:  # of whatever kind: its requests must go on elsewhere
+            logger.exception("closing the connection to replica %s", connection.info.replica_id)
+        await self._recover_from(connection)
+
+    async def _recover_from(self, connection: ReplicaConnection) -> None:
+        """A replica is lost: everything on it goes back into the bins."""
+        replica_id = connection.info.replica_id
+        if self._open_connection(replica_id) is not connection:
+            return  # done already
+        del self._connections[replica_id]
+        connection.close()
+        stranded = [entry for entry in self._entries.values() if entry.connection is connection]
+        self._metrics.replicas_lost.inc()
+        logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
+        movable = [entry for entry in stranded if self._take_back(entry)]
+        await self._with_retries(lambda: self._store.drop_replica(replica_id))
+        for entry in movable:
+            self._background.spawn(self._queue_again(entry), "requeue")
+
+    def _take_back(self, entry: _Entry[RequestT]) -> bool:
+        """Off a lost replica, ready to be queued again; False when it has been moved too often, and fails."""
+        entry.connection = entry.replica_id = None
+        entry.queueing, entry.waiting_since_s = True, self._clock.now()
+        entry.moves += 1
+        if entry.moves > self._config.max_moves:
+            self._fail(entry, f"it lost {entry.moves} replicas")
+            return False
+        self._metrics.recovered.labels(self._recover(entry)).inc()
+        return True
+
+    def _recover(self, entry: _Entry[RequestT]) -> str:
+        """What to send to the next replica; returns the name of the way."""
+        if not entry.sent:
+            return "requeued"
+        recovery = self._codec.recover(entry.request, entry.sent)
+        entry.request, entry.repeats = recovery.request, deque(recovery.repeats)
+        if recovery.repeats:
+            return "replayed"
+        entry.sent = []
+        return "resumed"
+
+    # Outputs
+
+    async def _on_outputs(self, connection: ReplicaConnection, parts: Sequence[Buffer]) -> None:
+        batch = self._codec.decode_outputs(parts)
+        outputs = self._codec.outputs(batch)
+        now_s = self._clock.now()
+        kept = [output for output in outputs if self._account(connection, output, now_s)]
+        if len(kept) != len(outputs):
+            batch = self._codec.keep(batch, kept)
+        if kept:
+            await self._outputs.put(batch)
+
+    def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> bool:
+        """Note what an output brings; False when nobody waits for it."""
+        entry = self._entries.get(output.request_id)
+        if entry is None or entry.connection is not connection:
+            return False
+        if entry.repeats and not self._take_repeats(entry, output):
+            return False
+        if output.new_token_ids:
+            entry.sent.extend(output.new_token_ids)
+            self._note_tokens(entry, len(output.new_token_ids), now_s)
+        if output.finish_reason is not None:
+            del self._entries[output.request_id]
+            self._count(entry, str(output.finish_reason))
+        return True
+
+    def _take_repeats(self, entry: _Entry[RequestT], output: Output) -> bool:
+        """Take the tokens that the client has already out of a replayed stream; False when nothing new is left."""
+        expected = list(islice(entry.repeats, len(output.new_token_ids)))
+        too_short = output.finish_reason is not None and len(expected) < len(entry.repeats)
+        if too_short or output.new_token_ids[: len(expected)] != expected:
+            self._fail(entry, "its replay on another replica differs from what was sent already")
+            return False
+        for _ in expected:
+            entry.repeats.popleft()
+        output.new_token_ids = output.new_token_ids[len(expected) :]
+        return bool(output.new_token_ids) or output.finish_reason is not None
+
+    def _note_tokens(self, entry: _Entry[RequestT], count: int, now_s: float) -> None:
+        timing = entry.timing
+        if timing.last_token_s is None:
+            timing.first_token_s = now_s
+            entry.metrics.ttft_s.observe(now_s - timing.received_s)
+        else:
+            entry.metrics.itl_s.observe(now_s - timing.last_token_s)
+        timing.last_token_s = now_s
+        timing.output_tokens += count
+
+    def _count(self, entry: _Entry[RequestT], outcome: str) -> None:
+        self._metrics.requests.labels(entry.slo_class, str(entry.ticket.bin_index), outcome).inc()
+        entry.metrics.output_tokens.inc(entry.timing.output_tokens)
+        if outcome in ("stop", "length"):
+            entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
+            self._classifier.observe(entry.slo_class, entry.timing.output_tokens)
+
+    # In the background
+
+    async def _listen(self, subscribed: asyncio.Event) -> None:
+        async for assignments in self._store.notices(self.router_id):
+            subscribed.set()
+            for assignment in assignments:
+                self._place(assignment)
+
+    async def _heartbeat(self) -> None:
+        self._fail_expired()
+        await self._beat()
+        await self._leave_missing()
+        await self._look_after_waiting()
+
+    async def _beat(self) -> None:
+        asked_s = self._clock.now()
+        store_s = await self._store.time_s()
+        self._shared_clock.adjust(store_s, asked_s, self._clock.now())
+        lost, routers = await self._store.beat_router(self.router_id, self._config.silence_s)
+        if lost or routers:
+            logger.warning("silent and dropped: replicas %s, routers %s", lost, routers)
+        self.snapshot = await self._store.snapshot()
+
+    async def _exchange(self) -> None:
+        await self._classifier.exchange(self._store)
+        await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
+
+    def _fail_expired(self) -> None:
+        oldest_s = self._clock.now() - self._config.max_wait_s
+        waiting = [entry for entry in self._entries.values() if entry.replica_id is None]
+        for entry in waiting:
+            if entry.waiting_since_s < oldest_s:
+                self._fail(entry, f"no replica took it within {self._config.max_wait_s} s")
+
+    async def _leave_missing(self) -> None:
+        """Recover from replicas that were swept out, or dropped by another router, while our connection stands."""
+        now_s = self._clock.now()
+        for replica_id in list(self._connections):
+            connection = self._open_connection(replica_id)
+            if connection is None:
+                continue
+            if replica_id in self.snapshot.replicas:
+                connection.missing_since_s = None
+            elif connection.missing_since_s is None:
+                connection.missing_since_s = now_s
+            elif now_s - connection.missing_since_s > MISSED_HEARTBEATS * self._config.heartbeat_s:
+                await self._recover_from(connection)
+
+    async def _look_after_waiting(self) -> None:
+        """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""
+        oldest_s = self._clock.now() - self._config.heartbeat_s
+        waiting = [entry for entry in self._entries.values() if self._waits(entry) and entry.waiting_since_s < oldest_s]
+        if not waiting:
+            return
+        places = await self._store.locate([entry.request_id for entry in waiting])
+        for entry, place in zip(waiting, places, strict=True):
+            if not self._waits(entry):
+                continue
+            if place:
+                self._place(Assignment(entry.request_id, place))
+            elif place is None:
+                entry.queueing = True
+                self._background.spawn(self._queue_again(entry), "requeue")
+
+    def _waits(self, entry: _Entry[RequestT]) -> bool:
+        """In its bin, as far as we know."""
+        return self._entries.get(entry.request_id) is entry and entry.replica_id is None and not entry.queueing

@@ -1,0 +1,158 @@
+"""The state that routers and replicas share: tickets, bins, credit.
+
+A ticket stands for one request from the moment it is queued until the replica that ran it frees its slot. Every move is
+atomic. Two stores keep it: `RedisStateStore` for service, `MemoryStateStore` as its reference twin; one contract test
+runs both over the same random histories.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """One queued request.
+
+    Attributes:
+        bin_index: its bin of predicted output length.
+        deadline_key: the fixed sort key of its order policy; least goes first.
+        work_s: predicted seconds of engine time.
+    """
+
+    request_id: str
+    bin_index: int
+    deadline_key: float
+    work_s: float
+    router_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A ticket was given a slot of a replica."""
+
+    request_id: str
+    replica_id: str
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a replica and what runs there.
+
+    Attributes:
+        max_model_len: most tokens of prompt and answer together; an engine may lower the configured value to fit.
+        secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
+    """
+
+    replica_id: str
+    host: str
+    port: int
+    engine_version: str
+    model: str
+    max_model_len: int
+    secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    slots: int
+    running: int
+    outstanding_s: float
+
+    @property
+    def credit(self) -> int:
+        return max(0, self.slots - self.running)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The tables at one moment: waiting tickets per bin, load per replica, living routers."""
+
+    bins: dict[int, int] = field(default_factory=dict)
+    replicas: dict[str, ReplicaLoad] = field(default_factory=dict)
+    routers: int = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.bins.values())
+
+
+class StateStore(Protocol):
+    """Every method raises StateStoreError when the store cannot be reached within its time limit."""
+
+    async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
+        """Queue a ticket (again), and assign what can be assigned.
+
+        Returns this router's new assignments, often the ticket itself and possibly earlier ones; None when the ticket
+        was not taken because max_waiting tickets wait already.
+        """
+
+    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored."""
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Forget tickets whose requests were never sent, waiting or just assigned."""
+
+    async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
+        """For each id the replica it is assigned to, "" while it waits, None when the store does not know it."""
+
+    async def register_replica(self, info: ReplicaInfo, slots: int, running: Sequence[str]) -> None:
+        """A replica joins, holding `running` already when it comes back to a store that lost its tables."""
+
+    async def beat_replica(self, replica_id: str, slots: int, lease_s: float) -> list[str] | None:
+        """A replica lives and offers `slots`.
+
+        Returns the ids assigned to it longer than lease_s ago, None when it is not registered.
+        """
+
+    async def drop_replica(self, replica_id: str) -> None:
+        """A replica left, or its connection broke: its tickets are forgotten, their routers queue them again.
+
+        Routers are not told: each sees its own connection break, or misses the replica in the next snapshots. One that
+        lives after all is told by its heartbeat, and registers again with what it runs.
+        """
+
+    async def replica_info(self, replica_id: str) -> ReplicaInfo | None:
+        """Its address, None when it is not registered."""
+
+    async def replica_infos(self) -> list[ReplicaInfo]:
+        """All registered replicas."""
+
+    async def beat_router(self, router_id: str, timeout_s: float) -> tuple[list[str], list[str]]:
+        """A router lives; sweeps out replicas and routers silent for timeout_s and returns both lists.
+
+        A router's tickets that wait go with it. Those on a replica stay until that replica sees the connection close.
+        """
+
+    async def time_s(self) -> float:
+        """The store's own clock, seconds: the one time that routers on different hosts share."""
+
+    async def remove_router(self, router_id: str) -> None:
+        """A router left in good order; its tickets that wait are forgotten."""
+
+    async def exchange_lengths(
+        self, seen: int, new: Iterable[tuple[str, int]], keep: int
+    ) -> tuple[int, list[tuple[str, int]]]:
+        """Append observed (slo_class, output_tokens) pairs to the shared window of the newest `keep`.
+
+        `seen` is the count that the last call returned, 0 at first. Returns the new count and the pairs observed since,
+        by all routers and oldest first, as far as the window still holds them.
+        """
+
+    async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
+        """Keep this router's metrics for ttl_s, so that any router can answer for all."""
+
+    async def all_metrics(self) -> dict[str, bytes]:
+        """The metrics that each living router published last."""
+
+    async def snapshot(self) -> Snapshot: ...
+
+    def notices(self, router_id: str) -> AsyncIterator[list[Assignment]]:
+        """Assignments that a router did not ask for, for ever. The first item is empty: the subscription stands.
+
+        They may be lost; `locate` tells.
+        """
+
+    async def close(self) -> None: ...

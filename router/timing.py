@@ -1,0 +1,31 @@
+"""When things happened to a request, on the router's clock."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """One engine request: seconds on the router's clock, None until it happened.
+
+    received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
+    """
+
+    received_s: float
+    submitted_s: float
+    assigned_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class HttpContext:
+    """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it."""
+
+    received_s: float
+    slo_class: str
+    timings: list[RequestTiming] = field(default_factory=list)
+
+
+current: ContextVar[HttpContext | None] = ContextVar("sluice_http_context", default=None)
