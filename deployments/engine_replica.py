@@ -1,0 +1,80 @@
+"""The deployment that runs the model: an engine core and the relay in front of it."""
+
+import asyncio
+import logging
+import os
+
+import ray
+from prometheus_client import REGISTRY
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.config import AppConfig
+from deployments.logs import log_as_json
+from deployments.loopback import keep_to_loopback
+from deployments.relay import Relay, RelayConfig
+from policies.errors import ReplicaLostError
+from router.metrics import RelayMetrics
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """One engine. Ray Serve places, watches, scales and ends it; requests reach it through the relay alone."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, config: AppConfig, redis_url: str, redis_server: DeploymentHandle | None
+    ) -> None:
+        log_as_json()
+        keep_to_loopback()
+        if redis_server is not None:
+            await redis_server.ready.remote()
+        from deployments.vllm_adapter import VllmEngine, parse_vllm_args
+
+        self._config = config
+        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.vllm_argv()))
+        host = config.engine.bind_host or ray.util.get_node_ip_address()
+        self._store = RedisStateStore(connect(redis_url, config.redis_ca_certs), config.name)
+        self._relay = Relay(
+            engine=self._engine,
+            store=self._store,
+            info=ReplicaInfo(
+                replica_id=serve.get_replica_context().replica_id.unique_id,
+                host=host,
+                port=0,
+                engine_version=self._engine.engine_version,
+                model=self._engine.model,
+                max_model_len=self._engine.max_model_len,
+            ),
+            config=RelayConfig(
+                credit_lookahead=config.engine.credit_lookahead,
+                heartbeat_s=config.router.heartbeat_s,
+            ),
+            metrics=RelayMetrics(REGISTRY),
+        )
+        await self._relay.start(host)
+        logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
+
+    async def max_model_len(self) -> int:
+        """As the engine settled it: it may be less than configured, to fit the memory."""
+        return self._engine.max_model_len
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def check_health(self) -> None:
+        if not self._relay.healthy:
+            raise ReplicaLostError("the engine core has died")
+
+    async def __del__(self) -> None:
+        """Ray Serve awaits this before it ends the replica, within the drain timeout."""
+        try:
+            async with asyncio.timeout(self._config.engine.drain_timeout_s):
+                await self._relay.drain()
+        except TimeoutError:
+            logger.warning("drain timed out, ending with requests running")
+        await self._relay.close()
+        await self._store.close()
+        await asyncio.to_thread(self._engine.shutdown)

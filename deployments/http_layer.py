@@ -1,0 +1,144 @@
+"""What Sluice adds around vLLM's HTTP application: limits, request ids, classes, timing, and two pages.
+
+`Server-Timing` splits a response's time so far, in milliseconds: `queue` is the wait for a replica's slot, `engine` the
+time from slot to the latest token, network included, `framework` the rest: parsing, tokenizing, formatting. A streamed
+response carries the times up to its first chunk.
+
+The request id is Ray Serve's work: it takes `X-Request-Id` from the client or makes one, and echoes it; vLLM builds its
+own ids on it, so it stands in every log line and ticket.
+"""
+
+import logging
+import time
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.timing import HttpContext, current
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+CLASS_HEADER = "X-Sluice-Class"
+MAX_REQUEST_ID_CHARS = 128
+
+
+def error_response(status: int, message: str, kind: str) -> JSONResponse:
+    """In the shape of OpenAI's errors."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+class _BodyTooLarge(Exception):
+    """The request's body passed the limit while it was read."""
+
+
+class SluiceMiddleware:
+    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, classes: Collection[str], default_class: str) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._classes, self._default_class = frozenset(classes), default_class
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, self._default_class))
+        current.set(context)
+        exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
+        refusal = self._refusal(headers, context)
+        if refusal is not None:
+            await refusal(scope, receive, exchange.send)
+        else:
+            await self._serve(scope, receive, exchange)
+        if exchange.status and scope["path"] not in ("/health", "/metrics"):
+            _log(scope, exchange)
+
+    def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return self._too_large()
+        if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
+            return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
+        if context.slo_class not in self._classes:
+            known = ", ".join(sorted(self._classes))
+            return error_response(
+                400, f"{CLASS_HEADER}: no class {context.slo_class!r}; there are {known}", "BadRequest"
+            )
+        return None
+
+    def _too_large(self) -> Response:
+        return error_response(413, f"the body exceeds {self._max_body_bytes} bytes", "RequestEntityTooLarge")
+
+    async def _serve(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        read_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal read_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                read_bytes += len(message.get("body", b""))
+                if read_bytes > self._max_body_bytes:
+                    raise _BodyTooLarge
+            return message
+
+        try:
+            await self._app(scope, limited_receive, exchange.send)
+        except _BodyTooLarge:
+            await self._too_large()(scope, receive, exchange.send)
+
+
+class _Exchange:
+    """One response on its way out: holds its start back until the first piece of body, then adds our headers."""
+
+    def __init__(self, send: Send, context: HttpContext, request_id: str) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self.context, self.request_id = context, request_id
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            self.status = start["status"]
+            MutableHeaders(scope=start)["Server-Timing"] = self.server_timing()
+            await self._send(start)
+        await self._send(message)
+
+    def server_timing(self) -> str:
+        return ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in split_time(self.context).items())
+
+
+def split_time(context: HttpContext) -> dict[str, float]:
+    """Seconds so far: queue, engine, framework; they add up to the time since the request came in."""
+    total_s = time.monotonic() - context.received_s
+    submitted_s = min((t.submitted_s for t in context.timings), default=None)
+    assigned_s = min((t.assigned_s for t in context.timings if t.assigned_s is not None), default=None)
+    last_s = max((t.last_token_s for t in context.timings if t.last_token_s is not None), default=None)
+    queue_s = assigned_s - submitted_s if assigned_s is not None and submitted_s is not None else 0.0
+    engine_s = last_s - assigned_s if last_s is not None and assigned_s is not None else 0.0
+    return {"queue": queue_s, "engine": engine_s, "framework": total_s - queue_s - engine_s}
+
+
+def _log(scope: Scope, exchange: _Exchange) -> None:
+    times = {f"{name}_s": round(seconds, 5) for name, seconds in split_time(exchange.context).items()}
+    tokens = sum(timing.output_tokens for timing in exchange.context.timings)
+    logger.info(
+        "request",
+        extra={
+            "request_id": exchange.request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": exchange.status,
+            "slo_class": exchange.context.slo_class,
+            "output_tokens": tokens,
+            **times,
+        },
+    )

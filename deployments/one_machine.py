@@ -1,0 +1,175 @@
+"""`sluice serve`: the whole application on this machine, from nothing to ready, and back to nothing."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from deployments.config import AppConfig
+from deployments.embedded_redis import free_port
+from deployments.environment import one_machine_env, serve_env
+from policies.errors import SluiceError
+
+READY_TIMEOUT_S = 60.0
+OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
+
+
+class StartError(SluiceError):
+    """The application could not start; the message says why and what to do."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises StartError when something listens there already, naming it where the system tells."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot serve on {host}:{port}: {error.strerror}{_holder(port)}. "
+                "Is Sluice running there already? Stop it, or choose another address with --port."
+            ) from error
+
+
+def _holder(port: int) -> str:
+    with contextlib.suppress(psutil.Error):  # seeing other users' sockets takes rights that we may not have
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" (by {psutil.Process(connection.pid).name()}, pid {connection.pid})"
+    return ""
+
+
+def fresh_run_dir(port: int) -> Path:
+    """A folder of this user and port, emptied: logs of the last run stay until the next one."""
+    run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid()}-{port}")
+    if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
+        raise StartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(mode=0o700)
+    return run_dir
+
+
+@contextlib.contextmanager
+def running(config: AppConfig, host: str, port: int) -> Iterator[str]:
+    """The application, ready, for the time of the block; yields its address.
+
+    Raises:
+        StartError: it does not come up.
+    """
+    check_address(host, port)
+    run_dir = fresh_run_dir(port)
+    say(f"logs: {run_dir}/ray/session_latest/logs")
+    env = {**serve_env(), **one_machine_env(run_dir, free_port(), free_port())}
+    os.environ.update({name: value for name, value in env.items() if name not in os.environ})
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with _ray(run_dir, host, port), _application(config):
+        address = f"http://{host}:{port}"
+        _wait_until_healthy(address)
+        yield address
+
+
+@contextlib.contextmanager
+def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
+    # Only now: Ray reads its environment when it is imported.
+    import ray
+    from ray import serve
+
+    say("starting Ray ...")
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(run_dir / "ray"),
+        )
+        serve.start(http_options={"host": host, "port": port})
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _application(config: AppConfig) -> Iterator[None]:
+    from ray import serve
+
+    from deployments.app import build
+
+    engines = f"{config.engine.replicas} engine replica{'s' * (config.engine.replicas > 1)}"
+    with _progress(f"loading {config.served_model_name or config.model} on {engines}"):
+        try:
+            serve.run(build(config), name=config.name, route_prefix="/")
+        except RuntimeError as error:
+            raise StartError(f"{error}\n{_why(config.name)}") from error
+    yield
+
+
+def _why(name: str) -> str:
+    """The last lines of what each deployment says of its failure."""
+    from ray import serve
+
+    application = serve.status().applications[name]
+    messages = [application.message, *(d.message for d in application.deployments.values())]
+    return "\n".join("\n".join(message.strip().splitlines()[-12:]) for message in messages if message)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A line that counts the seconds on a terminal, a plain line elsewhere."""
+    if not sys.stderr.isatty():
+        say(f"{what} ...")
+        yield
+        return
+    done = threading.Event()
+    started_s = time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(0.2):
+            print(f"\r{what} ... {time.monotonic() - started_s:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+        print(file=sys.stderr)
+
+
+def _wait_until_healthy(address: str) -> None:
+    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > give_up_s:
+                raise StartError(f"{address}/health does not answer: {error}") from error
+        time.sleep(0.2)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def wait_for_signal() -> None:
+    """Until SIGINT or SIGTERM."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()

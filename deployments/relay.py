@@ -1,0 +1,309 @@
+"""The relay: an engine's requests come in over the routers' connections, its outputs go back over them.
+
+Of each request it remembers only which connection it came over. Every engine step's outputs are sorted by connection
+and leave as one frame each. When requests end, their slots are released in the shared state in one call, and that call
+forms the next batch. A connection that closes takes its requests with it: nobody is left to read them.
+
+Inside the engine every arrival has an id of its own: a request that comes again, over a new connection, must not meet
+what is left of itself. (vLLM's core ends itself on an id that it holds already.)
+"""
+
+import asyncio
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from policies.checks import require_at_least, require_positive
+from policies.errors import ProtocolError, StateStoreError
+from router import wire
+from router.background import BackgroundTasks
+from router.codec import Output
+from router.metrics import RelayMetrics
+from router.state_store import ReplicaInfo, StateStore
+from router.wire import Buffer
+
+logger = logging.getLogger(__name__)
+
+STREAM_LIMIT_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
+
+
+class RelayCodec(Protocol):
+    """The replica's side of `router.codec.EngineCodec`."""
+
+    def decode_request(self, parts: Sequence[Buffer]) -> Any: ...
+
+    def outputs(self, batch: Any) -> Sequence[Output]: ...
+
+    def encode_outputs(self, batch: Any, outputs: Sequence[Any]) -> Sequence[Buffer]: ...
+
+
+class Engine(Protocol):
+    """What the relay needs of an engine."""
+
+    engine_version: str
+
+    @property
+    def codec(self) -> RelayCodec: ...
+
+    @property
+    def slots(self) -> int:
+        """Most requests that may run at once."""
+
+    @property
+    def dead(self) -> bool: ...
+
+    async def add(self, request: Any) -> None: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def next_outputs(self) -> Any: ...
+
+    async def status(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayConfig:
+    """Times of the replica's life.
+
+    Attributes:
+        credit_lookahead: slots offered beyond the engine's own, so that the next request is at hand when one ends.
+        heartbeat_s: how often the replica beats.
+        lease_s: how long an assigned request may take to arrive before its slot is given back.
+
+    Raises:
+        ConfigError: a value is negative, or a time 0.
+    """
+
+    credit_lookahead: int = 0
+    heartbeat_s: float = 1.0
+    lease_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "credit_lookahead")
+        require_positive(self, "heartbeat_s", "lease_s")
+
+
+class _Router:
+    """One router's connection and the requests that came over it: their ids, and the engine's ids for them."""
+
+    def __init__(self, router_id: str, writer: asyncio.StreamWriter) -> None:
+        self.router_id = router_id
+        self.writer = writer
+        self.engine_ids: dict[str, str] = {}
+
+    def send(self, kind: wire.Kind, parts: Sequence[Buffer]) -> None:
+        """A router that cannot be sent to is hung up on: one bad frame or reader must not stop the others' tokens."""
+        try:
+            if self.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                raise ProtocolError(f"it left {MAX_UNSENT_BYTES} bytes unread")
+            wire.write_frame(self.writer, kind, parts)
+        except ProtocolError as error:
+            logger.error("hanging up on router %s: %s", self.router_id, error)
+            self.writer.transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request in the engine."""
+
+    request_id: str
+    router: _Router
+
+
+class Relay:
+    """`start`, then it serves until `drain` and `close`."""
+
+    def __init__(
+        self, *, engine: Engine, store: StateStore, info: ReplicaInfo, config: RelayConfig, metrics: RelayMetrics
+    ) -> None:
+        self.info = info
+        self._engine, self._store, self._config = engine, store, config
+        self._held: dict[str, _Held] = {}  # by the engine's id
+        self._latest: dict[str, str] = {}  # the engine's id of the latest arrival of a request
+        self._arrivals = 0
+        self._ended: set[str] = set()
+        self._something_ended = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._failed = False
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._background = BackgroundTasks(metrics.task_failures)
+
+    @property
+    def slots(self) -> int:
+        """What this replica offers to the routers."""
+        return 0 if self._draining else self._engine.slots + self._config.credit_lookahead
+
+    @property
+    def healthy(self) -> bool:
+        return not self._failed and not self._engine.dead
+
+    async def start(self, bind_host: str) -> None:
+        """Listen, then register: a router that hears of this replica can connect at once.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        self._server = await asyncio.start_server(self._serve, bind_host, self.info.port, limit=STREAM_LIMIT_BYTES)
+        self.info = msgspec.structs.replace(self.info, port=self._server.sockets[0].getsockname()[1])
+        self._background.spawn(self._pump(), "pump")
+        self._background.repeat(self._release, 0, "release")
+        await self._store.register_replica(self.info, self.slots, [])
+        self._background.repeat(self._beat, self._config.heartbeat_s, "heartbeat")
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when the last one has ended."""
+        self._draining = True
+        try:
+            await self._store.beat_replica(self.info.replica_id, 0, self._config.lease_s)
+        except StateStoreError as error:
+            logger.warning("the next heartbeat will tell that this replica leaves: %s", error)
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        await self._background.close()
+        self._hang_up()
+        try:
+            await self._store.drop_replica(self.info.replica_id)
+        except StateStoreError as error:
+            logger.warning("left without a word to the shared state: %s", error)
+
+    def _hang_up(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    # From the routers
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            wire.set_no_delay(writer)
+            router_id = await wire.accept_router(
+                reader,
+                writer,
+                secret=self.info.secret,
+                replica_id=self.info.replica_id,
+                engine_version=self._engine.engine_version,
+            )
+            await self._obey_all(_Router(router_id, writer), reader)
+        except (ProtocolError, OSError, asyncio.IncompleteReadError) as error:
+            logger.warning("refused a connection: %s", error or type(error).__name__)
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _obey_all(self, router: _Router, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                await self._obey(router, await wire.read_frame(reader))
+        except (OSError, asyncio.IncompleteReadError):
+            logger.info("router %s left with %d requests running", router.router_id, len(router.engine_ids))
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            logger.error("hanging up on router %s: %s", router.router_id, error)
+        finally:
+            await self._stop(router, list(router.engine_ids))
+
+    async def _obey(self, router: _Router, frame: wire.Frame) -> None:
+        if frame.kind is wire.Kind.ADD:
+            await self._add(router, self._engine.codec.decode_request(frame.parts))
+        elif frame.kind is wire.Kind.ABORT:
+            await self._stop(router, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
+        elif frame.kind is wire.Kind.STATUS:
+            self._background.spawn(self._tell_status(router, frame.parts[0]), "status")
+        else:
+            raise ProtocolError(f"a router sent {frame.kind.name}")
+
+    async def _add(self, router: _Router, request: Any) -> None:
+        request_id: str = request.request_id
+        if request_id in router.engine_ids:
+            raise ProtocolError(f"it sent request {request_id} twice")
+        self._arrivals += 1
+        request.request_id = engine_id = f"{request_id}~{self._arrivals}"
+        self._held[engine_id] = _Held(request_id, router)
+        router.engine_ids[request_id] = self._latest[request_id] = engine_id
+        self._ended.discard(request_id)
+        self._idle.clear()
+        await self._engine.add(request)
+
+    async def _stop(self, router: _Router, request_ids: list[str]) -> None:
+        engine_ids = [router.engine_ids[i] for i in request_ids if i in router.engine_ids]
+        for engine_id in engine_ids:
+            self._end(engine_id)
+        if engine_ids and self.healthy:
+            await self._engine.abort(engine_ids)
+
+    async def _tell_status(self, router: _Router, number: Buffer) -> None:
+        counts = {**await self._engine.status(), "held": len(self._held), "slots": self.slots}
+        router.send(wire.Kind.STATUS, [number, json.dumps(counts).encode()])
+
+    # From the engine
+
+    async def _pump(self) -> None:
+        """Engine to routers, until the engine dies; then the routers must hear of it at once."""
+        try:
+            while True:
+                self._forward(await self._engine.next_outputs())
+        finally:
+            self._failed = True
+            self._hang_up()
+
+    def _forward(self, batch: Any) -> None:
+        by_router: defaultdict[_Router, list[Output]] = defaultdict(list)
+        for output in self._engine.codec.outputs(batch):
+            engine_id = output.request_id
+            held = self._held.get(engine_id)
+            if held is None:
+                continue
+            output.request_id = held.request_id
+            by_router[held.router].append(output)
+            if output.finish_reason is not None:
+                self._end(engine_id)
+        for router, outputs in by_router.items():
+            router.send(wire.Kind.OUTPUTS, self._engine.codec.encode_outputs(batch, outputs))
+
+    def _end(self, engine_id: str) -> None:
+        held = self._held.pop(engine_id)
+        del held.router.engine_ids[held.request_id]
+        if self._latest[held.request_id] == engine_id:  # else its slot belongs to a later arrival
+            del self._latest[held.request_id]
+            self._ended.add(held.request_id)
+            self._something_ended.set()
+        if not self._held:
+            self._idle.set()
+
+    # In the background
+
+    async def _release(self) -> None:
+        await self._something_ended.wait()
+        self._something_ended.clear()
+        ended, self._ended = self._ended, set()
+        try:
+            await self._store.release(self.info.replica_id, sorted(ended))
+        except StateStoreError:
+            self._ended |= ended - self._latest.keys()
+            self._something_ended.set()
+            await asyncio.sleep(self._config.heartbeat_s)
+            raise
+
+    async def _beat(self) -> None:
+        if not self.healthy:
+            return  # the sweep takes this replica out of the tables
+        assigned = await self._store.beat_replica(self.info.replica_id, self.slots, self._config.lease_s)
+        if assigned is None:
+            logger.warning("the shared state does not know this replica, registering again")
+            await self._store.register_replica(self.info, self.slots, list(self._latest))
+            return
+        never_came = [i for i in assigned if i not in self._latest and i not in self._ended]
+        if never_came:
+            logger.warning("%d assigned requests never came, releasing their slots", len(never_came))
+            await self._store.release(self.info.replica_id, never_came)
