@@ -1,0 +1,104 @@
+"""The application under test: `sluice serve`, started as a user starts it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+SLUICE = str(Path(sys.executable).with_name("sluice"))
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    give_up_s = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < give_up_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+    return result
+
+
+class Sluice:
+    """A `sluice serve` in a session of its own, with its output in a file."""
+
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.log = folder / f"sluice-{port}-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as output:
+            self.process = psutil.Popen(
+                [SLUICE, "serve", "--port", str(port), *options],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=folder,
+            )
+
+    def wait_until_ready(self) -> "Sluice":
+        wait_until(lambda: self._is_ready() or self._has_ended(), START_TIMEOUT_S, f"Sluice is ready\n{self.output()}")
+        assert self._is_ready(), self.output()
+        return self
+
+    def _is_ready(self) -> bool:
+        return "Sluice is ready" in self.output()
+
+    def _has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def engine_replicas(self) -> list[psutil.Process]:
+        """The relays' processes; each has its engine core as a child."""
+        return [p for p in self.processes() if any("EngineReplica" in part for part in _command(p))]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit status."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return int(self.process.wait(STOP_TIMEOUT_S))
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/sluice/status", timeout=30) as response:
+            status: dict[str, Any] = json.load(response)
+        return status
+
+    def metrics(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            lines: list[str] = response.read().decode().splitlines()
+        return lines
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=180, max_retries=0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=180, max_retries=0)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,188 @@
+"""The OpenAI API as clients use it: the official client, and requests that no client should send."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.application import Sluice, wait_until
+
+MODEL = "sluice-demo"
+USER = [{"role": "user", "content": "Name three facts about rivers."}]
+
+
+@pytest.fixture(scope="module")
+def client(sluice: Sluice) -> openai.OpenAI:
+    return sluice.client()
+
+
+def post(sluice: Sluice, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    """Status, headers and decoded body."""
+    request = urllib.request.Request(
+        sluice.url + path, data=body, headers={"Content-Type": "application/json", **(headers or {})}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.headers, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.loads(error.read())
+
+
+def test_chat_answers(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=16)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens <= 16
+
+
+def test_a_stream_of_chat_adds_up_to_the_answer_in_one_piece(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=32, temperature=0)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=USER, max_tokens=32, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_completions_answer_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model=MODEL, prompt="Rivers are", max_tokens=12, temperature=0)
+    stream = client.completions.create(model=MODEL, prompt="Rivers are", max_tokens=12, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_two_choices_are_two_answers(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=24, n=2, temperature=1.0)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+
+
+def test_logprobs_come_for_every_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=5, logprobs=True, top_logprobs=3)
+    assert answer.usage is not None and answer.choices[0].logprobs is not None
+    logprobs = answer.choices[0].logprobs.content
+    assert logprobs is not None
+    assert len(logprobs) == answer.usage.completion_tokens
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in logprobs)
+
+
+def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "legs": {"type": "integer", "enum": [2, 4, 6]}},
+        "required": ["name", "legs"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=USER,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}},
+    )
+    animal = json.loads(answer.choices[0].message.content or "")
+    assert set(animal) == {"name", "legs"}
+    assert animal["legs"] in (2, 4, 6)
+
+
+def test_stop_strings_end_the_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=40, temperature=0)
+    text = whole.choices[0].message.content or ""
+    stop = text[10:13]
+    cut = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=40, temperature=0, stop=[stop])
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].message.content == text[: text.index(stop)]
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_responses_answer(client: openai.OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="Say something.", max_output_tokens=16)
+    assert response.output_text
+
+
+def test_tokenize_and_detokenize_are_inverse(sluice: Sluice) -> None:
+    _, _, tokens = post(sluice, "/tokenize", json.dumps({"model": MODEL, "prompt": "seven rivers"}).encode())
+    _, _, text = post(sluice, "/detokenize", json.dumps({"model": MODEL, "tokens": tokens["tokens"]}).encode())
+    assert text["prompt"] == "seven rivers"
+
+
+def test_health_is_good(sluice: Sluice) -> None:
+    with urllib.request.urlopen(f"{sluice.url}/health", timeout=10) as response:
+        assert response.status == 200
+
+
+def test_the_request_id_is_echoed_and_time_is_split(sluice: Sluice) -> None:
+    body = json.dumps({"model": MODEL, "messages": USER, "max_tokens": 8}).encode()
+    status, headers, _ = post(sluice, "/v1/chat/completions", body, {"X-Request-Id": "abc-123"})
+    assert status == 200
+    assert headers.get_all("X-Request-Id") == ["abc-123"]
+    parts = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))
+    assert set(parts) == {"queue", "engine", "framework"}
+    assert float(parts["engine"]) > 0
+
+
+def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.OpenAI) -> None:
+    def total(lines: list[str]) -> float:
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("sluice_requests_total{"))
+
+    before = total(sluice.metrics())
+    for _ in range(4):
+        client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)
+    # The page of one router shows the other as of its last heartbeat.
+    wait_until(lambda: total(sluice.metrics()) == before + 4, 10, "four more requests are counted")
+    names = {line.split("{")[0].split(" ")[0] for line in sluice.metrics() if not line.startswith("#")}
+    assert {
+        "sluice_queue_wait_seconds_count", "sluice_ttft_seconds_bucket", "sluice_itl_seconds_sum",
+        "sluice_e2e_seconds_count", "sluice_replica_credit", "sluice_replica_running", "sluice_routers",
+        "sluice_predictor_fallbacks_total",
+    } <= names  # fmt: skip
+
+
+CHAT = "/v1/chat/completions"
+LONG_PROMPT = "word " * 3000
+LONG_CHAT = [{"role": "user", "content": LONG_PROMPT}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected", "says"),
+    [
+        (CHAT, b"this is not JSON", 400, "json"),
+        (CHAT, json.dumps({"model": "nobody", "messages": USER}).encode(), 404, "nobody"),
+        (CHAT, json.dumps({"model": MODEL}).encode(), 400, "messages"),
+        (CHAT, json.dumps({"model": MODEL, "messages": USER, "max_tokens": 99_999}).encode(), 400, "max_tokens"),
+        (CHAT, json.dumps({"model": MODEL, "messages": USER, "temperature": -1}).encode(), 400, "temperature"),
+        (CHAT, json.dumps({"model": MODEL, "messages": "x" * 5_000_000}).encode(), 413, "bytes"),
+        (CHAT, json.dumps({"model": MODEL, "messages": LONG_CHAT}).encode(), 400, "2048"),
+        ("/v1/completions", json.dumps({"model": MODEL, "prompt": LONG_PROMPT}).encode(), 400, "2048"),
+        ("/v1/nothing", b"{}", 404, "not found"),
+    ],
+    ids=[
+        "not JSON", "unknown model", "missing messages", "max_tokens beyond the context", "negative temperature",
+        "5 MB body", "prompt longer than the context", "completion prompt too long", "unknown route",
+    ],
+)  # fmt: skip
+def test_bad_input_gets_the_right_status_and_a_message(
+    sluice: Sluice, path: str, body: bytes, expected: int, says: str
+) -> None:
+    status, _, answer = post(sluice, path, body)
+    assert status == expected, answer
+    assert says.lower() in json.dumps(answer).lower()
+
+
+def test_an_unknown_class_is_refused_by_name(sluice: Sluice) -> None:
+    body = json.dumps({"model": MODEL, "messages": USER, "max_tokens": 2}).encode()
+    status, _, answer = post(sluice, CHAT, body, {"X-Sluice-Class": "royal"})
+    assert status == 400
+    assert "royal" in answer["error"]["message"]
+    assert "interactive" in answer["error"]["message"]
+
+
+def test_a_wrong_method_is_no_server_error(sluice: Sluice) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{sluice.url}{CHAT}", timeout=10)
+    assert error.value.code == 405

@@ -1,0 +1,118 @@
+"""On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import yaml
+
+from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.environment import one_machine_env, serve_env
+from tests.integration.application import REPOSITORY, alive, wait_until
+
+RAY = str(Path(sys.executable).with_name("ray"))
+SERVE = str(Path(sys.executable).with_name("serve"))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def ray_env(tmp_path_factory: pytest.TempPathFactory, redis: EmbeddedRedis) -> dict[str, str]:
+    run_dir = tmp_path_factory.mktemp("r")
+    return {
+        **os.environ,
+        **serve_env(),
+        **one_machine_env(run_dir, free_port(), free_port()),
+        "PYTHONPATH": str(REPOSITORY),
+        "RAY_AUTH_MODE": "disabled",
+        "SLUICE_REDIS_URL": redis.url,
+    }
+
+
+@pytest.fixture(scope="module")
+def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A head node; yields the address of its dashboard."""
+    dashboard_port = free_port()
+    log = tmp_path_factory.mktemp("ray") / "head.log"
+    command = [
+        RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(free_port()),
+        "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
+        "--ray-client-server-port", str(free_port()), "--num-cpus", "4", "--object-store-memory", str(80 << 20),
+        "--include-dashboard", "true", "--disable-usage-stats",
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        head = psutil.Popen(command, env=ray_env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    address = f"http://127.0.0.1:{dashboard_port}"
+    try:
+        wait_until(lambda: _answers(f"{address}/api/version") or head.poll() is not None, 90, "the dashboard answers")
+        assert head.poll() is None, log.read_text()
+        yield address
+    finally:
+        processes = [head, *head.children(recursive=True)]
+        head.terminate()
+        psutil.wait_procs(processes, timeout=30)
+        for process in alive(processes):
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    result = subprocess.run(["curl", "-sf", "-m", "5", url], capture_output=True, check=False)
+    return result.returncode == 0
+
+
+def test_the_shipped_configuration_deploys_and_answers(
+    dashboard: str, ray_env: dict[str, str], redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
+    port = settings["http_options"]["port"] = free_port()  # 8000 may be taken where tests run
+    config = tmp_path / "local.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
+    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
+    address = f"http://127.0.0.1:{port}"
+    wait_until(lambda: _answers(f"{address}/health"), 300, f"{address}/health")
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=2)
+    answer = client.chat.completions.create(
+        model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens > 0
+    assert _redis_keys(redis) > 0, "the external Redis holds the shared state"
+
+
+def _redis_keys(server: EmbeddedRedis) -> int:
+    import redis
+
+    with redis.Redis.from_url(server.url) as client:
+        return int(client.dbsize())
+
+
+def test_unknown_keys_are_refused_with_their_path(dashboard: str, ray_env: dict[str, str], tmp_path: Path) -> None:
+    settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
+    settings["http_options"]["port"] = free_port()
+    settings["applications"] = [
+        {**settings["applications"][0], "name": "wrong", "route_prefix": "/wrong"},
+    ]
+    settings["applications"][0]["args"]["engine"]["replicaz"] = 3
+    config = tmp_path / "wrong.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
+    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
+
+    def status() -> str:
+        return subprocess.run(
+            [SERVE, "status", "-a", dashboard], env=env, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    wait_until(lambda: "DEPLOY_FAILED" in status(), 90, "the wrong configuration is refused")
+    assert "engine.replicaz" in status()
