@@ -19,6 +19,8 @@ DEMO_NAME = "sluice-demo"
 DEMO_ARGS = (
     "--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "bfloat16", "--enforce-eager",
     "--kv-cache-memory-bytes", str(256 << 20),
+    # So small a model, left free to, would fill a JSON answer with blanks.
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 DRAIN_TIMEOUT_S = 5.0
 

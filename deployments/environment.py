@@ -61,7 +61,7 @@ def serve_env() -> dict[str, str]:
 
 def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[str, str]:
     """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own."""
-    haproxy = run_dir / "haproxy"
+    haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
     wrapper.write_text(_HAPROXY_ON_LOOPBACK.replace("BINARY", shlex.quote(get_haproxy_binary())))

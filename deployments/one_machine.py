@@ -22,6 +22,9 @@ from deployments.environment import one_machine_env, serve_env
 from policies.errors import SluiceError
 
 READY_TIMEOUT_S = 60.0
+# A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
+# "/admin.sock.1234567.tmp".
+MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
@@ -51,8 +54,14 @@ def _holder(port: int) -> str:
 
 
 def fresh_run_dir(port: int) -> Path:
-    """A folder of this user and port, emptied: logs of the last run stay until the next one."""
-    run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid()}-{port}")
+    """A folder of this user and port, emptied: logs of the last run stay until the next one.
+
+    Raises:
+        StartError: it is not ours, or its path is too long for the sockets that Ray Serve puts there.
+    """
+    run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")
+    if len(str(run_dir)) > MAX_RUN_DIR_CHARS:
+        raise StartError(f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp")
     if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
         raise StartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -98,8 +107,10 @@ def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
         serve.start(http_options={"host": host, "port": port})
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            serve.shutdown()
+            ray.shutdown()
 
 
 @contextlib.contextmanager

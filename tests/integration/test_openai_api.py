@@ -1,6 +1,7 @@
 """The OpenAI API as clients use it: the official client, and requests that no client should send."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -130,10 +131,10 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
     def total(lines: list[str]) -> float:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("sluice_requests_total{"))
 
+    time.sleep(2.5)  # the page of one router shows the other as of its last heartbeat
     before = total(sluice.metrics())
     for _ in range(4):
         client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)
-    # The page of one router shows the other as of its last heartbeat.
     wait_until(lambda: total(sluice.metrics()) == before + 4, 10, "four more requests are counted")
     names = {line.split("{")[0].split(" ")[0] for line in sluice.metrics() if not line.startswith("#")}
     assert {

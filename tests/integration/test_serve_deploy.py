@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,16 +29,16 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="module")
-def ray_env(tmp_path_factory: pytest.TempPathFactory, redis: EmbeddedRedis) -> dict[str, str]:
-    run_dir = tmp_path_factory.mktemp("r")
-    return {
-        **os.environ,
-        **serve_env(),
-        **one_machine_env(run_dir, free_port(), free_port()),
-        "PYTHONPATH": str(REPOSITORY),
-        "RAY_AUTH_MODE": "disabled",
-        "SLUICE_REDIS_URL": redis.url,
-    }
+def ray_env(redis: EmbeddedRedis) -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as run_dir:  # short: it holds Unix sockets
+        yield {
+            **os.environ,
+            **serve_env(),
+            **one_machine_env(Path(run_dir), free_port(), free_port()),
+            "PYTHONPATH": str(REPOSITORY),
+            "RAY_AUTH_MODE": "disabled",
+            "SLUICE_REDIS_URL": redis.url,
+        }
 
 
 @pytest.fixture(scope="module")
