@@ -1,0 +1,211 @@
+"""The servers under test as child processes: their command lines, their start, their end.
+
+Both systems get the same vLLM arguments. A server is ready when it says so: plain vLLM by
+answering /health, Sluice by a line on its standard output. Everything a server has started is found by its process
+tree and by a mark in the environment (a daemon leaves the tree; a renamed process hides its environment), and is ended
+by process id.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HOST = "127.0.0.1"
+# One list for both systems; what follows `--` on the command line of bench.compare is appended, and vLLM lets the
+# last one win. No CUDA graphs, no logging of requests: neither exists on one side only.
+ENGINE_ARGUMENTS = (
+    "--max-model-len=2048",
+    "--max-num-seqs=64",
+    "--kv-cache-memory-bytes=536870912",
+    "--enforce-eager",
+    "--no-enable-log-requests",
+    "--disable-log-stats",
+)
+SLUICE_READY = "Sluice is ready: "
+MARK = "SLUICE_BENCH_SERVER"
+POLL_S = 0.25
+GRACEFUL_STOP_S = 40.0
+UNREADY_STOP_S = 5.0
+TERMINATE_S = 10.0
+SHOWN_LOG_LINES = 25
+
+
+class ServerFailed(Exception):
+    """A server did not start, or ended too early; the message ends with its last log lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """`ready_line` starts the line that announces readiness; None: /health answers."""
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    ready_line: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]) -> ServerSpec:
+    launcher = (sys.executable, "-m", "deployments.plain_vllm")
+    return ServerSpec(
+        name=name, command=(*launcher, model, f"--host={HOST}", f"--port={port}", *engine_arguments), port=port
+    )
+
+
+def sluice(
+    name: str, model: str, port: int, router_replicas: int, engine_replicas: int, engine_arguments: Sequence[str]
+) -> ServerSpec:
+    counts = (f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}")
+    return ServerSpec(
+        name=name,
+        command=(_sluice_program(), "serve", f"--model={model}", f"--port={port}", *counts, "--", *engine_arguments),
+        port=port,
+        ready_line=SLUICE_READY,
+    )
+
+
+def _sluice_program() -> str:
+    """The script that belongs to this Python, not another one on PATH."""
+    return str(Path(sys.executable).with_name("sluice"))
+
+
+def server_environment(mark: str) -> dict[str, str]:
+    """This environment with the server's mark; what vLLM's CPU build needs, both launchers set alike.
+
+    VLLM_CPU_KVCACHE_SPACE would override `--kv-cache-memory-bytes`.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+    return environment | {"PYTHONUNBUFFERED": "1", MARK: mark}
+
+
+class Server:
+    """A child process with all that it started. As a context manager it is stopped at the end, whatever happened."""
+
+    def __init__(self, spec: ServerSpec, log_folder: Path, terminate_s: float = TERMINATE_S) -> None:
+        self.spec = spec
+        self._terminate_s = terminate_s
+        self.log_path = log_folder / f"{spec.name.replace(' ', '_')}-{spec.port}.log"
+        self._mark = uuid.uuid4().hex
+        self._seen: set[psutil.Process] = set()
+        self._stop_s = UNREADY_STOP_S
+
+    def __enter__(self) -> "Server":
+        """Raises: ServerFailed: the port is taken or the program is missing."""
+        self._check_port()
+        try:
+            with self.log_path.open("wb") as log:
+                self._child = subprocess.Popen(
+                    self.spec.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=server_environment(self._mark),
+                    start_new_session=True,  # Ctrl-C ends the bench, and the bench ends the server
+                )
+        except OSError as error:
+            raise ServerFailed(f"cannot start {self.spec.name}: {self.spec.command[0]}: {error.strerror}") from None
+        self._root = psutil.Process(self._child.pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _interrupts_ignored():
+            self.stop()
+
+    def _check_port(self) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, self.spec.port))
+            except OSError as error:
+                raise ServerFailed(f"port {self.spec.port} for {self.spec.name}: {error.strerror}") from None
+
+    def wait_until_ready(self, timeout_s: float) -> float:
+        """Seconds it took. Raises: ServerFailed: it ended, or is not ready in time."""
+        started_s = time.monotonic()
+        while not self._is_ready():
+            self.check_alive()
+            if time.monotonic() - started_s > timeout_s:
+                raise ServerFailed(f"{self.spec.name} is not ready after {timeout_s:g} s\n{self._log_tail()}")
+            time.sleep(POLL_S)
+        self._stop_s = GRACEFUL_STOP_S
+        return time.monotonic() - started_s
+
+    def check_alive(self) -> None:
+        """Raises: ServerFailed."""
+        status = self._child.poll()
+        if status is not None:
+            raise ServerFailed(f"{self.spec.name} ended with status {status}\n{self._log_tail()}")
+
+    def _is_ready(self) -> bool:
+        if self.spec.ready_line is not None:
+            return self.spec.ready_line in self.log_path.read_text(errors="replace")
+        with suppress(OSError), urllib.request.urlopen(f"{self.spec.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]
+        return "\n".join([f"last lines of its log, {self.log_path.name}:", *(f"  {line}" for line in lines)])
+
+    def processes(self) -> set[psutil.Process]:
+        """Every living process of this server."""
+        marked = {process for process in psutil.process_iter() if self._bears_mark(process)}
+        for parent in marked | self._seen | {self._root}:
+            with suppress(psutil.Error):
+                self._seen.update(parent.children(recursive=True))
+        self._seen |= marked | {self._root}
+        self._seen = {process for process in self._seen if _is_alive(process)}
+        return set(self._seen)
+
+    def _bears_mark(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get(MARK) == self._mark
+        return False
+
+    def stop(self) -> None:
+        """Asks the server to end, then ends by process id what is left of it."""
+        self.processes()
+        self._child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(self._stop_s)
+        self._send_each(signal.SIGTERM)
+        self._send_each(signal.SIGKILL)
+        self._child.wait()
+
+    def _send_each(self, number: signal.Signals) -> None:
+        left = self.processes()
+        for process in left:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        psutil.wait_procs(left, timeout=self._terminate_s)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A second Ctrl-C while servers are being stopped would leave the rest of them running."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,0 +1,150 @@
+"""Starting and ending real child processes; none of them is a model server."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.servers import (
+    ENGINE_ARGUMENTS,
+    HOST,
+    Server,
+    ServerFailed,
+    ServerSpec,
+    plain_vllm,
+    server_environment,
+    sluice,
+)
+
+HEALTHY = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+# A daemon in a session of its own, which outlives its parent and hides behind a second fork, and a stubborn child.
+WITH_DAEMONS = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv("/bin/sleep", ["daemon", "600"])
+    os._exit(0)
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("Sluice is ready: http://127.0.0.1", flush=True)
+    while True:
+        time.sleep(600)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def make_spec(program: str, port: int, ready_line: str | None = None) -> ServerSpec:
+    return ServerSpec(name="toy", command=(sys.executable, "-c", program, str(port)), port=port, ready_line=ready_line)
+
+
+def test_a_server_is_ready_when_its_health_answers_and_gone_afterwards(tmp_path: Path, free_port: int) -> None:
+    with Server(make_spec(HEALTHY, free_port), tmp_path) as server:
+        assert server.wait_until_ready(30.0) >= 0.0
+        processes = server.processes()
+    assert processes
+    assert not any(process.is_running() for process in processes)
+
+
+def test_daemons_and_stubborn_children_are_found_and_ended(tmp_path: Path, free_port: int) -> None:
+    with Server(make_spec(WITH_DAEMONS, free_port, "Sluice is ready: "), tmp_path, terminate_s=0.2) as server:
+        server.wait_until_ready(30.0)
+        processes = server.processes()
+        titles = [" ".join(process.cmdline()) for process in processes]
+        assert len(processes) == 3
+        assert "daemon 600" in titles
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def test_other_processes_are_left_alone(tmp_path: Path, free_port: int) -> None:
+    with (
+        Server(make_spec(HEALTHY, free_port), tmp_path) as server,
+        psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as bystander,
+    ):
+        server.wait_until_ready(30.0)
+        server.stop()
+        assert bystander.is_running()
+        bystander.kill()
+
+
+def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, free_port: int) -> None:
+    dying = "import sys; print('no such model: elephant'); sys.exit(3)"
+    with (
+        Server(make_spec(dying, free_port), tmp_path) as server,
+        pytest.raises(ServerFailed, match="toy ended with status 3\n(.*\n)*  no such model: elephant"),
+    ):
+        server.wait_until_ready(30.0)
+
+
+def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, free_port: int) -> None:
+    with (
+        Server(make_spec("import time; time.sleep(600)", free_port, "never printed"), tmp_path) as server,
+        pytest.raises(ServerFailed, match="toy is not ready after 0.1 s"),
+    ):
+        server.wait_until_ready(0.1)
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind((HOST, 0))
+        holder.listen()
+        port = int(holder.getsockname()[1])
+        with pytest.raises(ServerFailed, match=f"port {port} for toy: Address already in use"):
+            Server(make_spec(HEALTHY, port), tmp_path).__enter__()
+
+
+def test_a_missing_program_is_named(tmp_path: Path, free_port: int) -> None:
+    spec = ServerSpec(name="toy", command=("/nowhere/sluice",), port=free_port)
+    with pytest.raises(ServerFailed, match="cannot start toy: /nowhere/sluice: No such file"):
+        Server(spec, tmp_path).__enter__()
+
+
+def test_an_interrupt_while_servers_are_stopped_does_not_leave_them(tmp_path: Path, free_port: int) -> None:
+    """The server's end interrupts this very process."""
+    interrupting = f"""
+import os, signal, sys, time
+def leave(*_):
+    os.kill({os.getpid()}, signal.SIGINT)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    with Server(make_spec(interrupting, free_port, "ready"), tmp_path) as server:
+        server.wait_until_ready(30.0)
+        processes = server.processes()
+    assert not any(process.is_running() for process in processes)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_both_systems_get_the_same_engine_arguments() -> None:
+    plain = plain_vllm("plain", "model", 1, ENGINE_ARGUMENTS)
+    ours = sluice("ours", "model", 2, 1, 1, ENGINE_ARGUMENTS)
+    assert plain.command[-len(ENGINE_ARGUMENTS) :] == ours.command[-len(ENGINE_ARGUMENTS) :] == ENGINE_ARGUMENTS
+    assert (plain.url, ours.url) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+
+
+def test_an_inherited_cache_size_does_not_override_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("HF_HOME", "/models")
+    environment = server_environment("mark")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+    assert environment["HF_HOME"] == "/models"

@@ -1,0 +1,30 @@
+import pytest
+
+from bench.summary import Spread, paired_differences, paired_ratios, percentile
+
+
+def test_a_percentile_lies_between_the_two_nearest_values() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([0.0, 100.0], 99) == pytest.approx(99.0)
+
+
+def test_the_percentile_of_nothing_is_none() -> None:
+    assert percentile([], 50) is None
+
+
+def test_a_spread_is_the_median_between_the_extremes() -> None:
+    assert Spread.of([3.0, 9.0, 1.0]) == Spread(median=3.0, low=1.0, high=9.0)
+
+
+def test_ratios_are_taken_within_a_repeat_and_not_between_medians() -> None:
+    slowed_down_machine = [10.0, 20.0, 40.0]
+    assert paired_ratios([9.0, 18.0, 44.0], slowed_down_machine) == Spread(median=0.9, low=0.9, high=1.1)
+
+
+def test_differences_are_taken_within_a_repeat() -> None:
+    assert paired_differences([11.0, 22.0, 43.0], [10.0, 20.0, 40.0]) == Spread(median=2.0, low=1.0, high=3.0)
+
+
+def test_an_unpaired_repeat_is_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratios([1.0, 2.0], [1.0])
