@@ -31,7 +31,8 @@ examples:
   sluice serve --model ./my-model -- --max-model-len 8192 --max-num-seqs 128
   sluice serve --config sluice.yaml --port 9000
 
-Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
+A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
+embedded Redis starts. Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
 To serve on a Ray cluster that runs already, use `serve deploy` (see docs/install.md)."""
 
 
@@ -50,10 +51,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--served-model-name", help="the name that clients use (default: --model)")
     serve.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
-    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2)")
+    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serve.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
     serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
-    serve.add_argument("--redis-url", help="a Redis that runs already (default: an embedded one)")
     serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
     serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
     return root
@@ -69,7 +69,6 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     for path, value in {
         "model": options.model,
         "served_model_name": options.served_model_name,
-        "redis_url": options.redis_url,
         "engine.replicas": options.engine_replicas,
         "engine.num_gpus": options.num_gpus,
         "router.replicas": options.router_replicas,
@@ -81,7 +80,7 @@ def app_config(options: argparse.Namespace) -> AppConfig:
         settings.setdefault("served_model_name", DEMO_NAME)
         settings["vllm_args"] = [*DEMO_ARGS, *settings.get("vllm_args", ())]
     engine, router = settings.setdefault("engine", {}), settings.setdefault("router", {})
-    engine.setdefault("replicas", 2)
+    engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
     engine.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
     engine.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
     router.setdefault("num_cpus", 0)
@@ -127,6 +126,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def example(address: str, model: str) -> str:
     """A curl line that works when pasted."""
+    address = address.replace("//0.0.0.0:", "//127.0.0.1:")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
     return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 

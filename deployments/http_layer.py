@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,15 +24,13 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 CLASS_HEADER = "X-Sluice-Class"
 MAX_REQUEST_ID_CHARS = 128
+UNLOGGED_PATHS = ("/health", "/metrics")
+CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
 def error_response(status: int, message: str, kind: str) -> JSONResponse:
     """In the shape of OpenAI's errors."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
-
-
-class _BodyTooLarge(Exception):
-    """The request's body passed the limit while it was read."""
 
 
 class SluiceMiddleware:
@@ -51,17 +50,16 @@ class SluiceMiddleware:
         current.set(context)
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
         refusal = self._refusal(headers, context)
-        if refusal is not None:
-            await refusal(scope, receive, exchange.send)
-        else:
-            await self._serve(scope, receive, exchange)
-        if exchange.status and scope["path"] not in ("/health", "/metrics"):
-            _log(scope, exchange)
+        try:
+            await (refusal or self._app)(scope, self._limited(receive), exchange.send)
+        finally:
+            if scope["path"] not in UNLOGGED_PATHS:
+                _log(scope, exchange)
 
     def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            return self._too_large()
+            return error_response(413, self._too_large, "RequestEntityTooLarge")
         if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
             return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
         if context.slo_class not in self._classes:
@@ -71,25 +69,23 @@ class SluiceMiddleware:
             )
         return None
 
-    def _too_large(self) -> Response:
-        return error_response(413, f"the body exceeds {self._max_body_bytes} bytes", "RequestEntityTooLarge")
-
-    async def _serve(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+    def _limited(self, receive: Receive) -> Receive:
+        """Stops a body that does not say its length, at the limit."""
         read_bytes = 0
 
         async def limited_receive() -> Message:
             nonlocal read_bytes
             message = await receive()
-            if message["type"] == "http.request":
-                read_bytes += len(message.get("body", b""))
-                if read_bytes > self._max_body_bytes:
-                    raise _BodyTooLarge
+            read_bytes += len(message.get("body", b""))
+            if read_bytes > self._max_body_bytes:
+                raise HTTPException(413, self._too_large)
             return message
 
-        try:
-            await self._app(scope, limited_receive, exchange.send)
-        except _BodyTooLarge:
-            await self._too_large()(scope, receive, exchange.send)
+        return limited_receive
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body exceeds {self._max_body_bytes} bytes"
 
 
 class _Exchange:
@@ -136,7 +132,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
             "request_id": exchange.request_id,
             "method": scope["method"],
             "path": scope["path"],
-            "status": exchange.status,
+            "status": exchange.status or CLIENT_LEFT,
             "slo_class": exchange.context.slo_class,
             "output_tokens": tokens,
             **times,

@@ -81,7 +81,8 @@ def running(config: AppConfig, host: str, port: int) -> Iterator[str]:
     say(f"logs: {run_dir}/ray/session_latest/logs")
     env = {**serve_env(), **one_machine_env(run_dir, free_port(), free_port())}
     os.environ.update({name: value for name, value in env.items() if name not in os.environ})
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with _ray(run_dir, host, port), _application(config):
         address = f"http://{host}:{port}"
         _wait_until_healthy(address)
@@ -109,8 +110,9 @@ def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
     finally:
         # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            serve.shutdown()
-            ray.shutdown()
+            if ray.is_initialized():  # else Serve would start another Ray in order to shut down
+                serve.shutdown()
+                ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -119,6 +121,7 @@ def _application(config: AppConfig) -> Iterator[None]:
 
     from deployments.app import build
 
+    _check_gpus(config)
     engines = f"{config.engine.replicas} engine replica{'s' * (config.engine.replicas > 1)}"
     with _progress(f"loading {config.served_model_name or config.model} on {engines}"):
         try:
@@ -126,6 +129,18 @@ def _application(config: AppConfig) -> Iterator[None]:
         except RuntimeError as error:
             raise StartError(f"{error}\n{_why(config.name)}") from error
     yield
+
+
+def _check_gpus(config: AppConfig) -> None:
+    """Ray would wait for ever for GPUs that this machine does not have."""
+    import ray
+
+    needed, present = config.engine.replicas * config.engine.num_gpus, ray.cluster_resources().get("GPU", 0.0)
+    if needed > present:
+        raise StartError(
+            f"{config.engine.replicas} engine replicas of {config.engine.num_gpus:g} GPUs need {needed:g} GPUs, "
+            f"this machine has {present:g}: set --engine-replicas or --num-gpus"
+        )
 
 
 def _why(name: str) -> str:
@@ -163,9 +178,10 @@ def _progress(what: str) -> Iterator[None]:
 
 def _wait_until_healthy(address: str) -> None:
     give_up_s = time.monotonic() + READY_TIMEOUT_S
+    no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
+            with no_proxy.open(f"{address}/health", timeout=5) as response:
                 if response.status == 200:
                     return
         except (urllib.error.URLError, OSError) as error:

@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from policies.errors import AdmissionError, ConfigError, StateStoreError
+from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
 from router.timing import HttpContext, RequestTiming, current
@@ -168,6 +168,8 @@ class RoutedEngineCore(EngineCoreClient):
             await self._routed.submit(request, slo_class=context.slo_class, timing=timing)
         except AdmissionError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
+        except InputError as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
         except StateStoreError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
@@ -213,9 +215,20 @@ class RoutedAsyncLLM(AsyncLLM):
         await self.engine_core.cancel_requests_async(all_ids)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
         if self._routed.is_full:
             raise GracefulHTTPError("too many requests wait already", HTTPStatus.TOO_MANY_REQUESTS)
+        if self._routed.is_cut_off:
+            raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _add_request(self, request: EngineCoreRequest, *others: Any, **named: Any) -> None:
+        """vLLM enters a request in its tables before it hands it on, and leaves it there when that fails."""
+        try:
+            await super()._add_request(request, *others, **named)
+        except BaseException:
+            self.output_processor.abort_requests([request.request_id], internal=True)
+            raise
 
     async def check_health(self) -> None:
         await super().check_health()

@@ -110,6 +110,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     ) -> None:
         self.router_id = router_id
         self.snapshot = Snapshot()
+        self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
@@ -152,6 +153,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """As of the last heartbeat: no replica has credit and max_waiting tickets wait."""
         has_credit = any(load.credit for load in self.snapshot.replicas.values())
         return not has_credit and self.snapshot.waiting >= self._config.max_waiting
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The shared state has answered no heartbeat for a while."""
+        return self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._config.heartbeat_s
 
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
@@ -445,6 +451,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if lost or routers:
             logger.warning("silent and dropped: replicas %s, routers %s", lost, routers)
         self.snapshot = await self._store.snapshot()
+        self._beat_s = self._clock.now()
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store)

@@ -127,12 +127,26 @@ def test_the_request_id_is_echoed_and_time_is_split(sluice: Sluice) -> None:
     assert float(parts["engine"]) > 0
 
 
+def settled_metrics(sluice: Sluice) -> list[str]:
+    """The page once it stands still: it shows each other router as of that one's last heartbeat, a second apart."""
+    pages = [sluice.metrics()]
+
+    def stands_still() -> bool:
+        time.sleep(1.5)
+        pages.append(sluice.metrics())
+        return [line for line in pages[-1] if "requests_total" in line] == [
+            line for line in pages[-2] if "requests_total" in line
+        ]
+
+    wait_until(stands_still, 30, "the counters stand still")
+    return pages[-1]
+
+
 def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.OpenAI) -> None:
     def total(lines: list[str]) -> float:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("sluice_requests_total{"))
 
-    time.sleep(2.5)  # the page of one router shows the other as of its last heartbeat
-    before = total(sluice.metrics())
+    before = total(settled_metrics(sluice))
     for _ in range(4):
         client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)
     wait_until(lambda: total(sluice.metrics()) == before + 4, 10, "four more requests are counted")
