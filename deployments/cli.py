@@ -115,6 +115,8 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 
 def serve(options: argparse.Namespace) -> None:
     config = app_config(options)
+    if options.vllm_args:
+        check_vllm_args(config)
     with one_machine.running(config, options.host, options.port) as address:
         model = config.served_model_name or config.model
         print(f"Sluice is ready: {address}")
@@ -122,6 +124,13 @@ def serve(options: argparse.Namespace) -> None:
         print(f"try: {example(address, model)}", flush=True)
         one_machine.wait_for_signal()
         one_machine.say("stopping ...")
+
+
+def check_vllm_args(config: AppConfig) -> None:
+    """Before anything starts: a replica would say the same a minute later. Raises ConfigError."""
+    from deployments.vllm_adapter import parse_vllm_args  # only now, for importing vLLM takes seconds
+
+    parse_vllm_args(config.vllm_argv())
 
 
 def example(address: str, model: str) -> str:

@@ -177,10 +177,11 @@ class Relay:
             logger.warning("left without a word to the shared state: %s", error)
 
     def _hang_up(self) -> None:
+        """On every router, once it has what was written to it already."""
         if self._server is not None:
             self._server.close()
         for writer in self._writers:
-            writer.transport.abort()
+            writer.close()
 
     # From the routers
 
@@ -286,6 +287,8 @@ class Relay:
     async def _release(self) -> None:
         await self._something_ended.wait()
         self._something_ended.clear()
+        if not self.healthy:
+            return  # a slot of a dead engine is no slot
         ended, self._ended = self._ended, set()
         try:
             await self._store.release(self.info.replica_id, sorted(ended))

@@ -127,29 +127,29 @@ def test_the_request_id_is_echoed_and_time_is_split(sluice: Sluice) -> None:
     assert float(parts["engine"]) > 0
 
 
-def settled_metrics(sluice: Sluice) -> list[str]:
+def requests_total(sluice: Sluice) -> float:
+    lines = [line for line in sluice.metrics() if line.startswith("sluice_requests_total{")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def settled_total(sluice: Sluice) -> float:
     """The page once it stands still: it shows each other router as of that one's last heartbeat, a second apart."""
-    pages = [sluice.metrics()]
+    pages = [requests_total(sluice)]
 
     def stands_still() -> bool:
         time.sleep(1.5)
-        pages.append(sluice.metrics())
-        return [line for line in pages[-1] if "requests_total" in line] == [
-            line for line in pages[-2] if "requests_total" in line
-        ]
+        pages.append(requests_total(sluice))
+        return pages[-1] == pages[-2]
 
     wait_until(stands_still, 30, "the counters stand still")
     return pages[-1]
 
 
 def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.OpenAI) -> None:
-    def total(lines: list[str]) -> float:
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("sluice_requests_total{"))
-
-    before = total(settled_metrics(sluice))
+    before = settled_total(sluice)
     for _ in range(4):
         client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)
-    wait_until(lambda: total(sluice.metrics()) == before + 4, 10, "four more requests are counted")
+    wait_until(lambda: requests_total(sluice) == before + 4, 10, "four more requests are counted")
     names = {line.split("{")[0].split(" ")[0] for line in sluice.metrics() if not line.startswith("#")}
     assert {
         "sluice_queue_wait_seconds_count", "sluice_ttft_seconds_bucket", "sluice_itl_seconds_sum",
