@@ -1,5 +1,6 @@
 """`StateStore` in Redis: each move is one Lua script, so one round trip and atomic for all routers and replicas."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from redis.exceptions import RedisError
 from policies.errors import StateStoreError
 from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
-SOCKET_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
@@ -24,7 +25,10 @@ _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, str]])
 
 
 def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
-    """A client for redis://, rediss:// (TLS) or unix:// with the timeouts that every wait here relies on.
+    """A client for redis://, rediss:// (TLS) or unix://.
+
+    It sets no socket_timeout: with one, redis-py sends by `asyncio.wait_for`, which in Python 3.11 loses a cancellation
+    that arrives as the bytes leave. The store puts its own limit around each call.
 
     Raises:
         StateStoreError: the URL cannot be parsed.
@@ -34,9 +38,9 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
         pool = redis.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
-            timeout=SOCKET_TIMEOUT_S,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            timeout=None,
+            socket_timeout=None,
+            socket_connect_timeout=CALL_TIMEOUT_S,
             health_check_interval=15,
             retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             **tls,
@@ -72,9 +76,10 @@ class RedisStateStore:
     @staticmethod
     async def _guard(call: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await call()
-        except (RedisError, OSError, TimeoutError) as error:
-            raise StateStoreError(f"Redis: {error or type(error).__name__}") from error
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await call()
+        except (RedisError, OSError) as error:
+            raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
 
     async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
         reply = await self._run(
@@ -159,7 +164,7 @@ class RedisStateStore:
         try:
             await self._guard(lambda: pubsub.subscribe(channel))
             while True:
-                message = await self._guard(lambda: pubsub.get_message(timeout=SOCKET_TIMEOUT_S / 2))
+                message = await self._guard(lambda: pubsub.get_message(timeout=CALL_TIMEOUT_S / 2))
                 if message is None:
                     continue
                 if message["type"] == "subscribe":

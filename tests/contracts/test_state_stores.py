@@ -1,0 +1,412 @@
+"""What every state store does, and that the Lua scripts do exactly what their Python twin does.
+
+Redis goes by its own clock, so the times in here are either nothing or longer than any test.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.memory_store import MemoryStateStore
+from router.redis_store import RedisStateStore, connect
+from router.state_store import Assignment, ReplicaInfo, Snapshot, StateStore, Ticket
+
+FOR_EVER_S = 1e6
+NO_LIMIT = 1 << 31
+
+
+def info(replica_id: str) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=replica_id,
+        host="127.0.0.1",
+        port=1,
+        engine_version="fake-1",
+        model="m",
+        max_model_len=64,
+        secret=b"s",
+    )
+
+
+def ticket(
+    request_id: str, *, key: float = 0.0, work_s: float = 1.0, bin_index: int = 0, router_id: str = "a"
+) -> Ticket:
+    return Ticket(request_id=request_id, bin_index=bin_index, deadline_key=key, work_s=work_s, router_id=router_id)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, new_store: Callable[[], RedisStateStore]) -> AsyncIterator[StateStore]:
+    yield MemoryStateStore(time.monotonic) if request.param == "memory" else new_store()
+
+
+async def test_a_ticket_goes_at_once_to_a_replica_with_credit(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    assert await store.enqueue(ticket("x"), max_waiting=NO_LIMIT) == [Assignment("x", "r")]
+    assert (await store.snapshot()).replicas["r"].running == 1
+
+
+async def test_without_credit_it_waits_in_its_bin_and_the_next_free_slot_takes_it(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    assert await store.enqueue(ticket("y", bin_index=3), max_waiting=NO_LIMIT) == []
+    assert (await store.snapshot()).bins == {3: 1}
+    assert await store.locate(["x", "y", "z"]) == ["r", "", None]
+    await store.release("r", ["x"])
+    assert await store.locate(["x", "y"]) == [None, "r"]
+
+
+async def test_the_least_deadline_key_goes_first_across_bins(store: StateStore) -> None:
+    for name, key, bin_index in (("late", 3.0, 0), ("soon", 1.0, 2), ("then", 2.0, 1)):
+        await store.enqueue(ticket(name, key=key, bin_index=bin_index), max_waiting=NO_LIMIT)
+    await store.register_replica(info("r"), 2, [])
+    assert await store.locate(["soon", "then", "late"]) == ["r", "r", ""]
+
+
+async def test_equal_keys_go_by_bin_and_then_by_id(store: StateStore) -> None:
+    for name, bin_index in (("b", 2), ("c", 10), ("a", 10), ("d", 2)):
+        await store.enqueue(ticket(name, bin_index=bin_index), max_waiting=NO_LIMIT)
+    await store.register_replica(info("r"), 3, [])
+    assert await store.locate(["b", "d", "a", "c"]) == ["r", "r", "r", ""]
+
+
+async def test_cancelling_what_was_assigned_gives_its_slot_to_the_next(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    for name in ("x", "y"):
+        await store.enqueue(ticket(name), max_waiting=NO_LIMIT)
+    await store.cancel(["x", "never-heard-of"])
+    assert await store.locate(["x", "y"]) == [None, "r"]
+
+
+async def test_the_replica_with_the_least_work_takes_a_ticket(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 4, [])
+    await store.enqueue(ticket("long", work_s=5.0), max_waiting=NO_LIMIT)
+    await store.enqueue(ticket("short", work_s=1.0), max_waiting=NO_LIMIT)
+    assert await store.enqueue(ticket("next", work_s=1.0), max_waiting=NO_LIMIT) == [Assignment("next", "q")]
+
+
+async def test_a_full_queue_takes_no_more(store: StateStore) -> None:
+    assert await store.enqueue(ticket("x"), max_waiting=1) == []
+    assert await store.enqueue(ticket("y"), max_waiting=1) is None
+    assert await store.locate(["y"]) == [None]
+
+
+async def test_a_replica_with_credit_takes_a_ticket_even_when_none_may_wait(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    assert await store.enqueue(ticket("x"), max_waiting=0) == [Assignment("x", "r")]
+
+
+async def test_queueing_again_frees_the_slot_it_had(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    assert await store.enqueue(ticket("x"), max_waiting=NO_LIMIT) == [Assignment("x", "r")]
+    assert (await store.snapshot()).replicas["r"].running == 1
+
+
+async def test_a_release_leaves_a_ticket_alone_that_has_moved_on(store: StateStore) -> None:
+    await store.register_replica(info("p"), 1, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    await store.drop_replica("p")
+    await store.register_replica(info("q"), 1, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    await store.release("p", ["x"])
+    assert await store.locate(["x"]) == ["q"]
+
+
+async def test_a_replica_that_leaves_takes_its_tickets_with_it_and_leaves_the_waiting(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    await store.enqueue(ticket("y"), max_waiting=NO_LIMIT)
+    await store.drop_replica("r")
+    assert await store.locate(["x", "y"]) == [None, ""]
+    assert await store.replica_info("r") is None
+    assert await store.beat_replica("r", 1, FOR_EVER_S) is None
+
+
+async def test_a_replica_comes_back_with_what_it_runs(store: StateStore) -> None:
+    await store.register_replica(info("r"), 3, ["x", "y"])
+    load = (await store.snapshot()).replicas["r"]
+    assert (load.running, load.credit) == (2, 1)
+    await store.release("r", ["x", "y"])
+    assert (await store.snapshot()).replicas["r"].running == 0
+
+
+async def test_a_draining_replica_gets_nothing_more(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2, [])
+    await store.beat_replica("r", 0, FOR_EVER_S)
+    assert await store.enqueue(ticket("x"), max_waiting=NO_LIMIT) == []
+
+
+async def test_a_beat_names_what_was_assigned_before_the_lease(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2, [])
+    await store.enqueue(ticket("x"), max_waiting=NO_LIMIT)
+    assert await store.beat_replica("r", 2, FOR_EVER_S) == []
+    assert await store.beat_replica("r", 2, 0.0) == ["x"]
+
+
+async def test_the_silent_are_swept_out_and_their_waiting_tickets_with_them(store: StateStore) -> None:
+    await store.beat_router("a", FOR_EVER_S)
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("runs"), max_waiting=NO_LIMIT)
+    await store.enqueue(ticket("waits"), max_waiting=NO_LIMIT)
+    assert await store.beat_router("b", FOR_EVER_S) == ([], [])
+    replicas, routers = await store.beat_router("b", 0.0)
+    assert (replicas, sorted(routers)) == (["r"], ["a", "b"])
+    assert await store.locate(["runs", "waits"]) == [None, None]
+
+
+async def test_a_router_that_leaves_takes_its_waiting_tickets_with_it(store: StateStore) -> None:
+    await store.beat_router("a", FOR_EVER_S)
+    await store.register_replica(info("r"), 1, [])
+    for name, router_id in (("runs", "a"), ("waits", "a"), ("other", "b")):
+        await store.enqueue(ticket(name, router_id=router_id), max_waiting=NO_LIMIT)
+    await store.remove_router("a")
+    assert await store.locate(["runs", "waits", "other"]) == ["r", None, ""]
+    assert (await store.snapshot()).routers == 0
+
+
+async def test_the_owner_of_a_ticket_is_told_when_another_router_frees_the_slot(store: StateStore) -> None:
+    notices = store.notices("a")
+    assert await anext(notices) == []
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x", router_id="b"), max_waiting=NO_LIMIT)
+    await store.enqueue(ticket("y", router_id="a"), max_waiting=NO_LIMIT)
+    await store.release("r", ["x"])
+    assert await anext(notices) == [Assignment("y", "r")]
+
+
+async def test_every_router_learns_every_length_once(store: StateStore) -> None:
+    seen_a, unseen_a = await store.exchange_lengths(0, [("s", 1), ("s", 2)], 8)
+    seen_b, unseen_b = await store.exchange_lengths(0, [("t", 3)], 8)
+    assert (unseen_a, unseen_b) == ([("s", 1), ("s", 2)], [("s", 1), ("s", 2), ("t", 3)])
+    assert await store.exchange_lengths(seen_a, [], 8) == (3, [("t", 3)])
+    assert await store.exchange_lengths(seen_b, [], 8) == (3, [])
+
+
+async def test_lengths_beyond_the_window_are_gone(store: StateStore) -> None:
+    assert await store.exchange_lengths(0, [("s", n) for n in range(9)], 4) == (9, [("s", n) for n in range(5, 9)])
+    assert await store.exchange_lengths(0, [], 4) == (9, [("s", n) for n in range(5, 9)])
+
+
+async def test_a_count_from_before_the_tables_were_lost_starts_anew(store: StateStore) -> None:
+    assert await store.exchange_lengths(1000, [("s", 7)], 8) == (1, [("s", 7)])
+
+
+async def test_metrics_of_living_routers_are_shown(store: StateStore) -> None:
+    await store.beat_router("a", FOR_EVER_S)
+    for name in ("a", "never-beat"):
+        await store.publish_metrics(name, b"page of " + name.encode(), FOR_EVER_S)
+    assert await store.all_metrics() == {"a": b"page of a"}
+
+
+async def test_a_replica_is_found_as_it_registered(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    assert await store.replica_info("r") == info("r")
+    assert await store.replica_infos() == [info("r")]
+    assert await store.replica_info("other") is None
+
+
+async def test_its_time_moves_on(store: StateStore) -> None:
+    first_s = await store.time_s()
+    await asyncio.sleep(0.002)
+    assert await store.time_s() > first_s
+
+
+# The two stores side by side
+
+IDS, ROUTERS, REPLICAS = [f"x{n}" for n in range(14)], ["a", "b"], ["p", "q", "r"]
+# Sums of quarters are exact in binary, so that ties between replicas are ties in both stores.
+quarters = st.integers(0, 12).map(lambda n: n / 4)
+tickets = st.builds(
+    Ticket,
+    request_id=st.sampled_from(IDS),
+    bin_index=st.integers(0, 2),
+    deadline_key=st.sampled_from([1.0, 2.0, 2.5]),  # few, so that ties are common
+    work_s=quarters,
+    router_id=st.sampled_from(ROUTERS),
+)
+some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
+replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
+slot_counts = st.integers(0, 2)
+enqueues = st.tuples(st.just("enqueue"), tickets, st.sampled_from([1, NO_LIMIT, NO_LIMIT]))
+releases = st.tuples(st.just("release"), replica_ids, some_ids)
+pairs = st.lists(st.tuples(router_ids, st.integers(0, 9)), max_size=3)
+# Often the moves of every day, seldom what empties tables.
+steps = st.one_of(
+    enqueues,
+    enqueues,
+    enqueues,
+    enqueues,
+    releases,
+    releases,
+    st.tuples(st.just("cancel"), some_ids),
+    st.tuples(st.just("register_replica"), replica_ids.map(info), slot_counts, st.one_of(st.just([]), some_ids)),
+    st.tuples(st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S])),
+    st.one_of(
+        st.tuples(st.just("drop_replica"), replica_ids),
+        st.tuples(st.just("beat_router"), router_ids, st.sampled_from([FOR_EVER_S, 0.0])),
+        st.tuples(st.just("remove_router"), router_ids),
+        st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
+        st.tuples(st.just("exchange_lengths"), st.integers(0, 12), pairs, st.just(4)),
+    ),
+)
+Step = tuple[Any, ...]
+
+
+async def take(store: StateStore, step: Step) -> Any:
+    name, *arguments = step
+    if name == "enqueue":
+        return await store.enqueue(arguments[0], max_waiting=arguments[1])
+    result = await getattr(store, name)(*arguments)
+    if name == "beat_replica":
+        return None if result is None else sorted(result)
+    return tuple(map(sorted, result)) if name == "beat_router" else result
+
+
+def told(assignments: list[Assignment], notices: dict[str, list[Assignment]]) -> set[str]:
+    return {a.request_id for batch in (assignments, *notices.values()) for a in batch}
+
+
+@dataclass
+class Model:
+    """What must be true of one store whatever happens to it."""
+
+    store: MemoryStateStore
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    running: dict[str, int] = field(default_factory=dict)
+
+    async def check(self, step: Step, result: Any) -> None:
+        if step[0] == "enqueue":
+            self.tickets[step[1].request_id] = step[1]
+        found = await self.store.locate(IDS)
+        places = {name: place for name, place in zip(IDS, found, strict=True) if place is not None}
+        snapshot = await self.store.snapshot()
+        self._nothing_is_lost(step, result, places)
+        self._each_is_in_one_place(places, snapshot)
+        self._no_slot_is_overrun(step, snapshot)
+        self._no_slot_is_left_idle(snapshot)
+        self._the_most_urgent_went_first(step, places)
+        self.places = places
+        self.running = {name: load.running for name, load in snapshot.replicas.items()}
+
+    def _nothing_is_lost(self, step: Step, result: Any, places: dict[str, str]) -> None:
+        expected = set(self.places)
+        match step:
+            case ("enqueue", taken, _):
+                expected = expected - {taken.request_id} if result is None else expected | {taken.request_id}
+            case ("release", replica_id, ids):
+                expected -= {i for i in ids if self.places.get(i) == replica_id}
+            case ("cancel", ids):
+                expected -= set(ids)
+            case ("register_replica", _, _, ids):
+                expected |= set(ids)
+            case ("drop_replica", replica_id):
+                expected = {i for i in expected if self.places[i] != replica_id}
+            case ("remove_router", router_id):
+                expected -= self._waiting_of([router_id])
+            case ("beat_router", _, _):
+                replicas, routers = result
+                expected = {i for i in expected if self.places[i] not in replicas} - self._waiting_of(routers)
+        assert set(places) == expected
+
+    def _waiting_of(self, routers: list[str]) -> set[str]:
+        return {i for i, place in self.places.items() if not place and self.tickets[i].router_id in routers}
+
+    def _each_is_in_one_place(self, places: dict[str, str], snapshot: Snapshot) -> None:
+        assert snapshot.waiting == sum(not place for place in places.values())
+        for replica_id, load in snapshot.replicas.items():
+            assert load.running == sum(place == replica_id for place in places.values())
+
+    def _no_slot_is_overrun(self, step: Step, snapshot: Snapshot) -> None:
+        brought = len(step[3]) if step[0] == "register_replica" else 0
+        for replica_id, load in snapshot.replicas.items():
+            assert load.running <= max(load.slots, self.running.get(replica_id, 0) + brought)
+
+    def _no_slot_is_left_idle(self, snapshot: Snapshot) -> None:
+        assert not snapshot.waiting or not any(load.credit for load in snapshot.replicas.values())
+
+    def _the_most_urgent_went_first(self, step: Step, places: dict[str, str]) -> None:
+        def rank(request_id: str) -> tuple[float, int, str]:
+            return self.tickets[request_id].deadline_key, self.tickets[request_id].bin_index, request_id
+
+        came = set(step[3]) if step[0] == "register_replica" else set()  # it ran them already
+        fresh = {step[1].request_id} if step[0] == "enqueue" else set()
+        went = [i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))]
+        waits = [rank(i) for i, place in places.items() if not place]
+        assert not went or not waits or max(map(rank, went)) < min(waits)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def client(redis_url: str, runner: asyncio.Runner) -> Iterator["redis.Redis"]:
+    made = connect(redis_url)
+    yield made
+    runner.run(made.aclose())
+
+
+_histories = count()
+
+
+async def collect(notices: AsyncIterator[list[Assignment]]) -> list[Assignment]:
+    """Everything up to the next empty notice."""
+    found: list[Assignment] = []
+    while batch := await anext(notices):
+        found += batch
+    return found
+
+
+async def both_agree(client: "redis.Redis", history: list[Step]) -> None:
+    namespace = f"history-{next(_histories)}"
+    twin, store = MemoryStateStore(time.monotonic), RedisStateStore(client, namespace)
+    heard = {router_id: (twin.notices(router_id), store.notices(router_id)) for router_id in ROUTERS}
+    for pair in heard.values():
+        assert [await anext(notices) for notices in pair] == [[], []]
+    model = Model(twin)
+    for step in (("register_replica", info("p"), 2, []), ("register_replica", info("q"), 1, []), *history):
+        result = await take(twin, step)
+        assert await take(store, step) == result
+        assert await store.locate(IDS) == await twin.locate(IDS)
+        assert await store.snapshot() == await twin.snapshot()
+        await model.check(step, result)
+    for router_id, (expected, notices) in heard.items():
+        twin._tell(router_id, [])
+        await client.publish(f"{{sluice:{namespace}}}:router:{router_id}", b"\x90")  # an empty list in msgpack
+        assert await collect(notices) == await collect(expected)
+        await close(notices)
+
+
+async def close(notices: Any) -> None:
+    ended: Awaitable[None] = notices.aclose()
+    await ended
+
+
+@given(history=st.lists(steps, min_size=25, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_lua_and_python_agree_on_every_history(
+    client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
+) -> None:
+    runner.run(both_agree(client, history))
+
+
+async def test_a_burst_shares_few_connections(redis_url: str, namespace: str) -> None:
+    admin = connect(redis_url)
+    store = RedisStateStore(connect(redis_url), namespace)
+    before = len(await admin.client_list())
+    await asyncio.gather(*(store.enqueue(ticket(f"x{n}"), max_waiting=NO_LIMIT) for n in range(400)))
+    assert len(await admin.client_list()) - before <= 64
+    assert (await store.snapshot()).waiting == 400
+    await store.close()
+    await admin.aclose()

@@ -1,0 +1,678 @@
+"""The routed client against real relays, over real TCP and a real Redis; only the engine has no model.
+
+Its answers are known in advance, so every test that disturbs anything asks for the very same tokens.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from itertools import count
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.relay import Relay, RelayConfig
+from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
+from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.types import StepCoefficients, StepTimes
+from predictor.histogram import HistogramPredictor
+from router import wire
+from router.classifier import Classifier
+from router.clock import MonotonicClock, SharedClock
+from router.metrics import RelayMetrics, RouterMetrics
+from router.redis_store import RedisStateStore, connect
+from router.routed_client import RoutedClient, RoutedClientConfig
+from router.state_store import Assignment, ReplicaInfo, Snapshot
+from router.timing import RequestTiming
+from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+
+pytestmark = pytest.mark.timeout(30)
+
+HEARTBEAT_S = 0.05
+PATIENCE_S = 15.0  # a bound for waits that are short unless the machine is busy
+_numbers = count()
+
+
+def request(max_tokens: int = 20, *, replays: bool = False, request_id: str | None = None) -> FakeRequest:
+    number = next(_numbers)
+    return FakeRequest(
+        request_id=request_id or f"x{number}", prompt=[number, 7, 7], max_tokens=max_tokens, replays=replays
+    )
+
+
+def expected(asked: FakeRequest) -> list[int]:
+    return undisturbed(asked.prompt, asked.max_tokens)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Answer:
+    """What a front end has of one request."""
+
+    def __init__(self, asked: FakeRequest) -> None:
+        self.asked = asked
+        self.expected = expected(asked)
+        self.tokens: list[int] = []
+        self.outcome: str | None = None
+
+
+class FrontEnd:
+    """Stands where vLLM's front end stands: asks, and reads what comes."""
+
+    def __init__(self, client: RoutedClient[FakeRequest, FakeBatch], metrics: RouterMetrics) -> None:
+        self.client, self.metrics = client, metrics
+        self.answers: dict[str, Answer] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def ask(self, asked: FakeRequest, slo_class: str = "standard") -> Answer:
+        self.answers[asked.request_id] = answer = Answer(asked)
+        now_s = MonotonicClock().now()
+        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
+        await self.client.submit(asked, slo_class=slo_class, timing=timing)
+        return answer
+
+    async def ask_many(self, number: int, max_tokens: int = 20, *, replays: bool = False) -> list[Answer]:
+        return [await self.ask(request(max_tokens, replays=replays)) for _ in range(number)]
+
+    async def _read(self) -> None:
+        while True:
+            for output in (await self.client.next_outputs()).outputs:
+                answer = self.answers[output.request_id]
+                assert answer.outcome is None, "an output after the last one"
+                answer.tokens += output.new_token_ids
+                answer.outcome = output.finish_reason
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sluice_{name}", labels) or 0.0
+
+    async def die(self) -> None:
+        """As a killed process does: its sockets close, and it says nothing."""
+        self._reader.cancel()
+        await self.client._background.close()
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await self.client.close()
+
+
+class Replica:
+    def __init__(self, relay: Relay, engine: FakeEngine) -> None:
+        self.relay, self.engine = relay, engine
+
+    @property
+    def replica_id(self) -> str:
+        return self.relay.info.replica_id
+
+    async def die(self) -> None:
+        """As a killed process does: what it had not sent is lost, and it says nothing."""
+        self.hang_up()
+        await self.relay._background.close()
+
+    async def stop_beating(self) -> None:
+        """As a process does that hangs: its connections stay open."""
+        self.engine.pause()
+        (beat,) = [task for task in self.relay._background._tasks if task.get_name() == "heartbeat"]
+        beat.cancel()
+
+    def hang_up(self) -> None:
+        """The network breaks; both ends live."""
+        for writer in self.relay._writers:
+            writer.transport.abort()
+
+
+class Service:
+    """Routers and replicas over one Redis, each with a client of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, secrets.token_hex(8)
+        self.store = self.new_store()
+        self.front_ends: list[FrontEnd] = []
+        self.replicas: list[Replica] = []
+        self._stores = [self.store]
+
+    def new_store(self) -> RedisStateStore:
+        return RedisStateStore(connect(self.url), self.name)
+
+    async def replica(
+        self, slots: int = 4, *, salt: int = 0, step_s: float = 0.002, lease_s: float = 15.0, version: str = "fake-1"
+    ) -> Replica:
+        engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
+        self._stores.append(self.new_store())
+        relay = Relay(
+            engine=engine,
+            store=self._stores[-1],
+            info=_info(f"r{len(self.replicas)}", version),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s),
+            metrics=RelayMetrics(CollectorRegistry()),
+        )
+        await relay.start("127.0.0.1")
+        self.replicas.append(Replica(relay, engine))
+        return self.replicas[-1]
+
+    async def front_end(
+        self, *, max_waiting: int = 4096, max_wait_s: float = 60.0, silence_s: float = 5.0, max_moves: int = 8
+    ) -> FrontEnd:
+        metrics = RouterMetrics()
+        self._stores.append(self.new_store())
+        client = RoutedClient(
+            router_id=f"router{len(self.front_ends)}",
+            store=self._stores[-1],
+            codec=FakeCodec(),
+            classifier=_classifier(metrics),
+            clock=MonotonicClock(),
+            shared_clock=SharedClock(),
+            metrics=metrics,
+            config=RoutedClientConfig(
+                max_waiting=max_waiting,
+                max_wait_s=max_wait_s,
+                max_moves=max_moves,
+                heartbeat_s=HEARTBEAT_S,
+                silence_s=silence_s,
+            ),
+        )
+        await client.start()
+        self.front_ends.append(FrontEnd(client, metrics))
+        return self.front_ends[-1]
+
+    async def finish(self, answers: list[Answer]) -> None:
+        """Every answer is complete and exact, and nothing of it is left anywhere."""
+        await until(lambda: all(answer.outcome is not None for answer in answers))
+        assert Counter(answer.outcome for answer in answers) == {"length": len(answers)}
+        for answer in answers:
+            assert answer.tokens == answer.expected
+        await self.is_empty()
+
+    async def is_empty(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if _nothing_in(await self.store.snapshot()):
+                    break
+                await asyncio.sleep(HEARTBEAT_S)
+        await until(lambda: all(r.engine.held == 0 for r in self.replicas if r.relay.healthy))
+        for front_end in self.front_ends:
+            assert not front_end.client._entries
+
+    async def close(self) -> None:
+        for front_end in self.front_ends:
+            await front_end.close()
+        for replica in self.replicas:
+            await replica.relay.close()
+        for store in self._stores:
+            await store.close()
+
+
+def _nothing_in(snapshot: Snapshot) -> bool:
+    return not snapshot.waiting and not any(load.running for load in snapshot.replicas.values())
+
+
+def _info(replica_id: str, version: str = "fake-1", port: int = 0) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=replica_id, host="127.0.0.1", port=port, engine_version=version, model="none", max_model_len=4096
+    )
+
+
+def _classifier(metrics: RouterMetrics) -> Classifier:
+    step = StepCoefficients(overhead_s=0.01)
+    return Classifier(
+        predictor=HistogramPredictor(),
+        bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
+        order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"standard": 1.0}, default_target_s=1.0)),
+        step_times=StepTimes(prefill=step, decode=step, mixed=step),
+        shared_batch_size=4,
+        default_output_tokens=16,
+        metrics=metrics,
+    )
+
+
+@pytest.fixture
+async def service(redis_url: str) -> AsyncIterator[Service]:
+    made = Service(redis_url)
+    yield made
+    await made.close()
+
+
+# When all is well
+
+
+async def test_every_request_gets_its_exact_tokens(service: Service) -> None:
+    for _ in range(2):
+        await service.replica(slots=3)
+    front_end = await service.front_end()
+    await service.finish(await front_end.ask_many(40))
+    assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="length") == 40
+    assert front_end.count("output_tokens_total", slo_class="standard") == 800
+
+
+async def test_no_engine_gets_more_than_its_slots(service: Service) -> None:
+    for _ in range(2):
+        await service.replica(slots=2)
+    await service.finish(await (await service.front_end()).ask_many(20))
+    assert [replica.engine.most_held for replica in service.replicas] == [2, 2]
+
+
+async def test_two_routers_share_two_replicas(service: Service) -> None:
+    for _ in range(2):
+        await service.replica(slots=2)
+    front_ends = [await service.front_end() for _ in range(2)]
+    answers = await asyncio.gather(*(front_end.ask_many(15) for front_end in front_ends))
+    await service.finish([answer for batch in answers for answer in batch])
+    assert [replica.engine.most_held for replica in service.replicas] == [2, 2]
+
+
+async def test_a_request_that_came_before_any_replica_is_served_when_one_comes(service: Service) -> None:
+    answers = await (await service.front_end()).ask_many(3)
+    await service.replica()
+    await service.finish(answers)
+
+
+async def test_routers_tell_each_other_the_lengths_of_answers(service: Service) -> None:
+    await service.replica(slots=8)
+    asker, listener = [await service.front_end() for _ in range(2)]
+    before = listener.client.bin_edges
+    await service.finish([answer for n in range(64) for answer in [await asker.ask(request(1 + n % 16))]])
+    await until(lambda: asker.client.bin_edges != before and listener.client.bin_edges == asker.client.bin_edges)
+
+
+async def test_a_replica_tells_its_status(service: Service) -> None:
+    await service.replica(slots=3)
+    front_end = await service.front_end()
+    assert await front_end.client.statuses() == {"r0": {"running": 0, "waiting": 0, "held": 0, "slots": 3}}
+
+
+async def test_a_status_of_a_replica_that_is_gone_says_so(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    await replica.die()
+    assert "error" in (await front_end.client.statuses())["r0"]
+
+
+# Refusals and cancellations
+
+
+async def test_more_than_may_wait_are_refused(service: Service) -> None:
+    front_end = await service.front_end(max_waiting=2)
+    answers = await front_end.ask_many(2)
+    with pytest.raises(AdmissionError, match="max_waiting"):
+        await front_end.ask(request())
+    await until(lambda: front_end.client.is_full)
+    await service.replica()
+    await service.finish(answers)
+    assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
+
+
+async def test_an_id_that_is_not_over_is_refused_and_the_first_goes_on(service: Service) -> None:
+    front_end = await service.front_end()
+    asked = request(request_id="twice")
+    answer = await front_end.ask(asked)
+    with pytest.raises(InputError, match="twice"):
+        await front_end.client.submit(asked, slo_class="standard", timing=RequestTiming(0.0, 0.0))
+    await service.replica()
+    await service.finish([answer])
+
+
+async def test_cancelling_what_waits_and_what_runs_frees_every_slot(service: Service) -> None:
+    replica, front_end = await service.replica(slots=3), await service.front_end()
+    replica.engine.pause()
+    answers = await front_end.ask_many(8)
+    await until(lambda: replica.engine.held == 3)
+    ids = [answer.asked.request_id for answer in answers]
+    await front_end.client.cancel([*ids, ids[0], "never-heard-of"], "cancelled")
+    replica.engine.resume()
+    await service.is_empty()
+    assert not any(answer.tokens for answer in answers)
+    assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="cancelled") == 8
+
+
+async def test_a_slot_given_to_a_cancelled_request_goes_to_the_next(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    first, second, third = await front_end.ask_many(3)
+    await until(lambda: replica.engine.held == 1)
+    await front_end.client.cancel([second.asked.request_id], "cancelled")
+    replica.engine.resume()
+    await service.finish([first, third])
+    assert replica.engine.taken == 2
+
+
+async def test_a_request_whose_sender_goes_away_while_it_is_queued_leaves_nothing(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    for pause_s in (0.0, 0.0005, 0.001, 0.002, 0.004):
+        asking = asyncio.create_task(front_end.ask(request(10_000)))
+        await asyncio.sleep(pause_s)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            answer = await asking
+            await front_end.client.cancel([answer.asked.request_id], "cancelled")
+    await service.is_empty()
+    assert replica.relay.healthy
+
+
+async def test_a_request_that_no_replica_takes_fails_in_the_end(service: Service) -> None:
+    front_end = await service.front_end(max_wait_s=0.2)
+    answer = await front_end.ask(request())
+    await until(lambda: answer.outcome == "error")
+    await service.is_empty()
+
+
+async def test_a_request_too_large_for_a_frame_fails_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    await service.replica()
+    front_end = await service.front_end()
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 4096)
+    large = await front_end.ask(FakeRequest(request_id="large", prompt=[1] * 5000, max_tokens=4))
+    answers = await front_end.ask_many(4)
+    await until(lambda: large.outcome == "error")
+    await service.finish(answers)
+
+
+# When a replica is lost
+
+
+@pytest.mark.parametrize(("replays", "way"), [(False, "resumed"), (True, "replayed")])
+async def test_requests_of_a_killed_replica_go_on_elsewhere(service: Service, replays: bool, way: str) -> None:
+    victim = await service.replica(slots=4)
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(8, 60, replays=replays)
+    await until(lambda: sum(len(answer.tokens) > 5 for answer in answers) == 4)
+    await victim.die()
+    await service.replica(slots=4)
+    await service.finish(answers)
+    assert front_end.count("requests_recovered_total", way=way) == 4
+
+
+async def test_requests_that_had_sent_nothing_start_anew(service: Service) -> None:
+    victim, front_end = await service.replica(slots=4), await service.front_end()
+    victim.engine.pause()
+    answers = await front_end.ask_many(4)
+    await until(lambda: victim.engine.held == 4)
+    await victim.die()
+    await service.replica()
+    await service.finish(answers)
+    assert front_end.count("requests_recovered_total", way="requeued") == 4
+
+
+@pytest.mark.parametrize("replays", [False, True])
+async def test_requests_survive_one_replica_after_another(service: Service, replays: bool) -> None:
+    front_end = await service.front_end()
+    victim = await service.replica()
+    answers = await front_end.ask_many(4, 60, replays=replays)
+    for tokens in (5, 20, 35):
+        await until(lambda tokens=tokens: all(len(answer.tokens) > tokens for answer in answers))  # type: ignore[misc]
+        await victim.die()
+        victim = await service.replica()
+    await service.finish(answers)
+
+
+async def test_a_replica_lost_in_the_middle_of_a_replay_changes_nothing(service: Service) -> None:
+    front_end, victim = await service.front_end(), await service.replica()
+    answers = await front_end.ask_many(4, 60, replays=True)
+    await until(lambda: all(len(answer.tokens) > 30 for answer in answers))
+    await victim.die()
+    victim = await service.replica(step_s=0.01)
+    await until(lambda: victim.engine.held == 4)
+    await asyncio.sleep(0.1)  # about ten tokens of thirty
+    await victim.die()
+    await service.replica()
+    await service.finish(answers)
+
+
+async def test_a_replay_that_differs_ends_with_an_error(service: Service) -> None:
+    victim, front_end = await service.replica(), await service.front_end()
+    answers = await front_end.ask_many(4, 60, replays=True)
+    await until(lambda: all(len(answer.tokens) > 5 for answer in answers))
+    await victim.die()
+    other = await service.replica(salt=1)
+    await until(lambda: all(answer.outcome is not None for answer in answers))
+    assert {answer.outcome for answer in answers} == {"error"}
+    for answer in answers:
+        assert answer.tokens == answer.expected[: len(answer.tokens)]
+    await service.is_empty()
+    assert other.relay.healthy
+
+
+async def test_a_replay_that_ends_too_soon_ends_with_an_error(service: Service) -> None:
+    victim, front_end = await service.replica(), await service.front_end()
+    answer = await front_end.ask(request(60, replays=True))
+    await until(lambda: len(answer.tokens) > 20)
+    answer.asked.max_tokens = 10  # what the other replica will be asked for
+    await victim.die()
+    await service.replica()
+    await until(lambda: answer.outcome == "error")
+    await service.is_empty()
+
+
+async def test_a_request_is_not_moved_for_ever(service: Service) -> None:
+    front_end = await service.front_end(max_moves=1)
+    answer = await front_end.ask(request(10_000))
+    for _ in range(2):
+        victim = await service.replica()
+        await until(lambda victim=victim: victim.engine.held == 1)  # type: ignore[misc]
+        await victim.die()
+    await until(lambda: answer.outcome == "error")
+    await service.is_empty()
+
+
+async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Service) -> None:
+    victim = await service.replica()
+    front_end = await service.front_end(silence_s=3600.0)
+    answers = await front_end.ask_many(4, 60)
+    await until(lambda: all(answer.tokens for answer in answers))
+    victim.engine.die()
+    await service.replica()
+    await service.finish(answers)
+    await victim.relay.drain()
+
+
+async def test_a_replica_that_hangs_is_left_after_its_silence(service: Service) -> None:
+    victim = await service.replica()
+    front_end = await service.front_end(silence_s=0.5)
+    answers = await front_end.ask_many(4, 60)
+    await until(lambda: all(answer.tokens for answer in answers))
+    await victim.stop_beating()
+    await service.replica()
+    await service.finish(answers)
+
+
+async def test_a_replica_that_another_router_found_lost_is_left_too(service: Service) -> None:
+    """Its host is gone: one router's connection broke, the other's will not for a quarter of an hour."""
+    victim, front_end = await service.replica(), await service.front_end(silence_s=3600.0)
+    answers = await front_end.ask_many(4, 60)
+    await until(lambda: all(answer.tokens for answer in answers))
+    await victim.stop_beating()
+    await service.store.drop_replica(victim.replica_id)
+    await service.replica()
+    await service.finish(answers)
+
+
+async def test_a_replica_that_accepts_and_says_nothing_costs_one_move(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 10 * HEARTBEAT_S)
+    front_end = await service.front_end(max_moves=1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        await service.store.register_replica(_info("silent", port=silent.getsockname()[1]), 4, [])
+        answers = await front_end.ask_many(3)
+        await asyncio.sleep(4 * HEARTBEAT_S)
+        await service.replica()
+        await service.finish(answers)
+    assert front_end.count("requests_recovered_total", way="requeued") == 3
+
+
+async def test_a_replica_of_another_version_costs_one_move(service: Service) -> None:
+    stranger = await service.replica(version="fake-2")
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(3)
+    await stranger.relay.close()
+    await service.replica()
+    await service.finish(answers)
+    assert stranger.engine.taken == 0
+
+
+async def test_a_broken_network_between_the_living_loses_nothing(service: Service) -> None:
+    replica, front_end = await service.replica(slots=4), await service.front_end()
+    answers = await front_end.ask_many(8, 60)
+    for tokens in (5, 15, 25):
+        await until(lambda tokens=tokens: any(len(answer.tokens) > tokens for answer in answers))  # type: ignore[misc]
+        replica.hang_up()
+        await until(lambda: not replica.relay._writers)
+    await service.finish(answers)
+    assert replica.relay.healthy
+
+
+async def test_a_request_that_comes_again_before_its_first_arrival_is_gone_starts_clean(service: Service) -> None:
+    """The old connection is half open: the replica does not know yet that it is dead."""
+    replica, front_end = await service.replica(), await service.front_end()
+    answers = await front_end.ask_many(4, 60)
+    await until(lambda: all(len(answer.tokens) > 5 for answer in answers))
+    (writer,) = replica.relay._writers
+    front_end.client._open_connection("r0")._reader.feed_eof()  # type: ignore[union-attr]
+    silent = writer.transport
+    await until(lambda: replica.engine.taken == 8)
+    silent.abort()
+    await service.finish(answers)
+    assert replica.relay.healthy
+
+
+async def test_a_replica_drains_before_it_leaves(service: Service) -> None:
+    leaver, front_end = await service.replica(), await service.front_end()
+    answers = await front_end.ask_many(4, 60)
+    await until(lambda: all(answer.tokens for answer in answers))
+    draining = asyncio.create_task(leaver.relay.drain())
+    await until(lambda: leaver.relay.slots == 0)
+    answers += await front_end.ask_many(4)
+    await draining
+    await leaver.relay.close()
+    await until(lambda: [answer.outcome for answer in answers] == ["length"] * 4 + [None] * 4)
+    await service.replica()
+    await service.finish(answers)
+    assert front_end.count("requests_recovered_total", way="resumed") == 0
+
+
+# When a router is lost
+
+
+async def test_a_router_that_dies_has_its_slots_released_and_its_queue_forgotten(service: Service) -> None:
+    replica = await service.replica(slots=2, lease_s=0.5)
+    victim, survivor = [await service.front_end(silence_s=0.5) for _ in range(2)]
+    await victim.ask_many(5, 10_000)
+    await until(lambda: replica.engine.held == 2)
+    await victim.die()
+    service.front_ends.remove(victim)
+    await service.finish(await survivor.ask_many(4))
+
+
+async def test_a_router_that_leaves_takes_its_queue_with_it(service: Service) -> None:
+    leaver, survivor = [await service.front_end(silence_s=3600.0) for _ in range(2)]
+    await leaver.ask_many(5, 10_000)
+    await leaver.close()
+    service.front_ends.remove(leaver)
+    replica = await service.replica(slots=2)
+    await service.finish(await survivor.ask_many(4))
+    assert replica.engine.taken == 4
+
+
+# When the shared state forgets, or is away
+
+
+async def test_lost_notices_are_found_by_the_heartbeat(redis_url: str, service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    answers = await front_end.ask_many(3)
+    (listening,) = [task for task in front_end.client._background._tasks if task.get_name() == "listen"]
+    listening.cancel()
+    replica.engine.resume()
+    await service.finish(answers)
+
+
+async def test_it_listens_again_after_its_subscription_was_cut(redis_url: str, service: Service) -> None:
+    await service.replica(slots=1)
+    front_end = await service.front_end()
+    admin = connect(redis_url)
+    answers = []
+    for _ in range(3):
+        answers += await front_end.ask_many(3)
+        await admin.client_kill_filter(_type="pubsub")
+    await service.finish(answers)
+    await admin.aclose()
+
+
+async def test_an_assignment_told_twice_is_sent_once(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    answer = await front_end.ask(request())
+    await until(lambda: replica.engine.held == 1)
+    for _ in range(3):
+        front_end.client._place(Assignment(answer.asked.request_id, "r0"))
+    replica.engine.resume()
+    await service.finish([answer])
+    assert replica.engine.taken == 1
+
+
+async def test_a_slot_of_a_second_replica_is_given_back(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    answer = await front_end.ask(request())
+    await until(lambda: replica.engine.held == 1)
+    await service.store.register_replica(_info("other"), 1, [])
+    await service.store.drop_replica("r0")
+    assert await service.store.enqueue(front_end.client._entries[answer.asked.request_id].ticket, max_waiting=9)
+    front_end.client._place(Assignment(answer.asked.request_id, "other"))
+    replica.engine.resume()
+    await service.finish([answer])
+
+
+async def test_a_flushed_redis_loses_nothing(redis_url: str, service: Service) -> None:
+    for _ in range(2):
+        await service.replica(slots=2)
+    front_ends = [await service.front_end() for _ in range(2)]
+    answers = [answer for front_end in front_ends for answer in await front_end.ask_many(10, 40)]
+    await until(lambda: any(len(answer.tokens) > 10 for answer in answers))
+    admin = connect(redis_url)
+    await admin.flushall()
+    await admin.aclose()
+    answers += await (await service.front_end()).ask_many(4)  # one that comes after the flush reaches those from before
+    await service.finish(answers)
+    assert [replica.engine.most_held for replica in service.replicas] == [2, 2]
+
+
+async def test_a_redis_that_comes_back_empty_loses_nothing() -> None:
+    port, password = free_port(), secrets.token_urlsafe(16)
+    server = EmbeddedRedis(port, password)
+    service = Service(server.url)
+    for _ in range(2):
+        await service.replica(slots=2)
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(12, 60)
+    await until(lambda: any(len(answer.tokens) > 5 for answer in answers))
+    server.close()
+    await until(lambda: sum(answer.outcome is not None for answer in answers) == 4)  # what runs is not disturbed
+    server = EmbeddedRedis(port, password)
+    await service.finish(answers)
+    await service.close()
+    server.close()
+
+
+async def test_without_redis_a_new_request_is_refused_in_words() -> None:
+    server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
+    service = Service(server.url)
+    front_end = await service.front_end()
+    server.close()
+    with pytest.raises(StateStoreError, match="Redis"):
+        await front_end.ask(request())
+    assert not front_end.client._entries
+    await service.close()
+
+
+@pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"heartbeat_s": 0.0}, {"silence_s": float("inf")}])
+def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RoutedClientConfig(**wrong)  # type: ignore[arg-type]
