@@ -18,7 +18,7 @@ test: venv check ## check and test everything
 	$(BIN)/python -m pytest tests/ --durations=15
 
 test-unit: venv ## the fast tests: no Ray, no engine
-	$(BIN)/python -m pytest tests/ --ignore=tests/integration
+	$(BIN)/python -m pytest tests/ --ignore=tests/integration --hypothesis-profile=quick -m "not slow"
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .

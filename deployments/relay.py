@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,12 +90,12 @@ class RelayConfig:
 
 
 class _Router:
-    """One router's connection and the requests that came over it: their ids, and the engine's ids for them."""
+    """One router's connection and the requests that came over it."""
 
     def __init__(self, router_id: str, writer: asyncio.StreamWriter) -> None:
         self.router_id = router_id
         self.writer = writer
-        self.engine_ids: dict[str, str] = {}
+        self.request_ids: set[str] = set()
 
     def send(self, kind: wire.Kind, parts: Sequence[Buffer]) -> None:
         """A router that cannot be sent to is hung up on: one bad frame or reader must not stop the others' tokens."""
@@ -125,7 +125,7 @@ class Relay:
         self.info = info
         self._engine, self._store, self._config = engine, store, config
         self._held: dict[str, _Held] = {}  # by the engine's id
-        self._latest: dict[str, str] = {}  # the engine's id of the latest arrival of a request
+        self._engine_ids: dict[str, str] = {}  # by the request's id
         self._arrivals = 0
         self._ended: set[str] = set()
         self._something_ended = asyncio.Event()
@@ -208,17 +208,18 @@ class Relay:
             while True:
                 await self._obey(router, await wire.read_frame(reader))
         except (OSError, asyncio.IncompleteReadError):
-            logger.info("router %s left with %d requests running", router.router_id, len(router.engine_ids))
+            logger.info("router %s left with %d requests running", router.router_id, len(router.request_ids))
         except (ProtocolError, msgspec.MsgspecError) as error:
             logger.error("hanging up on router %s: %s", router.router_id, error)
         finally:
-            await self._stop(router, list(router.engine_ids))
+            await self._stop(router.request_ids)
 
     async def _obey(self, router: _Router, frame: wire.Frame) -> None:
         if frame.kind is wire.Kind.ADD:
             await self._add(router, self._engine.codec.decode_request(frame.parts))
         elif frame.kind is wire.Kind.ABORT:
-            await self._stop(router, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
+            ids = msgspec.msgpack.decode(frame.parts[0], type=list[str])
+            await self._stop(router.request_ids.intersection(ids))
         elif frame.kind is wire.Kind.STATUS:
             self._background.spawn(self._tell_status(router, frame.parts[0]), "status")
         else:
@@ -226,18 +227,18 @@ class Relay:
 
     async def _add(self, router: _Router, request: Any) -> None:
         request_id: str = request.request_id
-        if request_id in router.engine_ids:
-            raise ProtocolError(f"it sent request {request_id} twice")
+        if request_id in self._engine_ids:  # from a connection of which only we do not know yet that it is dead
+            await self._stop({request_id})
         self._arrivals += 1
         request.request_id = engine_id = f"{request_id}~{self._arrivals}"
-        self._held[engine_id] = _Held(request_id, router)
-        router.engine_ids[request_id] = self._latest[request_id] = engine_id
-        self._ended.discard(request_id)
+        self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router)
+        router.request_ids.add(request_id)
+        self._ended.discard(request_id)  # the slot that waits to be released is its own again
         self._idle.clear()
         await self._engine.add(request)
 
-    async def _stop(self, router: _Router, request_ids: list[str]) -> None:
-        engine_ids = [router.engine_ids[i] for i in request_ids if i in router.engine_ids]
+    async def _stop(self, request_ids: Set[str]) -> None:
+        engine_ids = [self._engine_ids[request_id] for request_id in request_ids]
         for engine_id in engine_ids:
             self._end(engine_id)
         if engine_ids and self.healthy:
@@ -274,11 +275,10 @@ class Relay:
 
     def _end(self, engine_id: str) -> None:
         held = self._held.pop(engine_id)
-        del held.router.engine_ids[held.request_id]
-        if self._latest[held.request_id] == engine_id:  # else its slot belongs to a later arrival
-            del self._latest[held.request_id]
-            self._ended.add(held.request_id)
-            self._something_ended.set()
+        del self._engine_ids[held.request_id]
+        held.router.request_ids.remove(held.request_id)
+        self._ended.add(held.request_id)
+        self._something_ended.set()
         if not self._held:
             self._idle.set()
 
@@ -293,7 +293,7 @@ class Relay:
         try:
             await self._store.release(self.info.replica_id, sorted(ended))
         except StateStoreError:
-            self._ended |= ended - self._latest.keys()
+            self._ended |= ended - self._engine_ids.keys()
             self._something_ended.set()
             await asyncio.sleep(self._config.heartbeat_s)
             raise
@@ -304,9 +304,9 @@ class Relay:
         assigned = await self._store.beat_replica(self.info.replica_id, self.slots, self._config.lease_s)
         if assigned is None:
             logger.warning("the shared state does not know this replica, registering again")
-            await self._store.register_replica(self.info, self.slots, list(self._latest))
+            await self._store.register_replica(self.info, self.slots, list(self._engine_ids))
             return
-        never_came = [i for i in assigned if i not in self._latest and i not in self._ended]
+        never_came = [i for i in assigned if i not in self._engine_ids and i not in self._ended]
         if never_came:
             logger.warning("%d assigned requests never came, releasing their slots", len(never_came))
             await self._store.release(self.info.replica_id, never_came)

@@ -4,10 +4,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from uuid import uuid4
 
+import hypothesis
 import pytest
 
 from deployments.embedded_redis import EmbeddedRedis, free_port
 from router.redis_store import RedisStateStore, connect
+
+# Fewer examples for the minute before a commit; `make test` runs them all.
+hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)
 
 
 @pytest.fixture(scope="session")

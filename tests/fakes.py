@@ -90,8 +90,8 @@ class FakeCodec:
 class FakeEngine:
     """One token for each running request at every step; a token follows from all tokens before it, and the salt.
 
-    Like vLLM's core it takes more requests than it has slots, and lets them wait; and it does not survive an id that it
-    holds already.
+    Like vLLM's core it takes more requests than it has slots, and lets them wait; what a step has computed comes out
+    even if it was aborted meanwhile; and it does not survive an id that it holds already.
     """
 
     def __init__(self, *, slots: int = 4, step_s: float = 0.002, salt: int = 0, version: str = "fake-1") -> None:
@@ -126,13 +126,15 @@ class FakeEngine:
     async def next_outputs(self) -> FakeBatch:
         while True:
             await self._work.wait()
-            await asyncio.sleep(self.step_s)
             await self._unpaused.wait()
+            outputs = [self._step(request) for request in list(self._held.values())[: self.slots]]
+            if not self._held:
+                self._work.clear()
+            await asyncio.sleep(self.step_s)  # what is aborted now was computed all the same, and comes out
             if self.dead:
                 raise RuntimeError("the engine died")
-            if self._held:
-                return FakeBatch([self._step(request) for request in list(self._held.values())[: self.slots]])
-            self._work.clear()
+            if outputs:
+                return FakeBatch(outputs)
 
     def _step(self, request: FakeRequest) -> FakeOutput:
         state, generated = self._states[request.request_id]

@@ -6,6 +6,7 @@ of ``StepPlan``, so a test that merely runs it already tests that.
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class ToyEngine:
     running: list[Job] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
+    used_blocks: int = 0
     _prefill: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -84,7 +86,7 @@ class ToyEngine:
                 prefill_tokens_left=[job.prefill_left for job in self.running],
                 class_index=[job.class_index for job in self.running],
             ),
-            waiting=tuple(job.view() for job in list(self.waiting)[: self.window]),
+            waiting=tuple(job.view() for job in islice(self.waiting, self.window)),
             waiting_count=len(self.waiting),
             slots=self.slots,
             free_blocks=self.free_blocks,
@@ -95,10 +97,14 @@ class ToyEngine:
 
     @property
     def free_blocks(self) -> int:
-        return self.total_blocks - sum(self._blocks(job.computed) for job in self.running)
+        return self.total_blocks - self.used_blocks
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def _hold(self, job: Job, computed: int) -> None:
+        self.used_blocks += self._blocks(computed) - self._blocks(job.computed)
+        job.computed = computed
 
     def step(self) -> StepResult:
         """Plan, run and account one step."""
@@ -110,7 +116,7 @@ class ToyEngine:
         decoding, preempted = self._decode(budget) if plan.phase is not Phase.PREFILL else ([], 0)
         context = sum(job.computed for job in decoding)
         if plan.phase is not Phase.DECODE:
-            self._prefill_running(budget - len(decoding), skip=decoding)
+            self._prefill_running(budget - len(decoding))
             self._admit(plan, budget - len(decoding) - sum(self._prefill.values()))
         tokens = sum(self._prefill.values())
         step_s = self.times.step_s(prefill_tokens=tokens, decode_requests=len(decoding), kv_tokens=context)
@@ -136,35 +142,34 @@ class ToyEngine:
         return result
 
     def _decode(self, budget: int) -> tuple[list[Job], int]:
+        """Decode what fits, preempting the youngest while a block is missing: who decoded, and how many were lost."""
         ready = [job for job in self.running if not job.prefill_left][:budget]
         decoding: list[Job] = []
-        preempted = 0
+        lost: set[str] = set()
         for job in ready:
-            if job not in self.running:
-                continue
-            while self.free_blocks < self._blocks(job.computed + 1) - self._blocks(job.computed):
+            while job.request_id not in lost and not self._grow(job):
                 victim = self.running[-1]
+                lost.add(victim.request_id)
                 self._preempt(victim)
-                preempted += 1
-                if victim in decoding:
-                    decoding.remove(victim)
-                    victim.generated -= 1
-                if victim is job:
-                    break
-            else:
-                job.computed += 1
-                job.generated += 1
+            if job.request_id not in lost:
                 decoding.append(job)
-        return decoding, preempted
+        return [job for job in decoding if job.request_id not in lost], len(lost)
+
+    def _grow(self, job: Job) -> bool:
+        if self._blocks(job.computed + 1) - self._blocks(job.computed) > self.free_blocks:
+            return False
+        self._hold(job, job.computed + 1)
+        job.generated += 1
+        return True
 
     def _preempt(self, job: Job) -> None:
         self.running.remove(job)
-        job.computed = 0
+        self._hold(job, 0)
         self.waiting.appendleft(job)
 
-    def _prefill_running(self, budget: int, skip: list[Job]) -> None:
+    def _prefill_running(self, budget: int) -> None:
         for job in self.running:
-            if job.prefill_left and job not in skip and budget > 0:
+            if job.prefill_left and budget > 0:
                 budget -= self._compute(job, budget)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -179,7 +184,7 @@ class ToyEngine:
 
     def _compute(self, job: Job, budget: int) -> int:
         tokens = min(job.prefill_left, budget, self.free_blocks * self.block_size)
-        job.computed += tokens
+        self._hold(job, job.computed + tokens)
         self._prefill[job.request_id] = tokens
         if not job.prefill_left and not job.generated:
             job.generated = 1
@@ -187,7 +192,10 @@ class ToyEngine:
 
     def _finish(self) -> tuple[FinishedRequest, ...]:
         done = [job for job in self.running if not job.prefill_left and job.generated >= job.output_tokens]
-        self.running = [job for job in self.running if job not in done]
+        if done:
+            self.running = [job for job in self.running if job.prefill_left or job.generated < job.output_tokens]
+        for job in done:
+            self._hold(job, 0)
         return tuple(
             FinishedRequest(
                 prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens, class_index=job.class_index

@@ -1,0 +1,464 @@
+"""Exclusive or mixed batching, decided online: phases of pure prefill and pure decode, or both in one step.
+
+Source: 003 (EB+), the online controller: sliding-window length statistics, phase length, crossover with smoothed
+occupancy, KV gate and priority margin. The closed forms live in ``policies.phases`` and are exported here with it.
+Departures, with ERRATA numbers:
+
+* The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the requests that
+  could start reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
+  refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
+  over geometric, uniform, lognormal and production lengths. Below saturation nobody waits for k arrivals (3.8).
+* A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
+* theta0, the IFR correction and a fixed refill are there by name.
+* What mixed batching costs is reckoned step by step: with answers longer than the batch is wide, most of its steps
+  hold no prefill, which 003's formula does not know.
+* Mode switches are relative to the cost of a token (3.11). The closed form over-predicts exclusive batching (3.13), so
+  each mode's prediction is scaled by what that mode was measured to cost, and nothing is decided before every kind of
+  step has been measured or given as a prior.
+* A prefill phase that could schedule nothing is not tried again before blocks were freed or the queue changed.
+"""
+
+from dataclasses import dataclass, field
+from math import expm1, floor, inf, log1p
+from typing import Literal
+
+from policies.batch_size import capped_plan
+from policies.checks import require_at_least, require_one_of, require_positive, require_probability
+from policies.errors import ConfigError
+from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable
+from policies.phases import (
+    PhaseLength,
+    RefillLimits,
+    WorkloadMeans,
+    best_phase_of_survival,
+    best_phase_steps,
+    crossover_margin,
+    exclusive_throughput,
+    exclusive_token_s,
+    max_batch_size_exclusive,
+    mixed_steps_throughput,
+    mixed_throughput,
+    overhead_ratio,
+    phase_threshold,
+    phase_threshold_ifr,
+    refill_cap,
+)
+from policies.step_time import StepTimeConfig, StepTimeModel
+from policies.types import BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
+
+__all__ = [
+    "ExclusiveMixed",
+    "ExclusiveMixedConfig",
+    "PhaseLength",
+    "RefillLimits",
+    "WorkloadMeans",
+    "best_phase_of_survival",
+    "best_phase_steps",
+    "crossover_margin",
+    "exclusive_throughput",
+    "exclusive_token_s",
+    "max_batch_size_exclusive",
+    "mixed_steps_throughput",
+    "mixed_throughput",
+    "overhead_ratio",
+    "phase_threshold",
+    "phase_threshold_ifr",
+    "refill_cap",
+]
+
+# A fitted overhead may come out as 0; the phase length needs a ratio.
+_LEAST_OVERHEAD_S = 1e-6
+_MOST_HAZARD = 0.999
+# A refill is due at the latest when nine times as many could start as still decode.
+_MOST_SHARE = 0.9
+# A phase longer than this many times its length ends with whatever can start: nobody waits for a k-th arrival.
+_PATIENCE = 1.5
+# Share of a measured cost that enters the running ratio, and drift of an unused mode's ratio back to 1.
+_RATIO_SMOOTHING = 0.3
+_RATIO_DRIFT = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExclusiveMixedConfig:
+    """EB+.
+
+    Attributes:
+        mode: "auto" chooses by cost, "exclusive" and "mixed" stay what they say.
+        phase_rule: "exact" is the integer T; "threshold" theta0; "ifr" the paper's correction; "fixed" ``refill``.
+        refill: requests per refill for "fixed".
+        step_times: how step times are learned, and their prior.
+        itl_budget_s: bound on the gap that a refill puts between two tokens of a running request, or None.
+        max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
+        hysteresis_fraction: advantage, relative to the cost of an exclusive token, that a mode switch needs.
+        priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
+            time to first token, below 0 a short time between tokens.
+        occupancy_smoothing: weight of the newest step in the smoothed number of running requests.
+        replan_steps: plans between two looks at lengths, step times and mode.
+        min_samples: completions before lengths count as known.
+        window, max_output_tokens: as in ``LengthStatisticsConfig``.
+        initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
+
+    Raises:
+        ConfigError: a value is out of bounds, or "fixed" comes without ``refill``.
+    """
+
+    mode: Literal["auto", "exclusive", "mixed"] = "auto"
+    phase_rule: Literal["exact", "threshold", "ifr", "fixed"] = "exact"
+    refill: int | None = None
+    step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
+    itl_budget_s: float | None = None
+    max_wait_s: float | None = None
+    hysteresis_fraction: float = 0.05
+    priority_margin_fraction: float = 0.0
+    occupancy_smoothing: float = 0.02
+    replan_steps: int = 128
+    min_samples: int = 32
+    window: int = 1000
+    max_output_tokens: int = 32768
+    initial_phase_steps: int = 32
+    initial_slots_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_one_of(("auto", "exclusive", "mixed"), self, "mode")
+        require_one_of(("exact", "threshold", "ifr", "fixed"), self, "phase_rule")
+        require_at_least(1, self, "replan_steps", "min_samples", "window", "max_output_tokens", "initial_phase_steps")
+        require_at_least(0, self, "hysteresis_fraction")
+        require_probability(self, "occupancy_smoothing", "initial_slots_fraction")
+        for name in ("itl_budget_s", "max_wait_s"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if (self.phase_rule == "fixed") != (self.refill is not None) or (self.refill is not None and self.refill < 1):
+            raise ConfigError(f'refill goes with phase_rule "fixed" and is at least 1, got {self.refill}')
+        if not abs(self.priority_margin_fraction) < inf:
+            raise ConfigError(f"priority_margin_fraction must be finite, got {self.priority_margin_fraction}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workload:
+    """What a look at the statistics found: length law, moments, step times, smoothed batch size and its bound."""
+
+    table: LifeTable
+    moments: LengthMoments
+    times: StepTimes
+    occupancy: float
+    slots: int
+    max_batch_tokens: int
+
+    @property
+    def means(self) -> WorkloadMeans:
+        """Output tokens are those decoded: the first comes with the prefill (ERRATA 3.15). Their mean is 1 / hazard,
+        because the mean of the completed alone is biased short while a load builds up (3.6)."""
+        return WorkloadMeans(
+            prompt_tokens=max(1.0, self.moments.mean_prompt_tokens),
+            output_tokens=max(1.0, 1.0 / self.hazard - 1.0),
+            context_tokens=max(1.0, self.moments.mean_resident_tokens),
+        )
+
+    @property
+    def hazard(self) -> float:
+        """Ends per token at risk: the hazard of a geometric length."""
+        hazard = self.table.constant_hazard()
+        assert hazard is not None
+        return min(hazard, _MOST_HAZARD)
+
+    @property
+    def prefill_overhead_s(self) -> float:
+        return max(self.times.prefill.overhead_s, _LEAST_OVERHEAD_S)
+
+    @property
+    def decode_overhead_s(self) -> float:
+        return max(self.times.decode.overhead_s, _LEAST_OVERHEAD_S)
+
+    def exclusive_throughput(self, phase: PhaseLength) -> float:
+        """Tokens per second of phases of this length in a full batch."""
+        refill = phase.slots_fraction * self.occupancy
+        # A small batch frees less than a slot per phase: then only some phases are followed by a prefill.
+        prefills = self.limits(None).prefill_steps(refill) if refill >= 1.0 else -expm1(-refill)
+        return exclusive_throughput(
+            self.times, self.means, refill=refill, phase_steps=phase.steps, prefill_steps=prefills
+        )
+
+    def limits(self, itl_budget_s: float | None) -> RefillLimits:
+        prompt = self.means.prompt_tokens
+        most = None
+        if itl_budget_s is not None:
+            most = refill_cap(
+                self.times.prefill,
+                mean_prompt_tokens=prompt,
+                max_batch_tokens=self.max_batch_tokens,
+                itl_budget_s=itl_budget_s,
+            )
+        return RefillLimits(
+            slots=self.slots,
+            mean_prompt_tokens=prompt,
+            max_batch_tokens=self.max_batch_tokens,
+            max_refill=most,
+        )
+
+
+def _phase_length(config: ExclusiveMixedConfig, workload: _Workload) -> PhaseLength:
+    """The phase that the configured rule asks for."""
+    limits = workload.limits(config.itl_budget_s)
+    if config.phase_rule == "exact":
+        return _exact_phase(workload, limits)
+    share = config.refill / limits.slots if config.refill else _threshold_share(config, workload)
+    if limits.max_refill is not None:
+        share = min(share, limits.max_refill / limits.slots)
+    fraction = min(share, _MOST_SHARE)
+    return PhaseLength(steps=max(1, round(-log1p(-fraction) / workload.hazard)), slots_fraction=fraction)
+
+
+def _exact_phase(workload: _Workload, limits: RefillLimits) -> PhaseLength:
+    law = workload.table.law()
+    assert law is not None
+    survival = law.unit_survival(floor(min(law.quantile(0.9999), law.edges[-1])) + 1)
+    overheads_s = workload.prefill_overhead_s, workload.decode_overhead_s
+    return best_phase_of_survival(survival, *overheads_s, limits, thinned=True)
+
+
+def _threshold_share(config: ExclusiveMixedConfig, workload: _Workload) -> float:
+    """theta0 from the constant hazard, or theta0 + delta theta from the line fitted to the hazard (ERRATA 3.6)."""
+    line = workload.table.linear_hazard()
+    assert line is not None
+    hazard = min(line.p0, _MOST_HAZARD) if config.phase_rule == "ifr" else workload.hazard
+    share = phase_threshold(
+        overhead_ratio(
+            hazard=hazard,
+            prefill_overhead_s=workload.prefill_overhead_s,
+            decode_overhead_s=workload.decode_overhead_s,
+        )
+    )
+    if config.phase_rule == "threshold":
+        return share
+    ratio = workload.times.decode.decode_s * workload.slots / workload.decode_overhead_s
+    return phase_threshold_ifr(share, hazard=hazard, hazard_slope=line.eta, decode_cost_ratio=ratio)
+
+
+class _TokenCost:
+    """What a token costs in one mode against what the closed form says, over spans of completed requests."""
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        self._busy_s = 0.0
+        self._tokens = 0
+        self._finished = 0
+
+    def add(self, result: StepResult) -> None:
+        self._busy_s += result.step_s
+        self._tokens += result.scheduled_tokens
+        self._finished += len(result.finished)
+
+    def restart(self) -> None:
+        self._busy_s, self._tokens, self._finished = 0.0, 0, 0
+
+    def learn(self, predicted_s: float, least_finished: int) -> None:
+        """Close the span if enough requests ended in it; their prompts and outputs make the mix comparable."""
+        if self._finished < least_finished:
+            return
+        measured = self._busy_s / self._tokens / predicted_s
+        self.ratio += _RATIO_SMOOTHING * (min(max(measured, 0.5), 2.0) - self.ratio)
+        self.restart()
+
+    def drift(self) -> None:
+        """Forget slowly while the mode is not in use, so that it is tried again one day."""
+        self.ratio += _RATIO_DRIFT * (1.0 - self.ratio)
+
+
+class _ModeChoice:
+    """Whether exclusive batching is worth it, from predicted costs corrected by measured ones."""
+
+    def __init__(self, config: ExclusiveMixedConfig) -> None:
+        self._config = config
+        self.exclusive = config.mode == "exclusive"
+        self._costs = {False: _TokenCost(), True: _TokenCost()}
+        self._decided = False
+
+    def observe(self, result: StepResult) -> None:
+        self._costs[self.exclusive].add(result)
+
+    def explore(self, model: StepTimeModel) -> bool:
+        """Go where a kind of step is still unknown; False when all are known."""
+        if model.config.prior is not None:
+            return False
+        missing = [kind for kind in (Phase.MIXED, Phase.PREFILL, Phase.DECODE) if not model.measured(kind)]
+        if missing:
+            self._move(missing[0] is not Phase.MIXED)
+        return bool(missing)
+
+    def decide(self, workload: _Workload, phase: PhaseLength) -> None:
+        """Switch when the other mode's token is cheaper by more than the hysteresis."""
+        mixed_s = 1.0 / mixed_steps_throughput(workload.times, workload.means, slots=workload.occupancy)
+        exclusive_s = 1.0 / workload.exclusive_throughput(phase)
+        self._learn(exclusive_s if self.exclusive else mixed_s)
+        gain_s = self._costs[False].ratio * mixed_s - self._costs[True].ratio * exclusive_s
+        gain = gain_s / exclusive_token_s(workload.times, workload.means) - self._config.priority_margin_fraction
+        hysteresis = self._config.hysteresis_fraction
+        self._move(gain > (-hysteresis if self.exclusive else hysteresis))
+
+    def _learn(self, predicted_s: float) -> None:
+        if self._decided:
+            self._costs[self.exclusive].learn(predicted_s, self._config.min_samples)
+        else:  # what came before was the batch filling up, which no formula is about
+            self._costs[self.exclusive].restart()
+        self._costs[not self.exclusive].drift()
+        self._decided = True
+
+    def _move(self, exclusive: bool) -> None:
+        if exclusive != self.exclusive:
+            self.exclusive = exclusive
+            self._costs[exclusive].restart()
+
+
+class _Stall:
+    """Remembers a prefill phase that could schedule nothing, until something changed that could help."""
+
+    def __init__(self) -> None:
+        self._stalled = False
+        self._free_blocks: int | None = None
+        self._waiting_count = 0
+
+    def observe(self, result: StepResult) -> None:
+        if result.finished:
+            self._stalled = False
+        if result.phase is Phase.PREFILL and not result.scheduled_tokens:
+            self._stalled, self._free_blocks = True, None
+
+    def holds(self, state: BatchState) -> bool:
+        if not self._stalled:
+            return False
+        if self._free_blocks is None:
+            self._free_blocks, self._waiting_count = state.free_blocks, state.waiting_count
+        self._stalled = state.free_blocks <= self._free_blocks and state.waiting_count == self._waiting_count
+        return self._stalled
+
+
+class ExclusiveMixed:
+    """Chooses a phase for every step.
+
+    PREFILL opens when a refill is due and goes on until the free slots are filled, the queue is empty or the cache is
+    full; DECODE follows. In mixed mode every step may do both.
+    """
+
+    def __init__(self, config: ExclusiveMixedConfig) -> None:
+        self.config = config
+        self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
+        self._model = StepTimeModel(config.step_times)
+        self._lengths = LengthStatistics(
+            LengthStatisticsConfig(window=config.window, max_output_tokens=config.max_output_tokens)
+        )
+        self._choice = _ModeChoice(config)
+        self._stall = _Stall()
+        self._occupancy = 0.0
+        self._steps = 0
+        self._plans = 0
+        self._decode_steps = 0
+        self._phase = Phase.DECODE
+        self._phase_steps = 0
+        self._phase_limit = 0
+        self._limited_by = Limit.SLOTS
+        self._max_refill: int | None = None
+
+    @property
+    def exclusive(self) -> bool:
+        """True while prefill and decode take turns."""
+        return self._choice.exclusive
+
+    def plan(self, state: BatchState) -> StepPlan:
+        if self._plans % self.config.replan_steps == 0:
+            self._replan(state)
+        self._plans += 1
+        if not self.exclusive:
+            self._phase = Phase.DECODE
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        startable = self._startable(state)
+        self._enter_phase(state, startable)
+        return self._exclusive_plan(state, startable)
+
+    def observe(self, result: StepResult) -> None:
+        self._model.observe(result)
+        self._lengths.observe(result.finished, self._decode_steps)
+        self._decode_steps += result.decode_requests > 0
+        if result.phase is Phase.PREFILL:
+            self._phase_limit -= len(result.finished)
+        self._choice.observe(result)
+        self._stall.observe(result)
+        self._steps += 1
+        weight = max(self.config.occupancy_smoothing, 1.0 / self._steps)
+        self._occupancy += weight * (result.running_count - self._occupancy)
+
+    def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:
+        prefill = self._phase is Phase.PREFILL
+        limit = min(self._phase_limit, state.slots) if prefill else state.slots
+        room = min(startable, max(0, limit - state.running_count)) if prefill else 0
+        return StepPlan(
+            phase=self._phase,
+            max_batch_size=max(1, limit),
+            limited_by=self._limited_by if prefill else Limit.SLOTS,
+            max_batch_tokens=state.max_batch_tokens,
+            admit=tuple(request.request_id for request in state.waiting[:room]),
+        )
+
+    def _enter_phase(self, state: BatchState, startable: int) -> None:
+        prefilling = state.prefilling_count
+        decoding = state.running_count - prefilling
+        stalled = self._stall.holds(state)
+        if self._phase is Phase.PREFILL:
+            room = startable and state.running_count < self._phase_limit
+            if (prefilling or room) and not (stalled and decoding):
+                return
+            self._phase, self._phase_steps = Phase.DECODE, 0
+        elif decoding and not stalled and (prefilling or self._refill_due(state, decoding, startable)):
+            self._open_prefill(state, startable)
+        if not decoding and (prefilling or startable):
+            self._open_prefill(state, startable)
+        self._phase_steps += 1
+
+    def _open_prefill(self, state: BatchState, startable: int) -> None:
+        """Start a refill of what can start now; slots that it frees itself wait for the next one."""
+        self._phase = Phase.PREFILL
+        self._limited_by = Limit.MEMORY if startable < min(state.free_slots, state.waiting_count) else Limit.SLOTS
+        if self._max_refill is not None and self._max_refill < startable:
+            startable, self._limited_by = self._max_refill, Limit.SLA
+        self._phase_limit = state.running_count + startable
+
+    def _refill_due(self, state: BatchState, decoding: int, startable: int) -> bool:
+        """Whether a decode phase has lasted long enough."""
+        if not startable:
+            return False
+        if self.config.max_wait_s is not None and state.now_s - state.waiting[0].arrival_s >= self.config.max_wait_s:
+            return True
+        if self.config.phase_rule == "exact" and self._phase_steps >= _PATIENCE * self.phase_length.steps:
+            return True
+        share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
+        share = min(share, _MOST_SHARE)
+        return startable >= max(1.0, decoding * share / (1.0 - share))
+
+    def _startable(self, state: BatchState) -> int:
+        """Waiting requests, from the head, that have a slot and whose prompts fit beside one more block per running
+        request; at least one when nothing runs."""
+        if not state.waiting:
+            return 0  # a policy before this one let nobody through
+        room = state.free_blocks - state.running_count
+        for count, request in enumerate(state.waiting[: state.free_slots]):
+            room -= -(-request.prefill_tokens // state.block_size)
+            if room < 0:
+                return max(count, 1 - min(1, state.running_count))
+        return min(state.waiting_count, state.free_slots)
+
+    def _replan(self, state: BatchState) -> None:
+        exploring = self.config.mode == "auto" and self._choice.explore(self._model)
+        moments, times = self._lengths.moments(), self._model.times()
+        if moments is None or times is None or moments.requests < self.config.min_samples:
+            return
+        workload = _Workload(
+            table=self._lengths.table(0, state.running.output_tokens, self._decode_steps),
+            moments=moments,
+            times=times,
+            occupancy=max(1.0, self._occupancy),
+            slots=state.slots,
+            max_batch_tokens=state.max_batch_tokens,
+        )
+        self.phase_length = _phase_length(self.config, workload)
+        self._max_refill = workload.limits(self.config.itl_budget_s).max_refill
+        if self.config.mode == "auto" and not exploring:
+            self._choice.decide(workload, self.phase_length)

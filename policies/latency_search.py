@@ -1,0 +1,125 @@
+"""The search behind SLA-bound batch sizes and chunks: the largest x whose latency meets a target.
+
+Source: 001, Algorithm 2, corrected: the search reaches both of its bounds (ERRATA 1.10), low <= value <= high holds
+after every update (1.11), and it learns nothing upward while the value does not bind (1.12). It brackets with
+x * target / latency: for any latency a + c*x with a, c >= 0 the answer lies between x and that, on either side.
+So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
+"""
+
+from dataclasses import dataclass
+from math import ceil, floor
+
+from policies.types import StepResult
+
+# Shorter is a clock's rounding; the bound must stay finite.
+_LEAST_LATENCY_S = 1e-9
+
+
+class LatencySearch:
+    """Largest integer x in [minimum, maximum] with latency(x) <= target, for a latency that rises with x.
+
+    Attributes:
+        value: the present answer; low, high: where the true one is believed to be, low <= value <= high.
+    """
+
+    def __init__(
+        self, *, minimum: int, maximum: int, initial: int, target_s: float, tolerance_s: float, stride: int
+    ) -> None:
+        self._minimum, self._maximum = minimum, maximum
+        self._target_s, self._tolerance_s, self._stride = target_s, tolerance_s, stride
+        self.value = min(max(initial, minimum), maximum)
+        self.low, self.high = minimum, maximum
+        self._probe = 1
+
+    def update(self, latency_s: float, used: float, *, binding: bool) -> None:
+        """Move after one window of measurements.
+
+        Args:
+            latency_s: mean latency over the window, >= 0.
+            used: mean x really used, > 0; above ``value`` while a batch drains towards it.
+            binding: whether ``value`` kept more from being used; a fast system proves nothing when it did not.
+        """
+        bound = used * self._target_s / max(latency_s, _LEAST_LATENCY_S)
+        if latency_s > self._target_s + self._tolerance_s:
+            self._too_slow(bound, draining=used > self.value)
+        elif latency_s >= self._target_s - self._tolerance_s:
+            self._on_target(used)
+        elif binding:
+            self._fast(max(used, bound))
+
+    def _too_slow(self, bound: float, *, draining: bool) -> None:
+        if draining and bound >= self.value:
+            return  # already on the way down to a value that may do
+        self._probe = 1
+        self.high = self._clamped(min(bound, self.high))
+        if self.low > self.high:
+            self.low = self._minimum  # what was safe once is not any more
+        self.value = (self.low + self.high) // 2
+
+    def _on_target(self, used: float) -> None:
+        """Keep the value near what is used, so that a load that could not fill it does not overshoot later."""
+        half = max(1, self._stride // 2)
+        self.low, self.high = self._clamped(used - half), self._clamped(ceil(used) + half)
+        self.value = min(max(self.value, self.low), self.high)
+
+    def _fast(self, bound: float) -> None:
+        """Halve the interval, but go at most a stride beyond what is safe; reopen a closed one in doubling steps."""
+        self.low = self._clamped(bound)
+        if self.high <= self.low:
+            self.high = self._clamped(self.low + self._probe)
+            self._probe = min(2 * self._probe, self._stride)
+        self.value = min((self.low + self.high + 1) // 2, self.low + self._stride)
+
+    def _clamped(self, x: float) -> int:
+        return min(max(floor(x), self._minimum), self._maximum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyWindow:
+    """Means over one window; ``binding`` when the value searched for bound in most of its steps."""
+
+    latency_s: float
+    used: float
+    binding: bool
+
+
+class WindowMean:
+    """Averages samples in windows of a fixed number of them."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._count = 0
+        self._latency_s = 0.0
+        self._used = 0.0
+        self._binding = 0
+
+    def add(self, latency_s: float, used: float, *, binding: bool) -> LatencyWindow | None:
+        """The window that this sample completes, or None."""
+        self._count += 1
+        self._latency_s += latency_s
+        self._used += used
+        self._binding += binding
+        return self._close() if self._count == self._samples else None
+
+    def _close(self) -> LatencyWindow:
+        n = self._count
+        window = LatencyWindow(latency_s=self._latency_s / n, used=self._used / n, binding=2 * self._binding > n)
+        self._count, self._latency_s, self._used, self._binding = 0, 0.0, 0.0, 0
+        return window
+
+
+class TokenGap:
+    """Time between two tokens of a running request: the steps in between, prefills included, add up."""
+
+    def __init__(self) -> None:
+        self._pending_s = 0.0
+
+    def add(self, result: StepResult) -> float | None:
+        """The gap that this step closes, s; None for a step that decodes nothing."""
+        self._pending_s += result.step_s
+        if result.decode_requests:
+            gap_s, self._pending_s = self._pending_s, 0.0
+            return gap_s
+        if result.running_count <= result.prefill_requests:
+            self._pending_s = 0.0  # nobody was between two tokens
+        return None

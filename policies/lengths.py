@@ -1,0 +1,463 @@
+"""How long answers are: sliding-window moments, survival and hazard of the output length, per class.
+
+Source: 003's online controller (windows of lengths, empirical hazard, weighted least squares for p0 + eta*t) and the
+moments that 001's eq. 8 and 9 need. Departures:
+
+* Running requests count as at risk (censored): a window of completed answers alone is biased short while a load
+  builds up, because the short answers complete first (ERRATA 3.6).
+* The window is a span of decode steps, not only a list of completions: a request that was already running when the
+  span began enters at its age of that moment (left truncation). Without it the running requests' early tokens would
+  be counted although the completions that belong to them have left the window, and every hazard would come out low.
+* A line fitted to the hazard falls back to the constant hazard sum(d)/sum(n) when its intercept is not positive or it
+  slopes down (ERRATA 3.5, 3.6).
+* The variance of prompt + output keeps 2*Cov, and the tokens resident in a slot have their own, length-biased moments
+  (ERRATA 1.3, 1.4).
+
+Ages are counted in output tokens. One decode step is one token for every decoding request; under speculative decoding
+pass no steps, and the window is treated as a plain list.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from policies.checks import require_at_least
+from policies.errors import ConfigError, InputError
+from policies.types import FinishedRequest, FloatArray, IntArray
+
+# A hazard of exactly 1 would make everything conditional on living longer undefined.
+_MAX_HAZARD = 1.0 - 1e-9
+# The last tenth of the deaths speaks for ages beyond all that was seen.
+_TAIL_FRACTION = 0.1
+
+
+def length_grid(max_output_tokens: int, exact_up_to: int = 64, ratio: float = 1.08) -> IntArray:
+    """Cell edges 0 = e_0 < e_1 < ... >= max_output_tokens: width 1 up to exact_up_to, then growing by ratio.
+
+    Returns:
+        int64, shape (cells + 1,), tokens; cell g holds the lengths in (e_g, e_g+1].
+
+    Raises:
+        ConfigError: max_output_tokens < 1, exact_up_to < 1 or ratio <= 1.
+    """
+    if max_output_tokens < 1 or exact_up_to < 1 or not ratio > 1.0:
+        raise ConfigError(
+            f"need max_output_tokens, exact_up_to >= 1 and ratio > 1, got {max_output_tokens}, {exact_up_to}, {ratio}"
+        )
+    edges = list(range(min(exact_up_to, max_output_tokens) + 1))
+    while edges[-1] < max_output_tokens:
+        edges.append(max(edges[-1] + 1, int(edges[-1] * ratio)))
+    return np.asarray(edges, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHazard:
+    """h(t) = p0 + eta * t per token; eta = 0 is a geometric length."""
+
+    p0: float
+    eta: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SurvivalLaw:
+    """P(output length > t), kept as a cumulative hazard that is linear between edges.
+
+    Attributes:
+        edges: float64, shape (cells + 1,), tokens, edges[0] = 0.
+        cumulative: float64, shape (cells + 1,), -ln P(length > edge); never decreases, cumulative[0] = 0.
+        tail_hazard: nats per token beyond the last edge, > 0.
+    """
+
+    edges: FloatArray
+    cumulative: FloatArray
+    tail_hazard: float
+
+    def cumulative_hazard(self, tokens: ArrayLike) -> FloatArray:
+        """-ln P(length > tokens), for tokens >= 0 of any shape."""
+        t = np.asarray(tokens, dtype=np.float64)
+        beyond = np.maximum(t - self.edges[-1], 0.0)
+        return np.asarray(np.interp(t, self.edges, self.cumulative) + self.tail_hazard * beyond)
+
+    def survival(self, tokens: ArrayLike) -> FloatArray:
+        """P(length > tokens), for tokens >= 0 of any shape."""
+        return np.asarray(np.exp(-self.cumulative_hazard(tokens)))
+
+    def alive(self, age_tokens: ArrayLike, later_tokens: ArrayLike) -> FloatArray:
+        """P(length > age + later | length > age); the two shapes broadcast."""
+        age = np.asarray(age_tokens, dtype=np.float64)
+        later = self.cumulative_hazard(age + np.asarray(later_tokens, dtype=np.float64))
+        return np.asarray(np.exp(self.cumulative_hazard(age) - later))
+
+    def stretched(self, factor: float) -> "SurvivalLaw":
+        """The law of factor * length: factor 1.1 makes every answer 10 % longer.
+
+        Raises:
+            InputError: factor is not positive.
+        """
+        if not factor > 0.0:
+            raise InputError(f"factor must be positive, got {factor}")
+        return SurvivalLaw(self.edges * factor, self.cumulative, self.tail_hazard / factor)
+
+    def unit_survival(self, max_tokens: int) -> FloatArray:
+        """P(length > t) for t = 0, 1, ..., max_tokens; shape (max_tokens + 1,)."""
+        return self.survival(np.arange(max_tokens + 1))
+
+    def quantile(self, fraction: float) -> float:
+        """Tokens that a fraction of the answers does not exceed, 0 <= fraction < 1."""
+        level = -float(np.log1p(-fraction))
+        if level > self.cumulative[-1]:
+            return float(self.edges[-1] + (level - self.cumulative[-1]) / self.tail_hazard)
+        return float(np.interp(level, self.cumulative, self.edges))
+
+
+def geometric_law(mean_output_tokens: float) -> SurvivalLaw:
+    """The law of a constant hazard 1 / mean.
+
+    Raises:
+        InputError: the mean is not above 1 token.
+    """
+    if not 1.0 < mean_output_tokens < inf:
+        raise InputError(f"mean_output_tokens must be above 1, got {mean_output_tokens}")
+    rate = -float(np.log1p(-1.0 / mean_output_tokens))
+    return SurvivalLaw(np.array([0.0, 1.0]), np.array([0.0, rate]), rate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LifeTable:
+    """Ends and tokens at risk per cell of a shared grid; tables of several replicas add.
+
+    Attributes:
+        edges: int64, shape (cells + 1,), tokens.
+        ended: float64, shape (cells,), answers that ended in the cell.
+        exposure: float64, shape (cells,), tokens generated at those ages by answers that were under observation.
+    """
+
+    edges: IntArray
+    ended: FloatArray
+    exposure: FloatArray
+
+    def __add__(self, other: Self) -> Self:
+        """Raises InputError when the grids differ."""
+        if not np.array_equal(self.edges, other.edges):
+            raise InputError("life tables on different grids do not add")
+        return type(self)(self.edges, self.ended + other.ended, self.exposure + other.exposure)
+
+    def constant_hazard(self) -> float | None:
+        """sum(d) / sum(n): 1 / mean for a geometric length; None before the first end."""
+        exposure = float(self.exposure.sum())
+        return float(self.ended.sum()) / exposure if exposure and self.ended.any() else None
+
+    def linear_hazard(self) -> LinearHazard | None:
+        """Weighted least squares of h(t) = p0 + eta*t on the cells' hazards, t at mid-cell; None before the first end.
+
+        A cell's weight is its exposure, the inverse of the binomial variance h (1 - h) / n up to a common factor.
+        A fit with p0 <= 0 or eta < 0 is replaced by the constant hazard (ERRATA 3.5, 3.6).
+        """
+        constant = self.constant_hazard()
+        if constant is None:
+            return None
+        seen = self.exposure > 0
+        age = 0.5 * (self.edges[:-1] + self.edges[1:] + 1).astype(np.float64)[seen]
+        p0, eta = _weighted_line(age, self.ended[seen] / self.exposure[seen], self.exposure[seen])
+        flat = LinearHazard(p0=constant, eta=0.0)
+        return LinearHazard(p0=p0, eta=eta) if p0 > 0.0 and eta > 0.0 else flat
+
+    def law(self) -> SurvivalLaw | None:
+        """Kaplan-Meier on the grid; None before the first end.
+
+        S(e_g+1) = S(e_g) * (1 - d_g / n_g) ** width_g with n_g the mean number at risk in the cell: the product-limit
+        estimate itself in cells of width 1, the piecewise geometric one in wider cells.
+        """
+        if not self.ended.any():
+            return None
+        hazard = self._cell_hazard()
+        steps = -np.log1p(-hazard) * np.diff(self.edges)
+        cumulative = np.concatenate(([0.0], np.cumsum(steps)))
+        return SurvivalLaw(self.edges.astype(np.float64), cumulative, float(-np.log1p(-self._tail_hazard())))
+
+    def _cell_hazard(self) -> FloatArray:
+        hazard = np.full(self.ended.shape, self._tail_hazard())
+        seen = self.exposure > 0
+        hazard[seen] = np.minimum(self.ended[seen] / self.exposure[seen], _MAX_HAZARD)
+        return hazard
+
+    def _tail_hazard(self) -> float:
+        """Hazard pooled over the cells that hold the last tenth of the ends."""
+        from_here = np.cumsum(self.ended[::-1])[::-1]
+        first = int(np.count_nonzero(from_here >= _TAIL_FRACTION * from_here[0])) - 1
+        return min(float(self.ended[first:].sum() / self.exposure[first:].sum()), _MAX_HAZARD)
+
+
+def _weighted_line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:
+    """Intercept and slope of the weighted least-squares line; slope 0 when all x are one value."""
+    total = weight.sum()
+    mean_x, mean_y = (weight @ x) / total, (weight @ y) / total
+    spread = weight @ (x - mean_x) ** 2
+    slope = float(weight @ ((x - mean_x) * (y - mean_y)) / spread) if spread > 0 else 0.0
+    return float(mean_y - slope * mean_x), slope
+
+
+def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at: ArrayLike | None = None) -> LifeTable:
+    """Count ends and tokens at risk.
+
+    Args:
+        edges: a ``length_grid``, shape (cells + 1,); lengths beyond it count in its last cell.
+        left_at: shape (n,), tokens when a request ended or was last seen.
+        ended: bool, shape (n,); False where it was only last seen (still running, aborted).
+        entered_at: shape (n,), tokens at which observation began; 0 when None.
+    """
+    left = np.minimum(np.asarray(left_at, dtype=np.int64), edges[-1])
+    died = np.asarray(ended, dtype=bool)
+    cell = np.searchsorted(edges, np.maximum(left[died], 1), side="left") - 1
+    counts = np.bincount(cell, minlength=len(edges) - 1).astype(np.float64)
+    exposure = _tokens_below(left, edges)
+    if entered_at is not None:
+        entered = np.minimum(np.asarray(entered_at, dtype=np.int64), left)
+        exposure = exposure - _tokens_below(entered, edges)
+    return LifeTable(edges, counts, np.maximum(exposure, counts))
+
+
+def _tokens_below(ages: IntArray, edges: IntArray) -> FloatArray:
+    """Per cell, sum over requests of the tokens that they have inside the cell; shape (cells,)."""
+    ordered = np.sort(ages)
+    before = np.searchsorted(ordered, edges, side="right")
+    prefix = np.concatenate(([0], np.cumsum(ordered)))
+    at_edge = prefix[before] + edges * (len(ordered) - before)
+    return np.diff(at_edge).astype(np.float64)
+
+
+def kaplan_meier(output_tokens: ArrayLike, censored_tokens: ArrayLike = ()) -> SurvivalLaw:
+    """Product-limit law of completed lengths and of lengths only known to be longer, exact at every token.
+
+    Args:
+        output_tokens: shape (n,), n >= 1, completed lengths >= 1.
+        censored_tokens: shape (m,), tokens generated so far by requests that still run.
+
+    Raises:
+        InputError: there is no completed length.
+    """
+    done, running = np.asarray(output_tokens, dtype=np.int64), np.asarray(censored_tokens, dtype=np.int64)
+    if not len(done):
+        raise InputError("kaplan_meier needs at least one completed length")
+    left = np.concatenate((done, running))
+    edges = np.arange(int(left.max()) + 1, dtype=np.int64)
+    law = life_table(edges, left, np.arange(len(left)) < len(done)).law()
+    assert law is not None
+    return law
+
+
+class MomentSums(NamedTuple):
+    """Exact sums over completed requests, from which every moment follows; sums of several replicas add.
+
+    With p prompt and o output tokens: resident and resident_sq sum (p + j) and (p + j)**2 over j = 1..o, the tokens a
+    slot holds at each of the request's decode steps. Python integers: the squares of long contexts overflow 64 bits.
+    """
+
+    requests: int = 0
+    prompt: int = 0
+    output: int = 0
+    prompt_sq: int = 0
+    output_sq: int = 0
+    cross: int = 0
+    resident: int = 0
+    resident_sq: int = 0
+
+    @classmethod
+    def of(cls, prompt_tokens: int, output_tokens: int) -> "MomentSums":
+        p, o = prompt_tokens, output_tokens
+        triangle = o * (o + 1) // 2
+        squares = triangle * (2 * o + 1) // 3
+        return cls(1, p, o, p * p, o * o, p * o, o * p + triangle, o * p * p + 2 * p * triangle + squares)
+
+    def plus(self, other: "MomentSums") -> "MomentSums":
+        return MomentSums(*map(operator.add, self, other))
+
+    def minus(self, other: "MomentSums") -> "MomentSums":
+        return MomentSums(*map(operator.sub, self, other))
+
+    def moments(self) -> "LengthMoments | None":
+        """None while nothing completed, or nothing with an output token."""
+        if not self.output:
+            return None
+        mean_prompt, mean_output = self.prompt / self.requests, self.output / self.requests
+        resident = self.resident / self.output
+        return LengthMoments(
+            requests=self.requests,
+            mean_prompt_tokens=mean_prompt,
+            mean_output_tokens=mean_output,
+            var_prompt=max(0.0, self.prompt_sq / self.requests - mean_prompt**2),
+            var_output=max(0.0, self.output_sq / self.requests - mean_output**2),
+            covariance=self.cross / self.requests - mean_prompt * mean_output,
+            mean_resident_tokens=resident,
+            var_resident=max(0.0, self.resident_sq / self.output - resident**2),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthMoments:
+    """Means in tokens, variances in tokens squared.
+
+    mean_resident_tokens = E[O*L + O*(O+1)/2] / E[O]: what a slot holds at a random decode step, and so also the mean
+    context of a decode token (ERRATA 1.4).
+    """
+
+    requests: int
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    var_prompt: float
+    var_output: float
+    covariance: float
+    mean_resident_tokens: float
+    var_resident: float
+
+    @property
+    def mean_total_tokens(self) -> float:
+        return self.mean_prompt_tokens + self.mean_output_tokens
+
+    @property
+    def std_total_tokens(self) -> float:
+        """sqrt(Var(in) + Var(out) + 2 Cov(in, out)) (ERRATA 1.3)."""
+        return sqrt(max(0.0, self.var_prompt + self.var_output + 2.0 * self.covariance))
+
+    @property
+    def std_output_given_prompt(self) -> float:
+        """sqrt(Var(out) - Cov^2 / Var(in)): what is left to chance once the prompt is known."""
+        explained = self.covariance**2 / self.var_prompt if self.var_prompt else 0.0
+        return sqrt(max(0.0, self.var_output - explained))
+
+    @property
+    def std_resident_tokens(self) -> float:
+        return sqrt(self.var_resident)
+
+
+class _Window:
+    """The last ``size`` departures of one class, oldest overwritten first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._seen = 0
+        self._prompt = np.zeros(size, dtype=np.int64)
+        self._output = np.zeros(size, dtype=np.int64)
+        self._step = np.zeros(size, dtype=np.int64)
+        self._ended = np.zeros(size, dtype=bool)
+        self.sums = MomentSums()
+        self._began_at_step: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Completions in the window."""
+        return self.sums.requests
+
+    def add(self, finished: FinishedRequest, step: int | None) -> None:
+        row = self._seen % self._size
+        if self._seen >= self._size:
+            self._forget(row)
+        self._prompt[row], self._output[row] = finished.prompt_tokens, finished.output_tokens
+        self._step[row], self._ended[row] = step or 0, not finished.aborted
+        if not finished.aborted:
+            self.sums = self.sums.plus(MomentSums.of(finished.prompt_tokens, finished.output_tokens))
+        self._seen += 1
+
+    def _forget(self, row: int) -> None:
+        self._began_at_step = int(self._step[row])
+        if self._ended[row]:
+            self.sums = self.sums.minus(MomentSums.of(int(self._prompt[row]), int(self._output[row])))
+
+    def table(self, edges: IntArray, running_ages: IntArray, step: int | None) -> LifeTable:
+        held = min(self._seen, self._size)
+        left = np.concatenate((self._output[:held], running_ages))
+        ended = np.concatenate((self._ended[:held], np.zeros(len(running_ages), dtype=bool)))
+        if step is None or self._began_at_step is None:
+            return life_table(edges, left, ended)
+        seen_at = np.concatenate((self._step[:held], np.full(len(running_ages), step)))
+        return life_table(edges, left, ended, np.maximum(0, left - (seen_at - self._began_at_step)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthStatisticsConfig:
+    """What is remembered.
+
+    Attributes:
+        classes: number of length classes; requests carry an index below it. With 1, any index counts as the one class.
+        window: departures remembered per class; 1000 keeps the relative error of a mean near 3 % at cv 1.
+        max_output_tokens: longest answer told apart from longer ones.
+
+    Raises:
+        ConfigError: a value is below 1.
+    """
+
+    classes: int = 1
+    window: int = 1000
+    max_output_tokens: int = 32768
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "classes", "window", "max_output_tokens")
+
+
+class LengthStatistics:
+    """Windows of one engine or of one router, a window per class. Memory is bounded by classes * window."""
+
+    def __init__(self, config: LengthStatisticsConfig) -> None:
+        self.config = config
+        self._edges = length_grid(config.max_output_tokens)
+        self._windows = tuple(_Window(config.window) for _ in range(config.classes))
+
+    @property
+    def completed(self) -> int:
+        """Completions in all windows."""
+        return sum(window.count for window in self._windows)
+
+    def observe(self, finished: Sequence[FinishedRequest], step: int | None = None) -> None:
+        """Remember departures.
+
+        Args:
+            step: decode steps run so far, or None where steps are not known.
+
+        Raises:
+            InputError: a class_index is not below ``config.classes``.
+        """
+        for request in finished:
+            self._window(request.class_index).add(request, step)
+
+    def count(self, class_index: int) -> int:
+        return self._window(class_index).count
+
+    def sums(self, class_index: int | None = None) -> MomentSums:
+        """Sums of one class, or of all when None."""
+        if class_index is not None:
+            return self._window(class_index).sums
+        total = MomentSums()
+        for window in self._windows:
+            total = total.plus(window.sums)
+        return total
+
+    def moments(self, class_index: int | None = None) -> LengthMoments | None:
+        return self.sums(class_index).moments()
+
+    def table(self, class_index: int, running_ages: ArrayLike = (), step: int | None = None) -> LifeTable:
+        """Ends and exposure of one class in its window.
+
+        Args:
+            running_ages: output tokens of the requests of this class that run now, shape (n,).
+            step: decode steps run so far, on the count that ``observe`` got; None takes the window as a plain list.
+        """
+        return self._window(class_index).table(self._edges, np.asarray(running_ages, dtype=np.int64), step)
+
+    def pooled_table(self, running_ages: ArrayLike = (), step: int | None = None) -> LifeTable:
+        """All classes together; ``running_ages`` may hold requests of any class."""
+        table = self.table(0, running_ages, step)
+        for class_index in range(1, self.config.classes):
+            table = table + self.table(class_index)
+        return table
+
+    def _window(self, class_index: int) -> _Window:
+        if len(self._windows) == 1:
+            return self._windows[0]
+        if not 0 <= class_index < len(self._windows):
+            raise InputError(f"class_index must be in [0, {len(self._windows)}), got {class_index}")
+        return self._windows[class_index]

@@ -1,0 +1,102 @@
+"""Every policy under a name, for configuration: kind -> (config class, policy class).
+
+A policy without settings has no config class, and a packing is a plain function: for those ``config`` is None.
+``build`` takes the settings as keywords; a config field that is itself a config or a record takes one, built by the
+caller.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from policies.auto import Auto, AutoConfig
+from policies.batch_size import (
+    ChunkSize,
+    ChunkSizeConfig,
+    MemoryAware,
+    MemoryAwareConfig,
+    SlaConstrained,
+    SlaConstrainedConfig,
+    SlaConstrainedLiteral,
+    SlaConstrainedLiteralConfig,
+    Stock,
+    StockConfig,
+)
+from policies.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketServeBuckets, BucketServeConfig
+from policies.errors import ConfigError
+from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
+from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
+from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
+from policies.packing import best_fit_decreasing, first_fit_decreasing
+from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
+
+
+class Family(Enum):
+    """What a policy decides."""
+
+    BATCH = "batch"
+    BINS = "bins"
+    BUCKETS = "buckets"
+    ORDER = "order"
+    PLACEMENT = "placement"
+    PACKING = "packing"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One registered policy: a class, or for packing the function itself."""
+
+    family: Family
+    config: type[Any] | None
+    policy: Callable[..., Any]
+
+
+REGISTRY: dict[str, Entry] = {
+    "auto": Entry(Family.BATCH, AutoConfig, Auto),
+    "stock": Entry(Family.BATCH, StockConfig, Stock),
+    "memory_aware": Entry(Family.BATCH, MemoryAwareConfig, MemoryAware),
+    "sla_constrained": Entry(Family.BATCH, SlaConstrainedConfig, SlaConstrained),
+    "sla_constrained_literal": Entry(Family.BATCH, SlaConstrainedLiteralConfig, SlaConstrainedLiteral),
+    "chunk_size": Entry(Family.BATCH, ChunkSizeConfig, ChunkSize),
+    "forecast_admission": Entry(Family.BATCH, ForecastAdmissionConfig, ForecastAdmission),
+    "exclusive_mixed": Entry(Family.BATCH, ExclusiveMixedConfig, ExclusiveMixed),
+    "multi_bin": Entry(Family.BINS, MultiBinConfig, MultiBin),
+    "adaptive_buckets": Entry(Family.BUCKETS, AdaptiveBucketsConfig, AdaptiveBuckets),
+    "bucket_serve": Entry(Family.BUCKETS, BucketServeConfig, BucketServeBuckets),
+    "fcfs": Entry(Family.ORDER, None, FCFS),
+    "sjf": Entry(Family.ORDER, None, SJF),
+    "ljf": Entry(Family.ORDER, None, LJF),
+    "estimated_work": Entry(Family.ORDER, None, EstimatedWork),
+    "virtual_deadline": Entry(Family.ORDER, VirtualDeadlineConfig, VirtualDeadline),
+    "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
+    "most_credit": Entry(Family.PLACEMENT, None, MostCredit),
+    "first_fit_decreasing": Entry(Family.PACKING, None, first_fit_decreasing),
+    "best_fit_decreasing": Entry(Family.PACKING, None, best_fit_decreasing),
+}
+
+
+def kinds(family: Family) -> tuple[str, ...]:
+    """The names in one family, in the order of the registry."""
+    return tuple(kind for kind, entry in REGISTRY.items() if entry.family is family)
+
+
+def build(kind: str, **params: Any) -> Any:
+    """A new policy of that kind; for packing, the function.
+
+    Raises:
+        ConfigError: the kind is unknown, a setting is unknown or missing, or one is out of bounds.
+    """
+    entry = REGISTRY.get(kind)
+    if entry is None:
+        raise ConfigError(f"unknown policy kind {kind!r}; known kinds: {', '.join(sorted(REGISTRY))}")
+    if entry.config is None:
+        if params:
+            raise ConfigError(f"policy {kind!r} takes no settings, got {', '.join(sorted(params))}")
+        return entry.policy if entry.family is Family.PACKING else entry.policy()
+    try:
+        config = entry.config(**params)
+    except TypeError as error:
+        raise ConfigError(f"policy {kind!r}: {error}") from error
+    return entry.policy(config)

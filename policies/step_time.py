@@ -1,0 +1,217 @@
+"""Seconds of an engine step, learned while serving: one linear form for prefill, decode and mixed steps each.
+
+Source: 003's T_iter = alpha + beta * tokens. Departures:
+
+* A form per kind of step, classified by what the step held, because the fixed costs differ; the mixed form is fitted
+  to iterations, never to 1/throughput, which already holds alpha / N (ERRATA 3.12).
+* The context that decodes read has its own coefficient: a decode cost calibrated at one context over-predicts
+  exclusive batching at longer ones (ERRATA 3.13).
+* A pure prefill right after decodes also pays for the switch; that cost lands in the prefill form's overhead.
+
+The fit is recursive least squares with exponential forgetting in information form: the sums X'X and X'y decay, a prior
+does not, so nothing blows up while a steady load excites no direction. Errors are relative, because the spread of a
+step's time grows with the step, and are clipped at a multiple of their running median: a stall does not bend the line,
+while a lasting shift moves the median and is followed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.checks import require_at_least, require_positive
+from policies.errors import ConfigError, InputError
+from policies.types import FloatArray, Phase, StepCoefficients, StepResult, StepTimes
+
+# Steps are absorbed in blocks: a solve per step would cost more than the step plan.
+_BLOCK = 8
+_PASSES = 3
+_MAD_TO_SIGMA = 1.4826
+# Least clipping bound, relative: a noiseless past must not make the fit deaf.
+_FLOOR = 0.05
+# Keeps a fit without a prior solvable while its steps are all alike; relative to what was seen.
+_FAINT = 1e-9
+# Anything shorter is a clock's rounding, not a step.
+_LEAST_STEP_S = 1e-6
+
+_COLUMNS = {
+    Phase.PREFILL: ("overhead_s", "prefill_s"),
+    Phase.DECODE: ("overhead_s", "decode_s", "kv_s"),
+    Phase.MIXED: ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s"),
+}
+# Typical sizes, so that the columns of a fit are of one magnitude.
+_SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2}
+
+
+def seconds_per_token(form: StepCoefficients, *, decode_fraction: float, context_tokens: float) -> float:
+    """Marginal cost of a token in a large step, s: 003's beta(r) with the context made explicit.
+
+        beta(r) = prefill_s*(1-r) + (decode_s + kv_s*context)*r + interference_s*r*(1-r)
+
+    Raises:
+        InputError: decode_fraction is outside [0, 1].
+    """
+    r = decode_fraction
+    if not 0.0 <= r <= 1.0:
+        raise InputError(f"decode_fraction must be in [0, 1], got {r}")
+    decode_s = form.decode_s + form.kv_s * context_tokens
+    return form.prefill_s * (1.0 - r) + decode_s * r + form.interference_s * r * (1.0 - r)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeConfig:
+    """How step times are learned.
+
+    Attributes:
+        prior: coefficients to start from, or None.
+        prior_steps: how many steps of typical size the prior weighs.
+        forgetting: weight of a step relative to the next one; 0.998 remembers about 500 steps of a kind.
+        clip_sigmas: residuals are clipped at this many robust standard deviations.
+        min_steps: steps of a kind before its form counts as measured.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    prior: StepTimes | None = None
+    prior_steps: float = 4.0
+    forgetting: float = 0.998
+    clip_sigmas: float = 3.0
+    min_steps: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.forgetting <= 1.0:
+            raise ConfigError(f"forgetting must be in (0.5, 1], got {self.forgetting}")
+        require_positive(self, "prior_steps", "clip_sigmas")
+        require_at_least(1, self, "min_steps")
+
+
+class _Form:
+    """One linear form under forgetting; columns are scaled to one magnitude inside."""
+
+    def __init__(self, phase: Phase, prior: StepCoefficients | None, config: StepTimeConfig) -> None:
+        self._names = _COLUMNS[phase]
+        self._scale = np.array([_SCALE[name] for name in self._names])
+        self._config = config
+        self.steps = 0
+        self._spread: float | None = None
+        self._rows: list[tuple[float, ...]] = []
+        self._seconds: list[float] = []
+        self._known = prior is not None
+        start = np.array([getattr(prior, name) if prior else 0.0 for name in self._names]) * self._scale
+        strength = config.prior_steps / max(float(start.sum()), 1e-9) ** 2 if prior else _FAINT
+        self._ridge = strength * np.eye(len(self._names))
+        self._anchor: FloatArray = strength * start
+        self._information = np.zeros_like(self._ridge)
+        self._moment = np.zeros(len(self._names))
+
+    def add(self, row: tuple[float, ...], step_s: float) -> None:
+        self.steps += 1
+        self._rows.append(row)
+        self._seconds.append(step_s)
+        if len(self._rows) == _BLOCK:
+            self._absorb(np.array(self._rows) / self._scale, np.array(self._seconds))
+            self._rows.clear()
+            self._seconds.clear()
+
+    def _absorb(self, x: FloatArray, y: FloatArray) -> None:
+        """x: scaled rows, shape (steps, columns); y: seconds, shape (steps,)."""
+        decay = self._config.forgetting ** len(y)
+        old_information, old_moment = decay * self._information, decay * self._moment
+        fitted = x @ self._solve(self._information, self._moment) if self._known else y
+        for _ in range(_PASSES):
+            # The floor keeps one absurdly short step from outweighing all others.
+            unit = np.maximum(fitted, _FLOOR * np.median(y))
+            row = x / unit[:, None]
+            information = old_information + row.T @ row
+            moment = old_moment + row.T @ (fitted / unit + self._clipped((y - fitted) / unit))
+            fitted = x @ self._solve(information, moment)
+        self._spread = self._blended_spread((y - fitted) / unit)
+        self._information, self._moment, self._known = information, moment, True
+
+    def _clipped(self, residual: FloatArray) -> FloatArray:
+        bound = max(self._config.clip_sigmas * self._blended_spread(residual), _FLOOR)
+        return np.asarray(np.clip(residual, -bound, bound))
+
+    def _blended_spread(self, residual: FloatArray) -> float:
+        """Robust standard deviation of the relative residuals: this block's, blended into what was seen before."""
+        now = _MAD_TO_SIGMA * float(np.median(np.abs(residual)))
+        return now if self._spread is None else 0.8 * self._spread + 0.2 * now
+
+    def _solve(self, information: FloatArray, moment: FloatArray) -> FloatArray:
+        return np.asarray(np.linalg.solve(self._regular(information), moment + self._anchor))
+
+    def _regular(self, information: FloatArray) -> FloatArray:
+        """With the prior, and a trace of ridge that keeps the sums invertible whatever their magnitude."""
+        faint = _FAINT * float(np.trace(information)) / len(information)
+        return np.asarray(information + self._ridge + faint * np.eye(len(information)))
+
+    def coefficients(self) -> StepCoefficients:
+        """The fit so far under the constraint that only interference_s may be negative."""
+        names, keep = self._names, np.ones(len(self._names), dtype=bool)
+        a, b = self._regular(self._information), self._moment + self._anchor
+        bounded = np.array([name != "interference_s" for name in names])
+        while True:
+            theta = np.zeros(len(names))
+            theta[keep] = np.linalg.solve(a[np.ix_(keep, keep)], b[keep])
+            offending = np.where(bounded, theta, 0.0)
+            if offending.min() >= 0.0:
+                return StepCoefficients(**dict(zip(names, (theta / self._scale).tolist(), strict=True)))
+            keep[int(offending.argmin())] = False
+
+
+class StepTimeModel:
+    """Step times of one engine: a prior, what was observed, or both. Memory does not grow."""
+
+    def __init__(self, config: StepTimeConfig | None = None) -> None:
+        self.config = config or StepTimeConfig()
+        prior = self.config.prior
+        self._forms = {
+            phase: _Form(phase, getattr(prior, phase.value) if prior else None, self.config) for phase in Phase
+        }
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from one step; steps that scheduled nothing or took no time say nothing."""
+        if result.step_s < _LEAST_STEP_S or not result.scheduled_tokens:
+            return
+        p, d, kv = float(result.prefill_tokens), float(result.decode_requests), float(result.kv_tokens)
+        if not d:
+            self._forms[Phase.PREFILL].add((1.0, p), result.step_s)
+        elif not p:
+            self._forms[Phase.DECODE].add((1.0, d, kv), result.step_s)
+        else:
+            self._forms[Phase.MIXED].add((1.0, p, d, kv, p * d / (p + d)), result.step_s)
+
+    def steps_seen(self, kind: Phase) -> int:
+        """Steps that held only prefill, only decodes, or both."""
+        return self._forms[kind].steps
+
+    def measured(self, kind: Phase) -> bool:
+        return self.steps_seen(kind) >= self.config.min_steps
+
+    def times(self) -> StepTimes | None:
+        """The three forms as they stand; None while there is neither a prior nor one measured kind.
+
+        A kind not measured yet keeps the prior, or borrows: prefill and decode their part of the mixed form, mixed the
+        larger overhead and the slopes of the two.
+        """
+        known = {phase: form.coefficients() for phase, form in self._forms.items() if self.measured(phase)}
+        prior = self.config.prior
+        if prior:
+            known = {phase: known.get(phase, getattr(prior, phase.value)) for phase in Phase}
+        return _complete(known) if known else None
+
+
+def _complete(known: dict[Phase, StepCoefficients]) -> StepTimes:
+    mixed = known.get(Phase.MIXED) or _joined(known.get(Phase.PREFILL), known.get(Phase.DECODE))
+    prefill = known.get(Phase.PREFILL) or StepCoefficients(overhead_s=mixed.overhead_s, prefill_s=mixed.prefill_s)
+    decode = known.get(Phase.DECODE) or StepCoefficients(
+        overhead_s=mixed.overhead_s, decode_s=mixed.decode_s, kv_s=mixed.kv_s
+    )
+    return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
+
+
+def _joined(prefill: StepCoefficients | None, decode: StepCoefficients | None) -> StepCoefficients:
+    p, d = prefill or StepCoefficients(overhead_s=0.0), decode or StepCoefficients(overhead_s=0.0)
+    return StepCoefficients(
+        overhead_s=max(p.overhead_s, d.overhead_s), prefill_s=p.prefill_s, decode_s=d.decode_s, kv_s=d.kv_s
+    )

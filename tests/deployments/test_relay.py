@@ -1,0 +1,300 @@
+"""The relay as a router sees it, frame by frame, over real TCP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deployments import relay as relay_module
+from deployments.embedded_redis import free_port
+from deployments.relay import Relay, RelayConfig
+from policies.errors import ConfigError, ProtocolError, ReplicaLostError, StateStoreError
+from router import wire
+from router.connection import ReplicaConnection
+from router.metrics import RelayMetrics
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo, Ticket
+from router.wire import Buffer
+from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, undisturbed
+
+pytestmark = pytest.mark.timeout(30)
+
+PATIENCE_S = 15.0
+CODEC = FakeCodec()
+
+
+class Reader:
+    """One router's connection, and what came over it."""
+
+    def __init__(self, connection: ReplicaConnection) -> None:
+        self.connection = connection
+        self.outputs: list[FakeOutput] = []
+        self.ended = asyncio.create_task(connection.run(self._take))
+
+    async def _take(self, connection: ReplicaConnection, parts: Sequence[Buffer]) -> None:
+        self.outputs += CODEC.decode_outputs(parts).outputs
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for o in self.outputs if o.request_id == request_id for token in o.new_token_ids]
+
+    def add(self, request_id: str, max_tokens: int = 5) -> None:
+        asked = FakeRequest(request_id=request_id, prompt=[1, 2], max_tokens=max_tokens)
+        self.connection.add(CODEC.encode_request(asked))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Replica:
+    def __init__(self, store: RedisStateStore, **config: float) -> None:
+        self.engine = FakeEngine(slots=4)
+        info = ReplicaInfo(
+            replica_id="r", host="127.0.0.1", port=0, engine_version="fake-1", model="none", max_model_len=64
+        )
+        self.store = store
+        self.relay = Relay(
+            engine=self.engine,
+            store=store,
+            info=info,
+            config=RelayConfig(**{"heartbeat_s": 0.02, **config}),  # type: ignore[arg-type]
+            metrics=RelayMetrics(CollectorRegistry()),
+        )
+
+    async def reader(self, router_id: str = "a") -> Reader:
+        return Reader(await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1"))
+
+    async def running(self) -> int | None:
+        load = (await self.store.snapshot()).replicas.get("r")
+        return load.running if load else None
+
+    async def give_slot(self, request_id: str) -> None:
+        ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+        assert await self.store.enqueue(ticket, max_waiting=0)
+
+
+@pytest.fixture
+async def replica(new_store: Callable[[], RedisStateStore]) -> AsyncIterator[Replica]:
+    made = Replica(new_store())
+    await made.relay.start("127.0.0.1")
+    yield made
+    await made.relay.close()
+
+
+async def settled(call: Callable[[], Awaitable[object]], value: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await call() == value:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_each_router_gets_the_outputs_of_its_own_requests(replica: Replica) -> None:
+    readers = [await replica.reader(name) for name in ("a", "b")]
+    for number, reader in enumerate(readers):
+        reader.add(f"x{number}")
+    await until(lambda: all(reader.outputs and reader.outputs[-1].finish_reason for reader in readers))
+    for number, reader in enumerate(readers):
+        assert {output.request_id for output in reader.outputs} == {f"x{number}"}
+        assert reader.tokens(f"x{number}") == undisturbed([1, 2], 5)
+
+
+async def test_a_request_that_comes_again_gets_nothing_of_its_first_arrival(replica: Replica) -> None:
+    replica.engine.step_s = 0.05
+    first, second = [await replica.reader(name) for name in ("a", "b")]
+    first.add("x", 1000)
+    await until(lambda: len(first.tokens("x")) > 1)
+    second.add("x", 5)
+    await until(lambda: bool(second.outputs) and second.outputs[-1].finish_reason is not None)
+    assert second.tokens("x") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
+async def test_a_router_cannot_stop_the_requests_of_another(replica: Replica) -> None:
+    reader, other = [await replica.reader(name) for name in ("a", "b")]
+    reader.add("x", 20)
+    await until(lambda: bool(reader.outputs))
+    other.connection.abort(["x", "x", "never-heard-of"])
+    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    assert reader.tokens("x") == undisturbed([1, 2], 20)
+
+
+async def test_a_stopped_request_frees_its_slot_and_says_no_more(replica: Replica) -> None:
+    await replica.give_slot("x")
+    reader = await replica.reader()
+    reader.add("x", 10_000)
+    await until(lambda: bool(reader.outputs))
+    reader.connection.abort(["x", "x"])
+    await settled(replica.running, 0)
+    seen = len(reader.outputs)
+    reader.add("y")
+    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    assert {output.request_id for output in reader.outputs[seen:]} == {"y"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b"not msgpack"], [msgspec.msgpack.encode({"request_id": "x"})]],
+    ids=["not msgpack", "not a request"],
+)
+async def test_a_malformed_request_ends_that_connection_alone(replica: Replica, parts: list[bytes]) -> None:
+    good, bad = [await replica.reader(name) for name in ("a", "b")]
+    good.add("x", 20)
+    bad.connection.add(parts)
+    await bad.ended
+    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
+    assert replica.relay.healthy
+
+
+async def test_a_frame_that_no_router_sends_ends_the_connection(replica: Replica) -> None:
+    reader = await replica.reader()
+    wire.write_frame(reader.connection._writer, wire.Kind.OUTPUTS, [b""])
+    await reader.ended
+
+
+async def test_outputs_too_large_for_a_frame_cost_their_connection_alone(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, few = [await replica.reader(name) for name in ("a", "b")]
+    replica.engine.pause()
+    for number in range(4):
+        many.add(f"a-rather-long-name-for-a-request-{number}", 10_000)
+    await until(lambda: replica.engine.held == 4)
+    few.add("x", 5)
+    replica.engine.slots = 8
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200)
+    replica.engine.resume()
+    await many.ended
+    await until(lambda: bool(few.outputs) and few.outputs[-1].finish_reason is not None)
+    assert few.tokens("x") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
+async def test_a_router_that_does_not_read_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_UNSENT_BYTES", 1000)
+    replica.engine.step_s = 0.0
+    deaf = await replica.reader("deaf")
+    deaf.ended.cancel()
+    deaf.connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
+    reader = await replica.reader("b")
+    for number in range(3):
+        deaf.connection.add(
+            CODEC.encode_request(FakeRequest(request_id=f"{number}" * 100_000, prompt=[1], max_tokens=999))
+        )
+    await until(lambda: replica.engine.taken == 3 and replica.engine.held == 0)
+    reader.add("x")
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+
+
+async def test_an_assigned_request_that_never_comes_gives_its_slot_back(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), lease_s=0.1)
+    await replica.relay.start("127.0.0.1")
+    await replica.give_slot("x")
+    assert await replica.running() == 1
+    await settled(replica.running, 0)
+    await replica.relay.close()
+
+
+async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), lease_s=0.05)
+    await replica.relay.start("127.0.0.1")
+    await replica.give_slot("x")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await asyncio.sleep(0.2)
+    assert await replica.running() == 1
+    await replica.relay.close()
+
+
+async def test_a_replica_that_was_dropped_registers_again_with_what_it_runs(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    await replica.store.drop_replica("r")
+    await settled(replica.running, 1)
+    replica.engine.resume()
+    await settled(replica.running, 0)
+
+
+async def test_a_dead_engine_ends_the_connections_and_the_heartbeat(replica: Replica) -> None:
+    reader = await replica.reader()
+    reader.add("x", 10_000)
+    await until(lambda: bool(reader.outputs))
+    replica.engine.die()
+    await reader.ended
+    assert not replica.relay.healthy
+    with pytest.raises(ReplicaLostError):
+        await replica.reader()
+    await replica.store.drop_replica("r")
+    await asyncio.sleep(0.1)
+    assert await replica.running() is None
+
+
+async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    draining = asyncio.create_task(replica.relay.drain())
+    await until(lambda: replica.relay.slots == 0)
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    replica.engine.resume()
+    await draining
+    await replica.relay.close()
+    await reader.ended
+    assert reader.tokens("x") == undisturbed([1, 2], 5)
+    assert await replica.running() is None
+
+
+async def test_status_counts_what_it_holds(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    assert await reader.connection.status() == {"running": 1, "waiting": 0, "held": 1, "slots": 4}
+    questions = await asyncio.gather(*(reader.connection.status() for _ in range(20)))
+    assert all(answer == questions[0] for answer in questions)
+
+
+async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
+    reader = await replica.reader()
+    asked = asyncio.create_task(reader.connection.status())
+    await asyncio.sleep(0)
+    reader.connection.close()
+    with pytest.raises(ReplicaLostError):
+        await asked
+
+
+async def test_a_stranger_without_the_secret_is_refused(replica: Replica) -> None:
+    forged = msgspec.structs.replace(replica.relay.info, secret=b"guessed")
+    with pytest.raises((ReplicaLostError, ProtocolError)):
+        await ReplicaConnection.open(forged, router_id="a", engine_version="fake-1")
+
+
+async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace() -> None:
+    store = RedisStateStore(connect(f"redis://127.0.0.1:{free_port()}/0"), "nowhere")
+    replica = Replica(store)
+    with pytest.raises(StateStoreError):
+        await replica.relay.start("127.0.0.1")
+    await replica.relay.drain()
+    await replica.relay.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("wrong", [{"credit_lookahead": -1}, {"heartbeat_s": 0.0}, {"lease_s": 0.0}])
+def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RelayConfig(**wrong)  # type: ignore[arg-type]

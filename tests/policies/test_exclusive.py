@@ -1,0 +1,325 @@
+"""The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policies.errors import ConfigError
+from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig, overhead_ratio, phase_threshold
+from policies.step_time import StepTimeConfig
+from policies.types import (
+    BatchState,
+    FinishedRequest,
+    Phase,
+    RequestView,
+    RunningRequests,
+    StepCoefficients,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+from tests.toy_engine import Job, ToyEngine, random_jobs, run_closed
+
+
+def make_times(*, prefill_overhead_s: float = 0.04, interference_s: float = 0.0, mixed_s: float = 0.0) -> StepTimes:
+    """Step times whose mixed steps cost ``interference_s`` and a fixed ``mixed_s`` more than their two parts."""
+    return StepTimes(
+        prefill=StepCoefficients(overhead_s=prefill_overhead_s, prefill_s=2e-5),
+        decode=StepCoefficients(overhead_s=0.01, decode_s=3e-5),
+        mixed=StepCoefficients(overhead_s=0.01 + mixed_s, prefill_s=2e-5, decode_s=3e-5, interference_s=interference_s),
+    )
+
+
+def exclusive(times: StepTimes | None = None, **settings: object) -> ExclusiveMixed:
+    config = {"mode": "exclusive", "step_times": StepTimeConfig(prior=times or make_times()), **settings}
+    return ExclusiveMixed(ExclusiveMixedConfig(**config))  # type: ignore[arg-type]
+
+
+def make_state(*, decoding: int = 0, prefilling: int = 0, waiting: int = 0, **overrides: object) -> BatchState:
+    count = decoding + prefilling
+    state = BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(
+            prompt_tokens=[100] * count,
+            output_tokens=[10] * decoding + [0] * prefilling,
+            prefill_tokens_left=[0] * decoding + [50] * prefilling,
+        ),
+        waiting=tuple(RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=100) for i in range(waiting)),
+        waiting_count=waiting,
+        slots=64,
+        free_blocks=10_000,
+        total_blocks=20_000,
+        block_size=16,
+        max_batch_tokens=8192,
+    )
+    return replace(state, **overrides)  # type: ignore[arg-type]
+
+
+def make_result(*, phase: Phase, prefill_tokens: int = 0, decodes: int = 0, finished: int = 0) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=0.01,
+        phase=phase,
+        prefill_tokens=prefill_tokens,
+        prefill_requests=int(prefill_tokens > 0),
+        decode_requests=decodes,
+        kv_tokens=0,
+        max_batch_size=64,
+        running_count=decodes,
+        waiting_count=5,
+        finished=(FinishedRequest(prompt_tokens=100, output_tokens=10),) * finished,
+    )
+
+
+def saturated(engine: ToyEngine, count: int = 900, mean_output: float = 100.0, seed: int = 1) -> ToyEngine:
+    jobs = random_jobs(count, prompt=(50, 150), mean_output=mean_output, seed=seed)
+    return run_closed(engine, jobs, 2 * engine.slots)
+
+
+def steady(engine: ToyEngine) -> list[StepResult]:
+    """Steps with a queue, without the first fifth."""
+    return [r for r in engine.results[len(engine.results) // 5 :] if r.waiting_count]
+
+
+def tokens_per_s(results: list[StepResult]) -> float:
+    return sum(r.scheduled_tokens for r in results) / sum(r.step_s for r in results)
+
+
+class TestPhases:
+    def test_no_step_of_exclusive_batching_mixes_prefill_and_decode(self) -> None:
+        engine = saturated(ToyEngine(exclusive(), make_times(), slots=32, total_blocks=300), count=200)
+        assert engine.finished == 200
+        assert engine.preemptions > 0
+        assert all(not (result.prefill_tokens and result.decode_requests) for result in engine.results)
+
+    def test_a_refill_takes_all_free_slots(self) -> None:
+        engine = saturated(ToyEngine(exclusive(), make_times(), slots=64))
+        refills = [r for r in steady(engine) if r.phase is Phase.PREFILL]
+        assert len(refills) > 20
+        assert all(result.running_count == 64 for result in refills)
+
+    def test_the_refill_it_settles_on_is_the_share_of_the_exact_phase(self) -> None:
+        policy = exclusive()
+        engine = saturated(ToyEngine(policy, make_times(), slots=64))
+        sizes = [r.prefill_requests for r in steady(engine) if r.phase is Phase.PREFILL]
+        share = phase_threshold(overhead_ratio(hazard=0.01, prefill_overhead_s=0.04, decode_overhead_s=0.01))
+        # Geometric lengths: theta0 is the optimum; several may end in the last step, so a little more.
+        assert np.mean(sizes) == pytest.approx(64 * share, rel=0.12)
+
+    def test_a_decode_phase_goes_on_while_few_slots_are_free(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        assert policy.plan(make_state(decoding=60, waiting=50)).phase is Phase.DECODE
+        assert policy.plan(make_state(decoding=56, waiting=50)).phase is Phase.PREFILL
+
+    def test_a_refill_that_is_due_admits_in_queue_order_up_to_the_slots(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        plan = policy.plan(make_state(decoding=54, waiting=50))
+        assert plan.admit == tuple(f"w{i}" for i in range(10))
+
+    def test_a_lone_arrival_at_light_load_starts_at_once(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=16)
+        assert policy.plan(make_state(decoding=3, waiting=1)).phase is Phase.PREFILL
+
+    def test_with_nothing_to_decode_whatever_waits_is_prefilled(self) -> None:
+        assert exclusive().plan(make_state(waiting=1)).admit == ("w0",)
+
+    def test_an_exact_phase_ends_by_patience_when_arrivals_are_few(self) -> None:
+        policy = exclusive(initial_phase_steps=10, initial_slots_fraction=0.5)
+        state = make_state(decoding=40, waiting=2)
+        phases = [policy.plan(state).phase for _ in range(20)]
+        assert phases.index(Phase.PREFILL) == 15
+
+    def test_a_head_that_waited_too_long_is_started_whatever_the_phase(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=32, max_wait_s=2.0)
+        assert policy.plan(make_state(decoding=60, waiting=2, now_s=1.9)).phase is Phase.DECODE
+        assert policy.plan(make_state(decoding=60, waiting=2, now_s=2.1)).phase is Phase.PREFILL
+
+    def test_a_prompt_cut_by_the_budget_is_finished_before_decoding_goes_on(self) -> None:
+        policy = exclusive()
+        policy.plan(make_state(waiting=4))
+        plan = policy.plan(make_state(decoding=3, prefilling=1))
+        assert (plan.phase, plan.admit) == (Phase.PREFILL, ())
+
+    def test_prompts_longer_than_the_budget_get_through_in_pure_phases(self) -> None:
+        engine = ToyEngine(exclusive(), make_times(), slots=16, max_batch_tokens=64)
+        saturated(engine, count=60, mean_output=20)
+        assert engine.finished == 60
+        assert all(not (result.prefill_tokens and result.decode_requests) for result in engine.results)
+
+    def test_an_idle_engine_does_not_make_the_next_burst_wait(self) -> None:
+        policy = exclusive()
+        engine = ToyEngine(policy, make_times(), slots=64)
+        saturated(engine, count=600)
+        run_closed(engine, random_jobs(30, prompt=(50, 150), mean_output=100, seed=2), 1)
+        engine.submit(Job(request_id="first", prompt_tokens=100, output_tokens=500))
+        engine.step()
+        engine.step()
+        for index in range(40):
+            engine.submit(Job(request_id=f"burst{index}", prompt_tokens=100, output_tokens=50))
+        engine.step()
+        assert len(engine.running) == 41
+
+
+class TestMemoryGate:
+    def test_only_prompts_that_fit_beside_a_block_per_running_request_are_started(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=2)
+        # 44 free blocks, 30 kept for the running, 7 per prompt.
+        assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=44)).admit == ("w0", "w1")
+
+    def test_a_full_cache_leaves_the_phase_to_the_decodes(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=2)
+        assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=36)).phase is Phase.DECODE
+
+    def test_an_empty_engine_starts_the_head_even_if_it_looks_too_large(self) -> None:
+        assert exclusive().plan(make_state(waiting=3, free_blocks=2)).admit == ("w0",)
+
+
+class TestStall:
+    def stalled(self) -> ExclusiveMixed:
+        policy = exclusive(phase_rule="fixed", refill=4)
+        assert policy.plan(make_state(decoding=40, waiting=5)).phase is Phase.PREFILL
+        policy.observe(make_result(phase=Phase.PREFILL))
+        return policy
+
+    def test_a_prefill_that_scheduled_nothing_goes_back_to_decode_and_stays(self) -> None:
+        policy = self.stalled()
+        for blocks in (500, 499, 490):
+            assert policy.plan(make_state(decoding=40, waiting=5, free_blocks=blocks)).phase is Phase.DECODE
+
+    @pytest.mark.parametrize("change", [{"free_blocks": 501}, {"waiting": 6}])
+    def test_freed_blocks_or_a_changed_queue_end_the_stall(self, change: dict[str, int]) -> None:
+        policy = self.stalled()
+        policy.plan(make_state(decoding=40, waiting=5, free_blocks=500))
+        state = {"decoding": 40, "waiting": 5, "free_blocks": 500, **change}
+        assert policy.plan(make_state(**state)).phase is Phase.PREFILL
+
+    def test_a_finished_request_ends_the_stall(self) -> None:
+        policy = self.stalled()
+        policy.plan(make_state(decoding=40, waiting=5))
+        policy.observe(make_result(phase=Phase.DECODE, decodes=40, finished=1))
+        assert policy.plan(make_state(decoding=39, waiting=5)).phase is Phase.PREFILL
+
+
+class TestRules:
+    def test_the_threshold_rule_learns_theta0(self) -> None:
+        policy = exclusive(phase_rule="threshold")
+        saturated(ToyEngine(policy, make_times(), slots=32), count=800)
+        theta = phase_threshold(overhead_ratio(hazard=0.01, prefill_overhead_s=0.04, decode_overhead_s=0.01))
+        assert policy.phase_length.slots_fraction == pytest.approx(theta, rel=0.1)
+
+    def test_the_exact_phase_beats_a_refill_of_one_where_prefill_overheads_are_large(self) -> None:
+        exact = saturated(ToyEngine(exclusive(), make_times(), slots=64))
+        one = saturated(ToyEngine(exclusive(phase_rule="fixed", refill=1), make_times(), slots=64))
+        assert tokens_per_s(steady(exact)) > 1.3 * tokens_per_s(steady(one))
+
+    def test_step_times_need_not_be_given(self) -> None:
+        known = saturated(ToyEngine(exclusive(), make_times(), slots=64))
+        blind = ToyEngine(ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive")), make_times(), slots=64)
+        assert tokens_per_s(steady(saturated(blind))) > 0.97 * tokens_per_s(steady(known))
+
+    def test_the_gap_between_two_tokens_stays_within_its_budget(self) -> None:
+        times = make_times()
+        policy = exclusive(times, itl_budget_s=0.075)
+        engine = saturated(ToyEngine(policy, times, slots=128))
+        gap_s, gaps = 0.0, []
+        for result in steady(engine):
+            gap_s += result.step_s
+            if result.decode_requests:
+                gaps.append(gap_s)
+                gap_s = 0.0
+        # The budget bounds the refill's share of a gap at the mean prompt; the decode step itself comes on top.
+        assert np.quantile(gaps, 0.99) <= 0.075 + 0.02
+        unbounded = saturated(ToyEngine(exclusive(times), times, slots=128))
+        assert max(r.prefill_requests for r in steady(unbounded)) > 1.5 * max(
+            r.prefill_requests for r in steady(engine)
+        )
+
+    def test_a_refill_without_the_rule_that_uses_it_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="refill"):
+            ExclusiveMixedConfig(refill=4)
+        with pytest.raises(ConfigError, match="refill"):
+            ExclusiveMixedConfig(phase_rule="fixed")
+
+
+def auto(prior: StepTimes | None = None, **settings: object) -> ExclusiveMixed:
+    config = {"step_times": StepTimeConfig(prior=prior), **settings}
+    return ExclusiveMixed(ExclusiveMixedConfig(**config))  # type: ignore[arg-type]
+
+
+class _Recorder:
+    """Passes through to a policy and keeps the mode of every step."""
+
+    def __init__(self, policy: ExclusiveMixed) -> None:
+        self.policy = policy
+        self.modes: list[bool] = []
+
+    def plan(self, state: BatchState) -> StepPlan:
+        plan = self.policy.plan(state)
+        self.modes.append(self.policy.exclusive)
+        return plan
+
+    def observe(self, result: StepResult) -> None:
+        self.policy.observe(result)
+
+    @property
+    def switches(self) -> int:
+        return sum(a != b for a, b in zip(self.modes, self.modes[1:], strict=False))
+
+
+CONTENDED = make_times(prefill_overhead_s=0.01, interference_s=3e-4)
+FREE = make_times(prefill_overhead_s=0.03)
+
+
+class TestAuto:
+    @pytest.mark.parametrize("prior", [True, False])
+    def test_it_takes_turns_where_mixing_is_dear(self, prior: bool) -> None:
+        recorder = _Recorder(auto(CONTENDED if prior else None))
+        saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
+        assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) > 0.95
+
+    @pytest.mark.parametrize("prior", [True, False])
+    def test_it_mixes_where_mixing_is_free(self, prior: bool) -> None:
+        recorder = _Recorder(auto(FREE if prior else None))
+        saturated(ToyEngine(recorder, FREE, slots=32), count=500)
+        assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
+
+    @pytest.mark.parametrize("times", [CONTENDED, FREE])
+    def test_it_is_nearly_as_fast_as_the_better_of_the_two(self, times: StepTimes) -> None:
+        speeds = [
+            tokens_per_s(steady(saturated(ToyEngine(auto(times, mode=mode), times, slots=32), count=500)))
+            for mode in ("exclusive", "mixed", "auto")
+        ]
+        assert speeds[2] > 0.97 * max(speeds[:2])
+
+    def test_a_light_load_is_mixed_even_where_a_full_batch_takes_turns(self) -> None:
+        recorder = _Recorder(auto(CONTENDED))
+        jobs = random_jobs(250, prompt=(50, 150), mean_output=60, seed=3)
+        run_closed(ToyEngine(recorder, CONTENDED, slots=32), jobs, 3)
+        assert np.mean(recorder.modes[len(recorder.modes) // 2 :]) < 0.1
+
+    def test_between_two_equals_it_does_not_swing(self) -> None:
+        times = make_times(prefill_overhead_s=0.01, interference_s=7e-5)
+        recorder = _Recorder(auto(times))
+        saturated(ToyEngine(recorder, times, slots=32), count=700)
+        assert recorder.switches <= 4
+
+    def test_a_prior_that_flatters_exclusive_batching_is_found_out(self) -> None:
+        # Mixing is said to be three times as dear as it is.
+        recorder = _Recorder(auto(make_times(prefill_overhead_s=0.03, interference_s=3e-4)))
+        saturated(ToyEngine(recorder, FREE, slots=32), count=1200)
+        assert np.mean(recorder.modes[-1500:-300]) < 0.5
+
+    def test_the_priority_margin_moves_the_choice(self) -> None:
+        def share(margin: float) -> float:
+            recorder = _Recorder(auto(CONTENDED, priority_margin_fraction=margin))
+            saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
+            return float(np.mean(recorder.modes[:-300]))
+
+        assert share(10.0) == 0.0
+        assert share(0.0) > 0.5
+
+    def test_a_named_mode_is_never_left(self) -> None:
+        recorder = _Recorder(auto(CONTENDED, mode="mixed"))
+        saturated(ToyEngine(recorder, CONTENDED, slots=32), count=300)
+        assert not any(recorder.modes)

@@ -1,0 +1,221 @@
+"""Forecast admission: what it admits on paper, and what it does to an engine with little KV cache."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, StockConfig, memory_safe_batch_size
+from policies.errors import InputError
+from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
+from policies.types import (
+    BatchPolicy,
+    BatchState,
+    FinishedRequest,
+    Limit,
+    Phase,
+    RequestView,
+    RunningRequests,
+    StepCoefficients,
+    StepResult,
+    StepTimes,
+)
+from tests.toy_engine import Job, ToyEngine, random_jobs, run_closed
+
+TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.005, prefill_s=5e-5),
+    decode=StepCoefficients(overhead_s=0.01, decode_s=3e-5, kv_s=6e-8),
+    mixed=StepCoefficients(overhead_s=0.01, prefill_s=5e-5, decode_s=3e-5, kv_s=6e-8),
+)
+
+
+def make_result(finished: tuple[FinishedRequest, ...] = ()) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=0.01,
+        phase=Phase.MIXED,
+        prefill_tokens=0,
+        prefill_requests=0,
+        decode_requests=1,
+        kv_tokens=0,
+        max_batch_size=1,
+        running_count=1,
+        waiting_count=0,
+        finished=finished,
+    )
+
+
+def taught(lengths: list[int], class_index: int = 0, **settings: object) -> ForecastAdmission:
+    """A policy that has seen these output lengths, unbiased unless told."""
+    policy = ForecastAdmission(ForecastAdmissionConfig(**{"length_bias": 1.0, **settings}))  # type: ignore[arg-type]
+    teach(policy, lengths, class_index)
+    return policy
+
+
+def teach(policy: ForecastAdmission, lengths: list[int], class_index: int = 0) -> None:
+    for length in lengths:
+        request = FinishedRequest(prompt_tokens=10, output_tokens=length, class_index=class_index)
+        policy.observe(make_result((request,)))
+
+
+def make_state(
+    *, ages: list[int], waiting: int, capacity: int, prompt: int = 100, class_index: int = 0, shared: int = 0
+) -> BatchState:
+    held = sum(ages) + len(ages) * prompt - shared
+    return BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(
+            prompt_tokens=[prompt] * len(ages), output_tokens=ages, class_index=[class_index] * len(ages)
+        ),
+        waiting=tuple(
+            RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=prompt, class_index=class_index)
+            for i in range(waiting)
+        ),
+        waiting_count=waiting,
+        slots=1000,
+        free_blocks=capacity - held,
+        total_blocks=capacity,
+        block_size=1,
+        max_batch_tokens=8192,
+    )
+
+
+class TestOnPaper:
+    def test_certain_lengths_fill_the_cache_exactly(self) -> None:
+        # Outputs are 200 for sure: five new requests of prompt 100 peak together at 5 * 300 tokens.
+        policy = taught([200] * 100)
+        plan = policy.plan(make_state(ages=[], waiting=50, capacity=1520))
+        assert (len(plan.admit), plan.limited_by) == (5, Limit.MEMORY)
+
+    def test_requests_about_to_end_make_room_for_new_ones(self) -> None:
+        policy = taught([200] * 100)
+        old = policy.plan(make_state(ages=[190] * 4, waiting=50, capacity=2400))
+        young = policy.plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
+        assert len(young.admit) < len(old.admit)
+
+    def test_a_smaller_chance_of_overflow_admits_less(self) -> None:
+        lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
+        state = make_state(ages=[50] * 20, waiting=60, capacity=10_000)
+        admitted = [len(taught(lengths, overflow_probability=p).plan(state).admit) for p in (0.3, 0.05, 0.001)]
+        assert admitted[0] > admitted[1] > admitted[2]
+
+    def test_longer_laws_admit_less(self) -> None:
+        lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
+        state = make_state(ages=[50] * 20, waiting=60, capacity=8000)
+        admitted = [len(taught(lengths, length_bias=bias).plan(state).admit) for bias in (0.5, 1.0, 2.0)]
+        assert admitted[0] > admitted[1] > admitted[2]
+
+    def test_each_class_has_its_own_law(self) -> None:
+        policy = taught([20] * 100, class_index=0, classes=2)
+        teach(policy, [2000] * 100, class_index=1)
+        short, long = (
+            len(policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=c)).admit) for c in (0, 1)
+        )
+        assert short > 4 * long
+
+    def test_a_class_without_samples_uses_the_law_of_all(self) -> None:
+        policy = taught([200] * 100, class_index=0, classes=2)
+        plans = [policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=c)) for c in (0, 1)]
+        assert plans[0].admit == plans[1].admit
+
+    def test_without_samples_equation_12_decides(self) -> None:
+        policy = ForecastAdmission(
+            ForecastAdmissionConfig(fallback=MemoryAwareConfig(prior_output_tokens=300, prior_output_std_tokens=300))
+        )
+        plan = policy.plan(make_state(ages=[], waiting=200, capacity=20_000))
+        assert not policy.uses_forecast
+        assert plan.max_batch_size == memory_safe_batch_size(20_000, 100 + 300 + 0.5, 300, 0.01)
+
+    def test_blocks_shared_by_a_prefix_are_counted_once(self) -> None:
+        policy = taught([200] * 100)
+        apart = policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000))
+        shared = policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000, shared=9000))
+        assert len(apart.admit) == 0
+        assert len(shared.admit) > 0
+
+    def test_the_only_request_is_never_held_back(self) -> None:
+        policy = taught([2000] * 100)
+        assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).admit == ("w0",)
+
+    def test_it_stops_at_the_first_request_that_does_not_fit(self) -> None:
+        policy = taught([200] * 100)
+        state = make_state(ages=[], waiting=20, capacity=3000)
+        waiting = list(state.waiting)
+        waiting[2] = replace(waiting[2], prompt_tokens=10_000)
+        assert policy.plan(replace(state, waiting=tuple(waiting))).admit == ("w0", "w1")
+
+    def test_a_class_that_was_not_configured_is_named(self) -> None:
+        policy = taught([200] * 100, classes=2)
+        with pytest.raises(InputError, match="class_index must be below 2, got 5"):
+            policy.plan(make_state(ages=[1], waiting=1, capacity=6000, class_index=5))
+
+    @given(
+        lengths=st.lists(st.integers(1, 3000), min_size=40, max_size=80),
+        ages=st.lists(st.integers(0, 5000), max_size=30),
+        capacity=st.integers(1000, 200_000),
+    )
+    @settings(deadline=None, max_examples=50)
+    def test_a_larger_cache_never_admits_less(self, lengths: list[int], ages: list[int], capacity: int) -> None:
+        def admitted(tokens: int) -> int:
+            return len(taught(lengths).plan(make_state(ages=ages, waiting=40, capacity=tokens)).admit)
+
+        assert admitted(capacity) <= admitted(2 * capacity)
+
+    @given(lengths=st.lists(st.integers(1, 2000), min_size=40, max_size=80), capacity=st.integers(2000, 50_000))
+    @settings(deadline=None, max_examples=30)
+    def test_what_it_admits_satisfies_the_constraint_at_every_horizon(self, lengths: list[int], capacity: int) -> None:
+        policy = taught(lengths)
+        admitted = len(policy.plan(make_state(ages=[], waiting=60, capacity=capacity)).admit)
+        outputs = np.array(lengths)
+        for horizon in range(0, max(lengths), 50):
+            alive = np.mean(outputs > horizon)
+            held = 100 + horizon
+            need = admitted * alive * held + 1.645 * held * np.sqrt(admitted * alive * (1 - alive))
+            # Ages and hazards sit on coarse grids, which is worth a few percent on small samples.
+            assert admitted == 1 or need <= 1.1 * capacity
+
+
+def drifting_jobs() -> list[Job]:
+    """Outputs of mean 100, then of mean 300."""
+    first = random_jobs(300, prompt=(50, 150), mean_output=100, seed=5)
+    second = random_jobs(300, prompt=(50, 150), mean_output=300, seed=6)
+    return first + [
+        Job(request_id=f"s{i}", prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens)
+        for i, job in enumerate(second)
+    ]
+
+
+def run(policy: BatchPolicy, jobs: list[Job], total_blocks: int = 700) -> ToyEngine:
+    return run_closed(ToyEngine(policy, TIMES, slots=128, total_blocks=total_blocks), jobs, 200)
+
+
+def fresh(jobs: list[Job]) -> list[Job]:
+    return [
+        Job(request_id=job.request_id, prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens) for job in jobs
+    ]
+
+
+class TestInAnEngine:
+    def test_it_preempts_seldom_and_is_faster_than_filling_the_slots_and_than_equation_12(self) -> None:
+        jobs = random_jobs(600, prompt=(50, 150), mean_output=200, seed=3)
+        forecast = run(ForecastAdmission(ForecastAdmissionConfig()), fresh(jobs))
+        stock = run(Stock(StockConfig()), fresh(jobs))
+        equation_12 = run(MemoryAware(MemoryAwareConfig()), fresh(jobs))
+        assert forecast.preemptions < 0.05 * stock.preemptions
+        assert forecast.now_s < 0.97 * stock.now_s
+        assert forecast.now_s < 0.95 * equation_12.now_s
+
+    def test_it_follows_answers_that_grow_three_times_as_long(self) -> None:
+        forecast = run(ForecastAdmission(ForecastAdmissionConfig()), drifting_jobs())
+        stock = run(Stock(StockConfig()), drifting_jobs())
+        assert forecast.finished == 600
+        assert forecast.preemptions < 0.25 * stock.preemptions
+
+    @pytest.mark.parametrize("horizons", [10, 80])
+    def test_a_coarse_grid_of_horizons_is_as_good_as_a_fine_one(self, horizons: int) -> None:
+        jobs = random_jobs(300, prompt=(50, 150), mean_output=200, seed=3)
+        default = run(ForecastAdmission(ForecastAdmissionConfig()), fresh(jobs)).now_s
+        other = run(ForecastAdmission(ForecastAdmissionConfig(horizons=horizons)), fresh(jobs)).now_s
+        assert other == pytest.approx(default, rel=0.02)
