@@ -13,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
-from policies.errors import StateStoreError
+from policies.errors import ConfigError, StateStoreError
 from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
 CALL_TIMEOUT_S = 5.0
@@ -31,8 +31,12 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
     that arrives as the bytes leave. The store puts its own limit around each call.
 
     Raises:
-        StateStoreError: the URL cannot be parsed.
+        ConfigError: the URL cannot be parsed, or has certificates but no TLS.
     """
+    if ca_certs and not url.startswith("rediss://"):
+        raise ConfigError(
+            "redis_ca_certs is set, but redis_url does not begin with rediss://: nothing would be encrypted"
+        )
     tls: dict[str, Any] = {"ssl_ca_certs": ca_certs} if ca_certs else {}
     try:
         pool = redis.BlockingConnectionPool.from_url(
@@ -46,7 +50,7 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
             **tls,
         )
     except ValueError as error:
-        raise StateStoreError(f"redis_url is not a Redis URL: {error}") from error
+        raise ConfigError(f"redis_url is not a Redis URL: {error}") from error
     return redis.Redis.from_pool(pool)
 
 

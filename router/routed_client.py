@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
-from policies.errors import AdmissionError, InputError, ProtocolError, ReplicaLostError, SluiceError, StateStoreError
+from policies.errors import AdmissionError, InputError, ReplicaLostError, SluiceError, StateStoreError
 from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import SharedClock
@@ -262,7 +262,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             await self._connection(replica_id)
         except Exception as error:  # of whatever kind: the request must go on elsewhere
             logger.warning("request %s cannot reach replica %s: %s", entry.request_id, replica_id, error)
-            await self._with_retries(lambda: self._store.drop_replica(replica_id))
+            if not isinstance(error, StateStoreError):
+                await self._with_retries(lambda: self._store.drop_replica(replica_id))
         if not self._is_placed(entry, replica_id):
             return
         if (connection := self._open_connection(replica_id)) is not None:
@@ -278,8 +279,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _send(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
             connection.add(self._codec.encode_request(entry.request))
-        except ProtocolError as error:
-            self._fail(entry, str(error))
+        except Exception as error:  # too large, or beyond the codec: no other replica could take it either
+            self._fail(entry, repr(error))
             return
         entry.connection = connection
         if entry.timing.assigned_s is None:

@@ -1,52 +1,99 @@
-"""Imports run downward only, and only the adapter touches vLLM's private interface."""
+"""Imports flow downward: what each package may import, read off its syntax trees."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAY_IMPORT = {
-    "policies": {"policies"},
-    "simulator": {"simulator", "policies"},
-    "predictor": {"predictor", "policies"},
-    "router": {"router", "predictor", "policies"},
-    "deployments": {"deployments", "router", "predictor", "simulator", "policies"},
-    "bench": {"bench"},
+ALLOWED = {
+    "policies": set[str](),
+    "simulator": {"policies"},
+    "predictor": {"policies"},
+    "router": {"policies", "predictor"},
+    "deployments": {"policies", "simulator", "predictor", "router"},
+    "bench": set[str](),
 }
-# The benchmarks of hot calls measure policies themselves; the rest of bench/ is a client and speaks HTTP.
-MEASURES_POLICIES = ("bench/policies", "bench/policies_router")
-POLICIES_MUST_NOT = {"asyncio", "datetime", "logging", "os", "pathlib", "random", "socket", "sys", "threading", "time"}
-MAY_TOUCH_VLLM_V1 = {"deployments/vllm_adapter.py", "deployments/vllm_scheduler.py"}
-FILES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+# Python's own modules that read a clock, chance or the environment, or write.
+NOT_IN_POLICIES = {
+    "asyncio",
+    "datetime",
+    "io",
+    "logging",
+    "os",
+    "random",
+    "secrets",
+    "socket",
+    "threading",
+    "time",
+    "uuid",
+}
+VLLM_PRIVATE = {"deployments/vllm_adapter.py", "deployments/vllm_scheduler.py"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def files(package: str) -> list[Path]:
+    """Without the speed tests in bench, which measure packages of ours from inside."""
+    return sorted(path for path in (ROOT / package).rglob("*.py") if not path.name.startswith("test_"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Dotted names that a file imports anywhere in it; for `from a import b` both a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module or "", node
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
-    relative = path.relative_to(ROOT)
-    allowed = MAY_IMPORT[relative.parts[0]] | ({"policies"} if str(relative.parent) in MEASURES_POLICIES else set())
-    modules = set(imported(path))
-    ours = {module.split(".")[0] for module in modules} & set(MAY_IMPORT)
-    assert ours <= allowed
-    if str(relative) not in MAY_TOUCH_VLLM_V1:
-        assert not any(module == "vllm.v1" or module.startswith("vllm.v1.") for module in modules)
-    if relative.parts[0] == "policies":
-        assert not {module.split(".")[0] for module in modules} & POLICIES_MUST_NOT
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name, _ in imports(path)}
 
 
-def test_the_walk_sees_the_files() -> None:
-    seen = {str(path.relative_to(ROOT)) for path in FILES}
-    assert {"policies/multi_bin.py", "router/wire.py", "deployments/vllm_adapter.py", "bench/compare.py"} <= seen
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_stands_below_it(package: str) -> None:
+    paths = files(package)
+    assert paths
+    for path in paths:
+        above = roots(path) & (ALLOWED.keys() | {"tests"}) - ALLOWED[package] - {package}
+        assert not above, f"{path.relative_to(ROOT)} imports {above}"
+
+
+def test_policies_need_nothing_but_the_standard_library_and_numpy() -> None:
+    known = sys.stdlib_module_names | {"policies", "numpy"}
+    for path in files("policies"):
+        assert roots(path) <= known, f"{path.name} imports {roots(path) - known}"
+
+
+def test_policies_neither_read_a_clock_nor_chance_nor_write() -> None:
+    for path in files("policies"):
+        assert not roots(path) & NOT_IN_POLICIES, f"{path.name} imports {roots(path) & NOT_IN_POLICIES}"
+
+
+def test_the_private_interfaces_of_vllm_are_touched_in_one_place() -> None:
+    for package in ALLOWED:
+        for path in files(package):
+            private = {name for name, _ in imports(path) if name == "vllm.v1" or name.startswith("vllm.v1.")}
+            assert not private or str(path.relative_to(ROOT)) in VLLM_PRIVATE, f"{path} imports {private}"
+
+
+def test_the_benchmark_needs_no_engine() -> None:
+    for path in files("bench"):
+        assert not roots(path) & {"vllm", "ray", "torch", "redis"}, f"{path.name}"
+
+
+def test_there_are_no_relative_imports() -> None:
+    for package in ALLOWED:
+        for path in files(package):
+            relative = [node.lineno for _, node in imports(path) if isinstance(node, ast.ImportFrom) and node.level]
+            assert not relative, f"{path.relative_to(ROOT)}: lines {relative}"
+
+
+def test_dynamic_imports_do_not_get_around_this() -> None:
+    for package in ALLOWED:
+        for path in files(package):
+            for node in ast.walk(ast.parse(path.read_text())):
+                called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                assert called not in {"__import__", "importlib.import_module"}, f"{path}: {called}"

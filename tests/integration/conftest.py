@@ -6,7 +6,6 @@ import pytest
 
 from tests.integration.application import Sluice, free_port
 
-
 # Few slots, so that a test can fill them without being kept busy by its own streams.
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
 

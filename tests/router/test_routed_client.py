@@ -46,10 +46,6 @@ def request(max_tokens: int = 20, *, replays: bool = False, request_id: str | No
     )
 
 
-def expected(asked: FakeRequest) -> list[int]:
-    return undisturbed(asked.prompt, asked.max_tokens)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -62,10 +58,13 @@ class Answer:
     """What a front end has of one request."""
 
     def __init__(self, asked: FakeRequest) -> None:
-        self.asked = asked
-        self.expected = expected(asked)
+        self.asked, self._max_tokens = asked, asked.max_tokens
         self.tokens: list[int] = []
         self.outcome: str | None = None
+
+    @property
+    def expected(self) -> list[int]:
+        return undisturbed(self.asked.prompt, self._max_tokens)
 
 
 class FrontEnd:
@@ -411,6 +410,15 @@ async def test_a_request_too_large_for_a_frame_fails_alone(service: Service, mon
     await service.finish(answers)
 
 
+async def test_a_request_that_cannot_be_encoded_fails_alone(service: Service) -> None:
+    front_end = await service.front_end()
+    odd = await front_end.ask(FakeRequest(request_id="odd", prompt=[1 << 70], max_tokens=4))
+    answers = await front_end.ask_many(4)
+    await service.replica(slots=1, lease_s=3600.0)
+    await until(lambda: odd.outcome == "error")
+    await service.finish(answers)
+
+
 # When a replica is lost
 
 
@@ -707,11 +715,27 @@ async def test_without_redis_a_new_request_is_refused_in_words() -> None:
     server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     service = Service(server.url)
     front_end = await service.front_end()
+    assert not front_end.client.is_cut_off
     server.close()
     with pytest.raises(StateStoreError, match="Redis"):
         await front_end.ask(request())
     assert not front_end.client._entries
+    await until(lambda: front_end.client.is_cut_off)
     await service.close()
+
+
+async def test_a_redis_that_stands_still_for_a_while_doubles_nothing(redis_url: str, service: Service) -> None:
+    replica, front_end = await service.replica(slots=4, lease_s=3600.0), await service.front_end()
+    admin = connect(redis_url)
+    asking = []
+    for _ in range(3):
+        await admin.client_pause(round(4000 * HEARTBEAT_S))
+        asking.append(asyncio.create_task(front_end.ask_many(6)))
+        await asyncio.sleep(6 * HEARTBEAT_S)
+    answers = [answer for batch in await asyncio.gather(*asking) for answer in batch]
+    await service.finish(answers)
+    assert (replica.engine.taken, replica.engine.most_held) == (18, 4)
+    await admin.aclose()
 
 
 @pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"heartbeat_s": 0.0}, {"silence_s": float("inf")}])

@@ -1,0 +1,112 @@
+"""The embedded Redis from outside: who may reach it, and when it ends."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from deployments.embedded_redis import EmbeddedRedis, embedded_url, free_port
+from policies.errors import StateStoreError
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 15.0
+# Prints the pid of the Redis that it owns, and waits to be killed.
+OWNER = """
+import secrets, time
+from deployments.embedded_redis import EmbeddedRedis, free_port
+server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_wants_its_password(redis_url: str) -> None:
+    address = redis_url.split("@")[1]
+    for url in (f"redis://{address}", f"redis://:wrong@{address}"):
+        with pytest.raises(redis.AuthenticationError), redis.Redis.from_url(url) as client:
+            client.get("x")
+
+
+def test_it_listens_on_loopback_alone(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        server = psutil.Process(client.info("server")["process_id"])
+    listening = {c.laddr.ip for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
+def test_it_never_evicts_and_writes_nothing(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        names = ("maxmemory-policy", "maxmemory", "save", "appendonly")
+        policy, most_bytes, save, append = [client.config_get(name)[name] for name in names]
+    assert (policy, save, append) == ("noeviction", "", "no")
+    assert int(most_bytes) > 0
+
+
+def test_its_password_stands_in_no_command_line_and_in_no_file_of_others() -> None:
+    server = EmbeddedRedis(free_port(), "a-password-of-its-own")
+    process = psutil.Process(server._process.pid)
+    assert "a-password-of-its-own" not in " ".join(process.cmdline())
+    config = Path(process.cwd()) / "redis.conf"
+    assert "a-password-of-its-own" in config.read_text()
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    server.close()
+    assert not config.exists()
+
+
+def test_closed_it_is_gone_and_opened_again_it_is_found_under_the_same_address() -> None:
+    port, password = free_port(), "p"
+    for _ in range(2):
+        server = EmbeddedRedis(port, password)
+        assert server.alive
+        assert server.url == embedded_url(port, password)
+        with redis.Redis.from_url(server.url) as client:
+            assert client.set("x", 1, nx=True)  # empty, each time
+        server.close()
+        assert not server.alive
+
+
+def test_a_port_of_another_redis_is_said_so(redis_url: str) -> None:
+    port = int(redis_url.rpartition(":")[2].partition("/")[0])
+    with pytest.raises(StateStoreError, match="did not start"):
+        EmbeddedRedis(port, "another password")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_when_its_owner_is_killed(number: signal.Signals) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    assert not ended(pid)
+    owner.send_signal(number)
+    owner.wait()
+    owner.stdout.close()
+    until(lambda: ended(pid))
+
+
+def test_an_interrupt_meant_for_its_owner_does_not_end_it(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        assert os.getpgid(client.info("server")["process_id"]) != os.getpgid(0)
+
+
+def test_a_free_port_can_be_bound() -> None:
+    socket.create_server(("127.0.0.1", free_port())).close()

@@ -1,0 +1,271 @@
+"""The middleware around a small application of the kind that vLLM's is."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http_layer import SluiceMiddleware, split_time
+from router.timing import HttpContext, RequestTiming, current
+
+LIMIT = 1000
+
+
+def context() -> HttpContext:
+    found = current.get()
+    assert found is not None
+    return found
+
+
+async def what_it_got(request: Request) -> JSONResponse:
+    return JSONResponse({"bytes": len(await request.body()), "slo_class": context().slo_class})
+
+
+async def served(request: Request) -> PlainTextResponse:
+    """As if an engine had done it: 0.2 s after its arrival it was queued, 0.3 s later assigned, 0.5 s later done."""
+    made = context()
+    made.received_s -= 1.5
+    submitted_s = made.received_s + 0.2
+    made.timings.append(
+        RequestTiming(
+            received_s=made.received_s,
+            submitted_s=submitted_s,
+            assigned_s=submitted_s + 0.3,
+            first_token_s=submitted_s + 0.4,
+            last_token_s=submitted_s + 0.8,
+            output_tokens=7,
+        )
+    )
+    return PlainTextResponse("done")
+
+
+async def broken(request: Request) -> PlainTextResponse:
+    raise RuntimeError("broken")
+
+
+PATHS = {"/": what_it_got, "/served": served, "/broken": broken}
+
+
+def starlette_app() -> ASGIApp:
+    return Starlette(routes=[Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in PATHS.items()])
+
+
+def fastapi_app() -> ASGIApp:
+    app = FastAPI()
+
+    @app.post("/")
+    async def typed(body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    return app
+
+
+def wrapped(app: ASGIApp) -> SluiceMiddleware:
+    return SluiceMiddleware(app, max_body_bytes=LIMIT, classes=("standard", "offline"), default_class="standard")
+
+
+@asynccontextmanager
+async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(wrapped(app), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+        yield client
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(starlette_app()) as made:
+        yield made
+
+
+async def chunks(total: int) -> AsyncIterator[bytes]:
+    """A body that does not say its length."""
+    for _ in range(total // 100):
+        yield b"x" * 100
+
+
+def durations(response: httpx.Response) -> dict[str, float]:
+    """Milliseconds by name."""
+    parts = (part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    return {name: float(value) for name, value in parts}
+
+
+# What is let in
+
+
+async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/", content=b"x" * LIMIT)).json()["bytes"] == LIMIT
+    assert (await client.post("/", content=chunks(LIMIT))).json()["bytes"] == LIMIT
+
+
+async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=b"x" * (LIMIT + 1))
+    assert response.status_code == 413
+    assert response.json()["error"] == {
+        "message": "the body exceeds 1000 bytes",
+        "type": "RequestEntityTooLarge",
+        "param": None,
+        "code": 413,
+    }
+
+
+@pytest.mark.parametrize("app", [starlette_app, fastapi_app])
+async def test_a_body_that_grows_beyond_the_limit_is_refused(app: Any) -> None:
+    async with client_of(app()) as client:
+        response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert "1000 bytes" in response.text
+
+
+async def test_an_understated_length_does_not_help(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-length": "10"})
+    assert response.status_code == 413
+
+
+async def test_a_class_is_taken_from_its_header(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/")).json()["slo_class"] == "standard"
+    assert (await client.get("/", headers={"x-sluice-class": "offline"})).json()["slo_class"] == "offline"
+
+
+async def test_an_unknown_class_is_refused_and_the_known_are_named(client: httpx.AsyncClient) -> None:
+    response = await client.get("/", headers={"X-Sluice-Class": "gold"})
+    assert response.status_code == 400
+    assert "'gold'" in response.json()["error"]["message"]
+    assert "offline, standard" in response.json()["error"]["message"]
+
+
+async def test_a_long_request_id_is_refused(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/", headers={"X-Request-Id": "x" * 128})).status_code == 200
+    assert (await client.get("/", headers={"X-Request-Id": "x" * 129})).status_code == 400
+
+
+# Timing
+
+
+async def test_every_response_says_where_its_time_went(client: httpx.AsyncClient) -> None:
+    for path in ("/", "/broken", "/not-there"):
+        assert set(durations(await client.get(path))) == {"queue", "engine", "framework"}
+
+
+async def test_queue_and_engine_are_what_the_engine_requests_say(client: httpx.AsyncClient) -> None:
+    before_s = time.monotonic()
+    shown = durations(await client.get("/served"))
+    took_s = time.monotonic() - before_s
+    assert shown["queue"] == pytest.approx(300.0, abs=0.01)
+    assert shown["engine"] == pytest.approx(500.0, abs=0.01)
+    assert 700.0 - 0.05 <= shown["framework"] <= 700.0 + took_s * 1e3 + 0.05
+
+
+def test_the_times_add_up_to_all_that_has_passed() -> None:
+    now_s = time.monotonic()
+    timings = [
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 9, assigned_s=now_s - 7, last_token_s=now_s - 1),
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8, assigned_s=now_s - 6, last_token_s=now_s - 2),
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8),
+    ]
+    split = split_time(HttpContext(now_s - 10, "standard", timings))
+    assert split["queue"] == pytest.approx(2.0)
+    assert split["engine"] == pytest.approx(6.0)
+    assert 10.0 <= sum(split.values()) <= 10.0 + (time.monotonic() - now_s) + 1e-6
+    assert min(split.values()) >= 0.0
+
+
+def test_a_request_that_never_got_a_replica_has_only_framework_time() -> None:
+    now_s = time.monotonic()
+    split = split_time(HttpContext(now_s - 1, "standard", [RequestTiming(received_s=now_s - 1, submitted_s=now_s)]))
+    assert (split["queue"], split["engine"]) == (0.0, 0.0)
+    assert split["framework"] >= 1.0
+
+
+# Streams, message by message
+
+
+SCOPE: Scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+
+
+async def nothing_more() -> Message:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+async def test_a_stream_starts_with_its_first_chunk_and_not_later() -> None:
+    go_on, sent = asyncio.Event(), asyncio.Queue[Message]()
+
+    async def two_chunks(scope: Scope, receive: Receive, send: Send) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            yield b"first"
+            await go_on.wait()
+            yield b"second"
+
+        await StreamingResponse(body())(scope, receive, send)
+
+    serving = asyncio.create_task(wrapped(two_chunks)(dict(SCOPE), nothing_more, sent.put))
+    async with asyncio.timeout(10):
+        start, first = await sent.get(), await sent.get()
+    assert (start["type"], start["status"], first["body"]) == ("http.response.start", 200, b"first")
+    assert [name for name, _ in start["headers"]].count(b"server-timing") == 1
+    go_on.set()
+    await serving
+    assert [sent.get_nowait()["body"] for _ in range(sent.qsize())] == [b"second", b""]
+
+
+async def test_what_is_not_http_passes_untouched() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    scope: Scope = {"type": "lifespan"}
+    await wrapped(app)(scope, nothing_more, nothing_more)  # type: ignore[arg-type]
+    assert seen == [scope]
+
+
+# The log
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="deployments.http_layer"):
+        yield caplog
+
+
+async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
+    await client.get("/served", headers={"X-Request-Id": "mine"})
+    (line,) = [vars(record) for record in log.records if record.name == "deployments.http_layer"]
+    shown = {name: line[name] for name in ("request_id", "method", "path", "status", "slo_class", "output_tokens")}
+    assert shown == {
+        "request_id": "mine",
+        "method": "GET",
+        "path": "/served",
+        "status": 200,
+        "slo_class": "standard",
+        "output_tokens": 7,
+    }
+    assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
+
+
+async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
+    for path in ("/health", "/metrics"):
+        await client.get(path)
+    assert not [record for record in log.records if record.name == "deployments.http_layer"]
+
+
+async def test_a_client_that_leaves_before_its_response_is_logged_as_such(log: pytest.LogCaptureFixture) -> None:
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3600)
+
+    serving = asyncio.create_task(wrapped(waits)(dict(SCOPE), nothing_more, nothing_more))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    (line,) = [vars(record) for record in log.records if record.name == "deployments.http_layer"]
+    assert line["status"] == 499

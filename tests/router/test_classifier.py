@@ -1,0 +1,116 @@
+import time
+
+import pytest
+
+from policies.errors import StateStoreError
+from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.types import StepCoefficients, StepTimes
+from predictor.histogram import MIN_SAMPLES, HistogramPredictor
+from router.classifier import MAX_UNSENT_LENGTHS, Classifier
+from router.codec import RequestSize
+from router.memory_store import MemoryStateStore
+from router.metrics import RouterMetrics
+from router.redis_store import RedisStateStore, connect
+
+# 1 ms for a prompt token, 10 ms for a decode step that four requests share.
+STEP_TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.0, prefill_s=0.001),
+    decode=StepCoefficients(overhead_s=0.01),
+    mixed=StepCoefficients(overhead_s=0.01),
+)
+
+
+def classifier(metrics: RouterMetrics | None = None) -> Classifier:
+    return Classifier(
+        predictor=HistogramPredictor(),
+        bins=MultiBin(
+            MultiBinConfig(bins=2, rule="fixed", initial_edges=(0.0, 50.0, 1000.0), window_requests=MAX_UNSENT_LENGTHS)
+        ),
+        order=VirtualDeadline(
+            VirtualDeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0, work_weight=1.0)
+        ),
+        step_times=STEP_TIMES,
+        shared_batch_size=4,
+        default_output_tokens=100,
+        metrics=metrics or RouterMetrics(),
+    )
+
+
+def size(prompt_tokens: int = 1000, max_output_tokens: int | None = None) -> RequestSize:
+    return RequestSize(request_id="x", prompt_tokens=prompt_tokens, max_output_tokens=max_output_tokens)
+
+
+async def teach(taught: Classifier, **lengths: int) -> None:
+    """Each class by enough answers of one length."""
+    for slo_class, output_tokens in lengths.items():
+        for _ in range(MIN_SAMPLES):
+            taught.observe(slo_class, output_tokens)
+    await taught.exchange(MemoryStateStore(time.monotonic))
+
+
+def test_without_a_prediction_the_default_length_is_assumed_and_the_fallback_counted() -> None:
+    metrics = RouterMetrics()
+    ticket = classifier(metrics).ticket(size(), "fast", "a", 100.0)
+    assert ticket.work_s == pytest.approx(1.0 + 100 * 0.0025)
+    assert metrics.registry.get_sample_value("sluice_predictor_fallbacks_total", {"slo_class": "fast"}) == 1
+
+
+def test_a_ticket_names_its_request_and_its_router() -> None:
+    ticket = classifier().ticket(size(), "fast", "a", 100.0)
+    assert (ticket.request_id, ticket.router_id) == ("x", "a")
+
+
+async def test_a_prediction_sets_bin_and_work() -> None:
+    taught = classifier()
+    await teach(taught, fast=20, slow=200)
+    short, long = [taught.ticket(size(), slo_class, "a", 0.0) for slo_class in ("fast", "slow")]
+    assert [short.bin_index, long.bin_index] == [0, 1]
+    assert [short.work_s, long.work_s] == pytest.approx([1.0 + 20 * 0.0025, 1.0 + 200 * 0.0025])
+
+
+async def test_the_callers_limit_caps_the_prediction() -> None:
+    taught = classifier()
+    await teach(taught, fast=200)
+    ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0)
+    assert ticket.bin_index == 0
+    assert ticket.work_s == pytest.approx(1.0 + 10 * 0.0025)
+
+
+def test_the_callers_limit_caps_the_default() -> None:
+    assert classifier().ticket(size(max_output_tokens=10), "fast", "a", 0.0).work_s == pytest.approx(1.025)
+
+
+def test_the_deadline_key_grows_with_arrival_target_and_work() -> None:
+    sorter = classifier()
+    base = sorter.ticket(size(), "fast", "a", 0.0).deadline_key
+    assert sorter.ticket(size(), "fast", "a", 10.0).deadline_key == pytest.approx(base + 10.0)
+    assert sorter.ticket(size(), "slow", "a", 0.0).deadline_key == pytest.approx(base + 59.0)
+    assert sorter.ticket(size(2000), "fast", "a", 0.0).deadline_key > base
+
+
+async def test_a_length_counts_after_the_exchange_and_once() -> None:
+    store, first, second = MemoryStateStore(time.monotonic), classifier(), classifier()
+    for _ in range(MIN_SAMPLES):
+        first.observe("fast", 20)
+    assert first.ticket(size(), "fast", "a", 0.0).work_s == pytest.approx(1.25)
+    for _ in range(3):
+        await first.exchange(store)
+        await second.exchange(store)
+    for taught in (first, second):
+        assert taught.ticket(size(), "fast", "a", 0.0).work_s == pytest.approx(1.05)
+    assert (await store.exchange_lengths(0, [], 4096))[0] == MIN_SAMPLES
+
+
+async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() -> None:
+    away = RedisStateStore(connect("redis://127.0.0.1:1/0"), "nowhere")
+    store, taught = MemoryStateStore(time.monotonic), classifier()
+    for length in range(MAX_UNSENT_LENGTHS):
+        taught.observe("fast", length)
+    with pytest.raises(StateStoreError):
+        await taught.exchange(away)
+    taught.observe("fast", 7777)
+    await taught.exchange(store)
+    _, lengths = await store.exchange_lengths(0, [], MAX_UNSENT_LENGTHS)
+    assert lengths == [("fast", length) for length in (*range(1, MAX_UNSENT_LENGTHS), 7777)]
+    await away.close()

@@ -1,0 +1,92 @@
+"""What is Redis' own; what every store does stands in contracts/test_state_stores.py."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from deployments.embedded_redis import free_port
+from policies.errors import ConfigError, StateStoreError
+from router import redis_store
+from router.redis_store import RedisStateStore, connect
+from router.state_store import Ticket
+
+TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+
+
+@pytest.mark.parametrize("url", ["http://host", "host:6379", "redis://host:port/0"])
+def test_what_is_no_url_of_a_redis_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        connect(url)
+
+
+def test_certificates_without_encryption_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rediss://"):
+        connect("redis://:hunter2@host/0", ca_certs="ca.pem")
+
+
+def test_the_password_is_in_no_message() -> None:
+    for url, ca_certs in (("redis://:hunter2@host:port/0", None), ("redis://:hunter2@host/0", "ca.pem")):
+        with pytest.raises(ConfigError) as caught:
+            connect(url, ca_certs)
+        assert "hunter2" not in str(caught.value)
+
+
+async def test_a_redis_that_is_not_there_is_said_so() -> None:
+    store = RedisStateStore(connect(f"redis://:hunter2@127.0.0.1:{free_port()}/0"), "n")
+    with pytest.raises(StateStoreError, match="Redis") as caught:
+        await store.snapshot()
+    assert "hunter2" not in str(caught.value)
+    await store.close()
+
+
+async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 0.1)
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    store = RedisStateStore(connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"), "n")
+    for call in (store.snapshot, store.time_s, store.replica_infos):
+        with pytest.raises(StateStoreError, match="TimeoutError"):
+            await call()
+    with pytest.raises(StateStoreError):
+        await anext(store.notices("a"))
+    await store.close()
+    server.close()
+
+
+async def test_namespaces_do_not_mix(redis_url: str, namespace: str) -> None:
+    stores = [RedisStateStore(connect(redis_url), f"{namespace}-{number}") for number in range(2)]
+    await stores[0].enqueue(TICKET, max_waiting=9)
+    assert [(await store.snapshot()).waiting for store in stores] == [1, 0]
+    for store in stores:
+        await store.close()
+
+
+async def test_a_cancellation_is_never_lost(new_store: Callable[[], RedisStateStore]) -> None:
+    """Else a loop that is told to end goes on for ever, and a request whose client left runs to its end."""
+    store = new_store()
+    await store.snapshot()
+    cut_off = 0
+    for number in range(300):
+        call = asyncio.create_task(store.locate(["x"]))
+        await asyncio.sleep(number * 2e-6)
+        if call.cancel():
+            await asyncio.wait([call])
+            assert call.cancelled()
+            cut_off += 1
+    assert cut_off
+    assert await store.locate(["x"]) == [None]  # what was cut off left no answer behind
+
+
+async def test_scripts_are_found_again_after_redis_forgot_them(
+    redis_url: str, new_store: Callable[[], RedisStateStore]
+) -> None:
+    store, admin = new_store(), connect(redis_url)
+    await store.enqueue(TICKET, max_waiting=9)
+    await admin.script_flush()
+    assert await store.locate(["x"]) == [""]
+    await admin.aclose()
