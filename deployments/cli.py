@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ def app_config(options: argparse.Namespace) -> AppConfig:
         ConfigError: naming each wrong setting by its path.
     """
     settings = _read(options.config) if options.config else {}
+    engine, router = _section(settings, "engine"), _section(settings, "router")
     for path, value in {
         "model": options.model,
         "served_model_name": options.served_model_name,
@@ -78,8 +80,8 @@ def app_config(options: argparse.Namespace) -> AppConfig:
             _set(settings, path, value)
     if settings.setdefault("model", "demo") == "demo":
         settings.setdefault("served_model_name", DEMO_NAME)
-        settings["vllm_args"] = [*DEMO_ARGS, *settings.get("vllm_args", ())]
-    engine, router = settings.setdefault("engine", {}), settings.setdefault("router", {})
+        further = settings.get("vllm_args") or []
+        settings["vllm_args"] = [*DEMO_ARGS, *further] if isinstance(further, list) else further
     engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
     engine.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
     engine.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
@@ -106,6 +108,14 @@ def _read(path: Path) -> dict[str, Any]:
     return settings
 
 
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of the file; one that was left empty is there all the same."""
+    section = settings[name] = settings.get(name) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} must hold a mapping of settings, got {section!r}")
+    return section
+
+
 def _set(settings: dict[str, Any], path: str, value: Any) -> None:
     *sections, name = path.split(".")
     for section in sections:
@@ -115,9 +125,10 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 
 def serve(options: argparse.Namespace) -> None:
     config = app_config(options)
+    run_dir = one_machine.prepare(options.host, options.port)
     if options.vllm_args:
         check_vllm_args(config)
-    with one_machine.running(config, options.host, options.port) as address:
+    with one_machine.running(config, run_dir, options.host, options.port) as address:
         model = config.served_model_name or config.model
         print(f"Sluice is ready: {address}")
         print(f"model: {model}")
@@ -137,7 +148,7 @@ def example(address: str, model: str) -> str:
     """A curl line that works when pasted."""
     address = address.replace("//0.0.0.0:", "//127.0.0.1:")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

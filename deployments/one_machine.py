@@ -69,13 +69,17 @@ def fresh_run_dir(port: int) -> Path:
     return run_dir
 
 
-@contextlib.contextmanager
-def running(config: AppConfig, host: str, port: int) -> Iterator[str]:
-    """The application, ready, for the time of the block; yields its address.
+def prepare(host: str, port: int) -> Path:
+    """Checks the address and sets the environment; returns the folder of this run.
+
+    Comes before anything that imports Ray, for Ray reads its environment when it is imported, and vLLM imports Ray: too
+    late, it would listen on every interface.
 
     Raises:
-        StartError: it does not come up.
+        StartError: the address is taken, the folder is not ours, or Ray has been imported.
     """
+    if "ray" in sys.modules:
+        raise StartError("Ray has been imported before its environment was set: it would listen on every interface")
     check_address(host, port)
     run_dir = fresh_run_dir(port)
     say(f"logs: {run_dir}/ray/session_latest/logs")
@@ -83,6 +87,16 @@ def running(config: AppConfig, host: str, port: int) -> Iterator[str]:
     os.environ.update({name: value for name, value in env.items() if name not in os.environ})
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return run_dir
+
+
+@contextlib.contextmanager
+def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[str]:
+    """The application, ready, for the time of the block, after `prepare`; yields its address.
+
+    Raises:
+        StartError: it does not come up.
+    """
     with _ray(run_dir, host, port), _application(config):
         address = f"http://{host}:{port}"
         _wait_until_healthy(address)
@@ -91,8 +105,7 @@ def running(config: AppConfig, host: str, port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
-    # Only now: Ray reads its environment when it is imported.
-    import ray
+    import ray  # only now, see prepare
     from ray import serve
 
     say("starting Ray ...")

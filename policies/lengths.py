@@ -135,17 +135,22 @@ class LifeTable:
         edges: int64, shape (cells + 1,), tokens.
         ended: float64, shape (cells,), answers that ended in the cell.
         exposure: float64, shape (cells,), tokens generated at those ages by answers that were under observation.
+        at_risk: float64, shape (cells,), answers that could end in the cell: those under observation at its start, and
+            half for each that came under observation or was last seen within it (the actuarial estimate).
     """
 
     edges: IntArray
     ended: FloatArray
     exposure: FloatArray
+    at_risk: FloatArray
 
     def __add__(self, other: Self) -> Self:
         """Raises InputError when the grids differ."""
         if not np.array_equal(self.edges, other.edges):
             raise InputError("life tables on different grids do not add")
-        return type(self)(self.edges, self.ended + other.ended, self.exposure + other.exposure)
+        return type(self)(
+            self.edges, self.ended + other.ended, self.exposure + other.exposure, self.at_risk + other.at_risk
+        )
 
     def constant_hazard(self) -> float | None:
         """sum(d) / sum(n): 1 / mean for a geometric length; None before the first end."""
@@ -170,21 +175,17 @@ class LifeTable:
     def law(self) -> SurvivalLaw | None:
         """Kaplan-Meier on the grid; None before the first end.
 
-        S(e_g+1) = S(e_g) * (1 - d_g / n_g) ** width_g with n_g the mean number at risk in the cell: the product-limit
-        estimate itself in cells of width 1, the piecewise geometric one in wider cells.
+        S(e_g+1) = S(e_g) * (1 - d_g / n_g) with n_g the number at risk: the product-limit estimate itself at the edges,
+        also where many answers have one length, such as a limit on tokens; the hazard is constant within a cell.
         """
         if not self.ended.any():
             return None
-        hazard = self._cell_hazard()
-        steps = -np.log1p(-hazard) * np.diff(self.edges)
+        tail = float(-np.log1p(-self._tail_hazard()))
+        steps = tail * np.diff(self.edges)
+        seen = self.at_risk > 0
+        steps[seen] = -np.log1p(-np.minimum(self.ended[seen] / self.at_risk[seen], _MAX_HAZARD))
         cumulative = np.concatenate(([0.0], np.cumsum(steps)))
-        return SurvivalLaw(self.edges.astype(np.float64), cumulative, float(-np.log1p(-self._tail_hazard())))
-
-    def _cell_hazard(self) -> FloatArray:
-        hazard = np.full(self.ended.shape, self._tail_hazard())
-        seen = self.exposure > 0
-        hazard[seen] = np.minimum(self.ended[seen] / self.exposure[seen], _MAX_HAZARD)
-        return hazard
+        return SurvivalLaw(self.edges.astype(np.float64), cumulative, tail)
 
     def _tail_hazard(self) -> float:
         """Hazard pooled over the cells that hold the last tenth of the ends."""
@@ -215,11 +216,24 @@ def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at
     died = np.asarray(ended, dtype=bool)
     cell = np.searchsorted(edges, np.maximum(left[died], 1), side="left") - 1
     counts = np.bincount(cell, minlength=len(edges) - 1).astype(np.float64)
-    exposure = _tokens_below(left, edges)
+    exposure, at_risk = _tokens_below(left, edges), _above(left, edges[:-1]) - 0.5 * _within(left[~died], edges)
     if entered_at is not None:
         entered = np.minimum(np.asarray(entered_at, dtype=np.int64), left)
         exposure = exposure - _tokens_below(entered, edges)
-    return LifeTable(edges, counts, np.maximum(exposure, counts))
+        at_risk = at_risk - _above(entered, edges[:-1]) + 0.5 * _within(entered, edges)
+    return LifeTable(edges, counts, np.maximum(exposure, counts), np.maximum(at_risk, counts))
+
+
+def _above(ages: IntArray, edges: IntArray) -> FloatArray:
+    """Requests older than each edge, shape of edges."""
+    return (len(ages) - np.searchsorted(np.sort(ages), edges, side="right")).astype(np.float64)
+
+
+def _within(ages: IntArray, edges: IntArray) -> FloatArray:
+    """Requests strictly between the edges of each cell, shape (cells,)."""
+    ordered = np.sort(ages)
+    below = np.searchsorted(ordered, edges[1:], side="left") - np.searchsorted(ordered, edges[:-1], side="right")
+    return np.asarray(below, dtype=np.float64)
 
 
 def _tokens_below(ages: IntArray, edges: IntArray) -> FloatArray:

@@ -97,6 +97,18 @@ def test_a_file_that_is_no_mapping_is_refused_by_name(file: Any, text: str) -> N
         config("--config", file(text))
 
 
+@pytest.mark.parametrize("section", ["engine", "router", "vllm_args"])
+def test_a_section_left_empty_has_its_defaults(file: Any, section: str) -> None:
+    assert config("--config", file(f"{section}:\n")) == config()
+    assert config("--config", file(f"{section}:\n"), "--engine-replicas", "3").engine.replicas == 3
+
+
+@pytest.mark.parametrize("section", ["engine", "router", "vllm_args"])
+def test_a_section_of_another_kind_is_named(file: Any, section: str) -> None:
+    with pytest.raises(ConfigError, match=section):
+        config("--config", file({section: "text"}))
+
+
 def test_a_file_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml"):
         config("--config", "nowhere.yaml")
@@ -117,9 +129,10 @@ def test_a_wrong_command_line_ends_with_usage(argv: list[str], capsys: pytest.Ca
 
 
 def test_the_example_can_be_pasted() -> None:
-    program, url, *arguments = shlex.split(cli.example("http://127.0.0.1:8000", 'org/model-1.0 "beta"'))
+    model = """org/model-1.0 "beta" of it's maker"""
+    program, url, *arguments = shlex.split(cli.example("http://127.0.0.1:8000", model))
     assert (program, url) == ("curl", "http://127.0.0.1:8000/v1/chat/completions")
     body = json.loads(arguments[arguments.index("-d") + 1])
-    assert body["model"] == 'org/model-1.0 "beta"'
+    assert body["model"] == model
     assert body["messages"][0]["role"] == "user"
     assert arguments[arguments.index("-H") + 1] == "Content-Type: application/json"

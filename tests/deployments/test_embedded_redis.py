@@ -85,6 +85,11 @@ def test_closed_it_is_gone_and_opened_again_it_is_found_under_the_same_address()
         assert not server.alive
 
 
+def test_a_port_of_something_else_is_said_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StateStoreError, match="did not start"):
+        EmbeddedRedis(taken.getsockname()[1], "p")
+
+
 def test_a_port_of_another_redis_is_said_so(redis_url: str) -> None:
     port = int(redis_url.rpartition(":")[2].partition("/")[0])
     with pytest.raises(StateStoreError, match="did not start"):

@@ -1,5 +1,6 @@
 """On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password."""
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -64,7 +65,8 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         head.terminate()
         psutil.wait_procs(processes, timeout=30)
         for process in alive(processes):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the look and the signal
+                process.kill()
 
 
 def _answers(url: str) -> bool:

@@ -163,18 +163,28 @@ class TestOnPaper:
 
         assert admitted(capacity) <= admitted(2 * capacity)
 
-    @given(lengths=st.lists(st.integers(1, 2000), min_size=40, max_size=80), capacity=st.integers(2000, 50_000))
+    @given(
+        lengths=st.one_of(
+            st.lists(st.integers(1, 2000), min_size=40, max_size=80),
+            # Many answers of one length, as a limit on tokens makes them.
+            st.lists(st.integers(20, 2000), min_size=2, max_size=3).flatmap(
+                lambda values: st.lists(st.sampled_from(values), min_size=40, max_size=80)
+            ),
+        ),
+        capacity=st.integers(2000, 50_000),
+    )
     @settings(deadline=None, max_examples=30)
     def test_what_it_admits_satisfies_the_constraint_at_every_horizon(self, lengths: list[int], capacity: int) -> None:
         policy = taught(lengths)
-        admitted = len(policy.plan(make_state(ages=[], waiting=60, capacity=capacity)).admit)
+        admitted = len(policy.plan(make_state(ages=[], waiting=200, capacity=capacity)).admit)
         outputs = np.array(lengths)
-        for horizon in range(0, max(lengths), 50):
+        for horizon in {0, *(length - 1 for length in lengths)}:
             alive = np.mean(outputs > horizon)
             held = 100 + horizon
             need = admitted * alive * held + 1.645 * held * np.sqrt(admitted * alive * (1 - alive))
-            # Ages and hazards sit on coarse grids, which is worth a few percent on small samples.
-            assert admitted == 1 or need <= 1.1 * capacity
+            # A peak may lie between two horizons (27 % apart at a tenth of the grid, 9 % at its end) and in a cell of
+            # 8 %; the worst of 1000 pairs of lengths was 1.20, and 1.12 with the default length_bias of 1.1.
+            assert admitted == 1 or need <= 1.3 * capacity
 
 
 def drifting_jobs() -> list[Job]:

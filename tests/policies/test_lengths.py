@@ -127,6 +127,18 @@ class TestLifeTable:
         added = table_of(np.array(first, dtype=np.int64)) + table_of(np.array(second, dtype=np.int64))
         assert np.array_equal(added.ended, both.ended)
         assert np.array_equal(added.exposure, both.exposure)
+        assert np.array_equal(added.at_risk, both.at_risk)
+
+    @given(
+        values=st.lists(st.integers(1, 4096), min_size=1, max_size=3),
+        count=st.integers(2, 60),
+    )
+    def test_without_censoring_the_law_is_empirical_at_every_edge(self, values: list[int], count: int) -> None:
+        lengths = np.resize(np.array(values), count)
+        law = table_of(lengths).law()
+        assert law is not None
+        for edge in GRID[: np.searchsorted(GRID, lengths.max())]:
+            assert law.survival(edge) == pytest.approx(np.mean(lengths > edge), abs=1e-6)
 
     def test_tables_on_different_grids_do_not_add(self) -> None:
         with pytest.raises(InputError):
