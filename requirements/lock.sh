@@ -3,6 +3,6 @@
 #
 # torch==...+cpu must be findable: by an index of PyTorch's (UV_EXTRA_INDEX_URL) or a folder (UV_FIND_LINKS).
 set -eu
-"$1" pip compile pyproject.toml --extra cpu --extra predictor --extra dev --override requirements/overrides.txt \
+"$1" pip compile pyproject.toml --extra cpu --extra predictor --extra plan --extra dev --override requirements/overrides.txt \
     --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-emit-index-url --no-emit-find-links --annotation-style line --no-header --output-file "$2"
