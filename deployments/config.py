@@ -8,6 +8,8 @@
 Unknown keys are refused with their path. Every default is what `sluice serve` uses.
 """
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -120,7 +122,7 @@ class ClassSection(Section):
 class OrderSection(Section):
     """Order of waiting requests: a virtual deadline, arrival + class target + weight x predicted work."""
 
-    work_weight: float = Field(default=1.0, ge=0)
+    work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Seconds of head start that one second less of predicted work is worth."""
 
 
@@ -130,9 +132,9 @@ class WorkSection(Section):
     Defaults: Llama-3.1-8B in bf16 on an H100, beta at context 512, derived from AIConfigurator's kernel tables.
     """
 
-    prefill_s_per_token: float = Field(default=19.1e-6, ge=0)
-    decode_step_s: float = Field(default=5.4e-3, ge=0)
-    decode_s_per_request: float = Field(default=38e-6, ge=0)
+    prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
+    decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
+    decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
     batch_size: int = Field(default=32, ge=1)
     """Requests that usually share a decode step."""
     default_output_tokens: int = Field(default=256, ge=1)
@@ -183,16 +185,33 @@ class AppConfig(Section):
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         ours = {"--model": "model", "--served-model-name": "served_model_name", "--host": "HTTP options of Serve"}
         ours |= {"--port": "HTTP options of Serve", "--api-server-count": "router.replicas"}
+        if argv and not argv[0].startswith("-"):
+            raise ValueError(f"must begin with an option, got {argv[0]!r}")
         for arg in argv:
             if (name := arg.split("=")[0].replace("_", "-")) in ours:
                 raise ValueError(f"{name} is set by {ours[name]}, not by vllm_args")
         return argv
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return url
 
     @model_validator(mode="after")
     def _knows_its_default_class(self) -> "AppConfig":
         if self.default_class not in self.classes:
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
         return self
+
+    def namespace(self, engine_version: str) -> str:
+        """Where the shared state lives: apart for whatever makes answers different.
+
+        In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one.
+        """
+        what = json.dumps([engine_version, self.vllm_argv()])
+        return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
     def vllm_argv(self) -> list[str]:
         """The arguments for vLLM on both sides."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import os
+from contextlib import AsyncExitStack
 
 import ray
 from prometheus_client import REGISTRY
@@ -27,19 +27,22 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, config: AppConfig, redis_url: str, redis_server: DeploymentHandle | None
     ) -> None:
+        self._config, self._resources = config, AsyncExitStack()
         log_as_json()
         keep_to_loopback()
         if redis_server is not None:
             await redis_server.ready.remote()
         from deployments.vllm_adapter import VllmEngine, parse_vllm_args
 
-        self._config = config
         self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.vllm_argv()))
+        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
-        self._store = RedisStateStore(connect(redis_url, config.redis_ca_certs), config.name)
+        redis = connect(redis_url, config.redis_ca_certs)
+        self._resources.push_async_callback(redis.aclose)
+        store = RedisStateStore(redis, config.namespace(self._engine.engine_version))
         self._relay = Relay(
             engine=self._engine,
-            store=self._store,
+            store=store,
             info=ReplicaInfo(
                 replica_id=serve.get_replica_context().replica_id.unique_id,
                 host=host,
@@ -54,15 +57,9 @@ class EngineReplica:
             ),
             metrics=RelayMetrics(REGISTRY),
         )
+        self._resources.push_async_callback(self._leave)
         await self._relay.start(host)
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
-
-    async def max_model_len(self) -> int:
-        """As the engine settled it: it may be less than configured, to fit the memory."""
-        return self._engine.max_model_len
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     def check_health(self) -> None:
         if not self._relay.healthy:
@@ -70,11 +67,12 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ray Serve awaits this before it ends the replica, within the drain timeout."""
+        await self._resources.aclose()
+
+    async def _leave(self) -> None:
         try:
             async with asyncio.timeout(self._config.engine.drain_timeout_s):
                 await self._relay.drain()
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")
         await self._relay.close()
-        await self._store.close()
-        await asyncio.to_thread(self._engine.shutdown)

@@ -1,9 +1,12 @@
 """The deployment that speaks HTTP: vLLM's own OpenAI application over the routed engine client."""
 
+import asyncio
 import logging
 import math
 import os
+import time
 import uuid
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
 from fastapi import FastAPI
@@ -18,7 +21,7 @@ from deployments.config import AppConfig
 from deployments.http_layer import SluiceMiddleware, error_response
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
-from policies.errors import StateStoreError
+from policies.errors import ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
 from predictor.histogram import HistogramPredictor
@@ -29,33 +32,39 @@ from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient
 
 logger = logging.getLogger(__name__)
+REPLICA_POLL_S = 0.2
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Router:
-    """One front end. Any number of them share the bins through the state store."""
+    """One front end. Any number of them share the bins through the state store.
+
+    `engines` is not called: requests go over the relay's wire. That it is bound here makes Ray Serve deploy it.
+    """
 
     def __init__(
         self, config: AppConfig, redis_url: str, redis_server: DeploymentHandle | None, engines: DeploymentHandle
     ) -> None:
+        self._resources = AsyncExitStack()
         log_as_json()
         keep_to_loopback()
-        self._config, self._redis_server, self._engines = config, redis_server, engines
-        self._store = RedisStateStore(connect(redis_url, config.redis_ca_certs), config.name)
+        self._config, self._redis_server = config, redis_server
+        self._redis = connect(redis_url, config.redis_ca_certs)
         self._metrics = RouterMetrics()
+        self._resources.push_async_callback(self._redis.aclose)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
 
-        from deployments.vllm_adapter import RoutedAsyncLLM, VllmCodec, parse_vllm_args
+        from deployments.vllm_adapter import ENGINE_VERSION, RoutedAsyncLLM, VllmCodec, parse_vllm_args
 
         if self._redis_server is not None:
             await self._redis_server.ready.remote()
-        max_model_len = await self._engines.max_model_len.remote()
+        self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
-        args.max_model_len = max_model_len
+        args.max_model_len = await self._max_model_len()
         self._routed = RoutedClient(
             router_id=uuid.uuid4().hex[:12],
             store=self._store,
@@ -66,6 +75,7 @@ class Router:
             metrics=self._metrics,
             config=self._config.router.build(),
         )
+        self._resources.push_async_callback(self._routed.close)
         await self._routed.start()
         self._llm = RoutedAsyncLLM(args, self._routed)
         tasks = await self._llm.get_supported_tasks()
@@ -81,6 +91,19 @@ class Router:
             classes=self._config.classes,
             default_class=self._config.default_class,
         )
+
+    async def _max_model_len(self) -> int:
+        """As the first replica settled it. Until one of this model is there, a redeploy leaves the old routers on.
+
+        Raises:
+            ReplicaLostError: none registers within the time that loading a model may take.
+        """
+        give_up_s = time.monotonic() + self._config.engine.start_timeout_s
+        while not (infos := await self._store.replica_infos()):
+            if time.monotonic() > give_up_s:
+                raise ReplicaLostError(f"no engine replica within {self._config.engine.start_timeout_s} s")
+            await asyncio.sleep(REPLICA_POLL_S)
+        return min(info.max_model_len for info in infos)
 
     def _classifier(self) -> Classifier:
         config = self._config
@@ -134,5 +157,4 @@ class Router:
         )
 
     async def __del__(self) -> None:
-        await self._routed.close()
-        await self._store.close()
+        await self._resources.aclose()

@@ -119,6 +119,12 @@ class VllmCodec:
     def keep(self, batch: EngineCoreOutputs, outputs: Sequence[Output]) -> EngineCoreOutputs:
         return EngineCoreOutputs(outputs=list(outputs), timestamp=batch.timestamp, weight_version=batch.weight_version)
 
+    def drop_first(self, output: Any, tokens: int) -> None:
+        rest = len(output.new_token_ids) - tokens
+        output.new_token_ids = output.new_token_ids[tokens:]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(tokens, rest)
+
     def recover(self, request: EngineCoreRequest, sent: Sequence[int]) -> Recovery[EngineCoreRequest]:
         """Resume where the continuation does not depend on which tokens were prompt, else replay from the start."""
         if not _resumable(request):
@@ -160,6 +166,8 @@ class RoutedEngineCore(EngineCoreClient):
         self.resources = SimpleNamespace(engine_dead=False)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        if request.resumable:
+            raise GracefulHTTPError("streaming input is not supported: no router keeps it", HTTPStatus.NOT_IMPLEMENTED)
         now_s = time.monotonic()
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)

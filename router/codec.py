@@ -49,6 +49,9 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
     def keep(self, batch: OutputsT, outputs: Sequence[Output]) -> OutputsT:
         """The same batch with only these outputs."""
 
+    def drop_first(self, output: Output, tokens: int) -> None:
+        """Take the first of its new tokens out of an output, with all that belongs to them."""
+
     def recover(self, request: RequestT, sent: Sequence[int]) -> Recovery[RequestT]:
         """Continue a request of which `sent` tokens, at least one, reached the client."""
 

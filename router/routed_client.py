@@ -410,7 +410,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return False
         for _ in expected:
             entry.repeats.popleft()
-        output.new_token_ids = output.new_token_ids[len(expected) :]
+        self._codec.drop_first(output, len(expected))
         return bool(output.new_token_ids) or output.finish_reason is not None
 
     def _note_tokens(self, entry: _Entry[RequestT], count: int, now_s: float) -> None:

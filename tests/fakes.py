@@ -77,6 +77,9 @@ class FakeCodec:
     def keep(self, batch: FakeBatch, outputs: Sequence[Output]) -> FakeBatch:
         return FakeBatch([FakeOutput(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs])
 
+    def drop_first(self, output: Output, tokens: int) -> None:
+        output.new_token_ids = output.new_token_ids[tokens:]
+
     def recover(self, request: FakeRequest, sent: Sequence[int]) -> Recovery[FakeRequest]:
         if request.replays:
             return Recovery(request, tuple(sent))

@@ -66,16 +66,16 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("bins.rule", ["nonsense"]),
         ("bins.refit_every", [0]),
         ("bins.window_requests", [7]),
-        ("order.work_weight", [-1, math.nan]),
-        ("work.prefill_s_per_token", [-1]),
-        ("work.decode_step_s", [-1]),
-        ("work.decode_s_per_request", [-1]),
+        ("order.work_weight", [-1, math.nan, math.inf]),
+        ("work.prefill_s_per_token", [-1, math.inf]),
+        ("work.decode_step_s", [-1, math.inf]),
+        ("work.decode_s_per_request", [-1, math.inf]),
         ("work.batch_size", [0]),
         ("work.default_output_tokens", [0]),
         ("classes.standard.ttft_s", [0, -1, math.inf]),
         ("name", ["", "a b", "x" * 65, "{brace}"]),
-        ("vllm_args", ["--max-model-len 8"]),
-        ("redis_url", [6379]),
+        ("vllm_args", ["--max-model-len 8", ["stray"]]),
+        ("redis_url", [6379, "http://localhost:6379", "localhost"]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_its_path(path: str, values: list[Any]) -> None:
@@ -122,6 +122,13 @@ def test_other_arguments_for_vllm_come_after_ours() -> None:
     argv = config(served_model_name="s", vllm_args=["--max-model-len", "8"]).vllm_argv()
     assert argv[:4] == ["--model", "m", "--served-model-name", "s"]
     assert argv[-2:] == ["--max-model-len", "8"]
+
+
+def test_another_model_argument_or_engine_version_keeps_its_shared_state_apart() -> None:
+    mine = config().namespace("vllm-1")
+    assert mine == config(redis_url="redis://elsewhere", engine={"replicas": 3}).namespace("vllm-1")
+    others = [config(model="n"), config(name="n"), config(vllm_args=["--dtype", "float32"])]
+    assert len({mine, config().namespace("vllm-2"), *(other.namespace("vllm-1") for other in others)}) == 5
 
 
 def test_defaults_build_what_the_router_needs() -> None:
