@@ -14,6 +14,7 @@ from deployments.config import AppConfig
 from deployments.embedded_redis import embedded_url, free_port
 from deployments.engine_replica import EngineReplica
 from deployments.environment import cpu_env
+from deployments.keys import KEYS_ENV
 from deployments.redis_server import RedisServer
 from deployments.router import Router
 from policies.errors import ConfigError
@@ -36,8 +37,15 @@ def build(config: AppConfig) -> Application:
         port, password = free_port(), secrets.token_urlsafe(32)
         redis_url = embedded_url(port, password)
         redis_server = _redis_deployment().bind(port, password)
-    engines = _engine_deployment(config).bind(config, redis_url, redis_server)
-    return _router_deployment(config).bind(config, redis_url, redis_server, engines)
+    groups: list[tuple[tuple[str, ...], int]] = [((), config.engine.replicas)]
+    groups += [((name,), section.own_replicas) for name, section in config.classes.items() if section.own_replicas]
+    engines = [
+        _engine_deployment(config, "-".join(("EngineReplica", *classes)), replicas).bind(
+            config, redis_url, redis_server, classes
+        )
+        for classes, replicas in groups
+    ]
+    return _router_deployment(config).bind(config, redis_url, redis_server, engines, os.environ.get(KEYS_ENV))
 
 
 def _redis_deployment() -> Deployment:
@@ -46,10 +54,11 @@ def _redis_deployment() -> Deployment:
     )
 
 
-def _engine_deployment(config: AppConfig) -> Deployment:
+def _engine_deployment(config: AppConfig, name: str, replicas: int) -> Deployment:
     return serve.deployment(
         EngineReplica,
-        num_replicas=config.engine.replicas,
+        name=name,
+        num_replicas=replicas,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus,
             "num_gpus": config.engine.num_gpus,

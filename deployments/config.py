@@ -10,6 +10,7 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from policies.multi_bin import MultiBinConfig
 from policies.order import VirtualDeadlineConfig
+from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
+from router.admission import ClassLimits
+from router.classifier import Mode
 from router.routed_client import RoutedClientConfig
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,8 +46,6 @@ class RouterSection(Section):
     """HTTP requests that one router replica handles at once; more get 503."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Longer request bodies get 413."""
-    max_waiting: int = Field(default=4096, ge=1)
-    """Requests that may wait in all bins together; more get 429."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0
@@ -58,7 +60,6 @@ class RouterSection(Section):
 
     def build(self) -> RoutedClientConfig:
         return RoutedClientConfig(
-            max_waiting=self.max_waiting,
             max_wait_s=self.max_wait_s,
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
@@ -117,6 +118,39 @@ class ClassSection(Section):
 
     ttft_s: Seconds = 1.0
     """Target for the first token; smaller goes earlier in the queue."""
+    itl_s: Seconds | None = None
+    """Target between tokens; the engine keeps to the strictest among what it runs. None has no target."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests of this class that may wait; more get 429 with Retry-After."""
+    max_wait_s: Seconds | None = None
+    """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    own_replicas: int = Field(default=0, ge=0)
+    """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    def limits(self) -> ClassLimits:
+        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s)
+
+
+class PlacementSection(Section):
+    """Which replica takes a request: the one with the least predicted work."""
+
+    prefix_tie_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Replicas whose predicted work differs by less go by the longest known prefix of the prompt: about what reading a
+    typical prefix again would cost. 0 does without."""
+    prefix_entries: int = Field(default=65536, ge=1)
+    """(replica, block of 64 tokens) pairs that a router remembers, some 200 bytes each."""
+
+    def prefixes(self) -> PrefixIndex:
+        return PrefixIndex(PrefixIndexConfig(max_entries=self.prefix_entries))
+
+
+class KeysSection(Section):
+    """API keys. Without a source here and without SLUICE_API_KEYS in the environment, anyone may ask."""
+
+    file: Path | None = None
+    """YAML file of keys, see deployments/keys.py; read again when it changes."""
+    redis: bool = False
+    """Keys in Redis, written by `sluice keys new --redis-url`."""
 
 
 class OrderSection(Section):
@@ -172,10 +206,15 @@ class AppConfig(Section):
     """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only."""
     redis_ca_certs: str | None = None
     """File of CA certificates for rediss://."""
+    mode: Mode = "full"
+    """`full` serves by the policies; `stock` first come, first served, to the replica with the fewest requests;
+    `shadow` serves as stock does and counts what the policies would have done."""
     router: RouterSection = RouterSection()
     engine: EngineSection = EngineSection()
     bins: BinsSection = BinsSection()
     order: OrderSection = OrderSection()
+    placement: PlacementSection = PlacementSection()
+    keys: KeysSection = KeysSection()
     work: WorkSection = WorkSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
     default_class: str = "standard"
@@ -201,9 +240,17 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _knows_its_default_class(self) -> "AppConfig":
+        for name in self.classes:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+                raise ValueError(f"class {name!r} must be up to 64 letters, digits, - and _")
         if self.default_class not in self.classes:
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
         return self
+
+    @property
+    def engine_replicas(self) -> int:
+        """Shared ones and those of classes."""
+        return self.engine.replicas + sum(section.own_replicas for section in self.classes.values())
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.

@@ -25,7 +25,11 @@ class EngineReplica:
     """One engine. Ray Serve places, watches, scales and ends it; requests reach it through the relay alone."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, config: AppConfig, redis_url: str, redis_server: DeploymentHandle | None
+        self,
+        config: AppConfig,
+        redis_url: str,
+        redis_server: DeploymentHandle | None,
+        classes: tuple[str, ...] = (),
     ) -> None:
         self._config, self._resources = config, AsyncExitStack()
         log_as_json()
@@ -50,10 +54,12 @@ class EngineReplica:
                 engine_version=self._engine.engine_version,
                 model=self._engine.model,
                 max_model_len=self._engine.max_model_len,
+                classes=classes,
             ),
             config=RelayConfig(
                 credit_lookahead=config.engine.credit_lookahead,
                 heartbeat_s=config.router.heartbeat_s,
+                step_times=None if config.mode == "stock" else config.work.build(),
             ),
             metrics=RelayMetrics(REGISTRY),
         )

@@ -9,6 +9,7 @@ own ids on it, so it stands in every log line and ticket.
 """
 
 import logging
+import math
 import time
 from collections.abc import Collection
 
@@ -17,6 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.keys import KeyRing
+from policies.errors import AdmissionError
+from router.admission import Tenant
 from router.timing import HttpContext, current
 
 logger = logging.getLogger(__name__)
@@ -25,6 +29,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 CLASS_HEADER = "X-Sluice-Class"
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
+OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
@@ -36,8 +41,10 @@ def error_response(status: int, message: str, kind: str) -> JSONResponse:
 class SluiceMiddleware:
     """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, classes: Collection[str], default_class: str) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, classes: Collection[str], default_class: str, keys: KeyRing
+    ) -> None:
+        self._app, self._keys = app, keys
         self._max_body_bytes = max_body_bytes
         self._classes, self._default_class = frozenset(classes), default_class
 
@@ -46,15 +53,28 @@ class SluiceMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, self._default_class))
+        tenant = self._tenant(headers)
+        default_class = (tenant and tenant.default_class) or self._default_class
+        context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, default_class), tenant)
         current.set(context)
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
-        refusal = self._refusal(headers, context)
+        refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
             await (refusal or self._app)(scope, self._limited(receive), exchange.send)
         finally:
             if scope["path"] not in UNLOGGED_PATHS:
                 _log(scope, exchange)
+
+    def _tenant(self, headers: Headers) -> Tenant | None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
+
+    def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
+        if tenant is not None or not self._keys.required or scope["path"] in OPEN_PATHS:
+            return None
+        response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
         length = headers.get("content-length", "0")
@@ -67,6 +87,8 @@ class SluiceMiddleware:
             return error_response(
                 400, f"{CLASS_HEADER}: no class {context.slo_class!r}; there are {known}", "BadRequest"
             )
+        if context.tenant is not None and not context.tenant.may_use(context.slo_class):
+            return error_response(403, f"this key may not use class {context.slo_class!r}", "Forbidden")
         return None
 
     def _limited(self, receive: Receive) -> Receive:
@@ -88,18 +110,34 @@ class SluiceMiddleware:
         return f"the body exceeds {self._max_body_bytes} bytes"
 
 
+def too_many(refused: AdmissionError) -> Response:
+    response = error_response(429, str(refused), "TooManyRequests")
+    response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
+    return response
+
+
 class _Exchange:
-    """One response on its way out: holds its start back until the first piece of body, then adds our headers."""
+    """One response on its way out: holds its start back until the first piece of body, then adds our headers.
+
+    So a request that was refused a place in the queue is answered as that, with its status, also where vLLM has begun a
+    stream for it already.
+    """
 
     def __init__(self, send: Send, context: HttpContext, request_id: str) -> None:
         self._send = send
         self._start: Message | None = None
+        self._refused = False
         self.context, self.request_id = context, request_id
         self.status = 0
 
     async def send(self, message: Message) -> None:
+        if self._refused:
+            return
         if message["type"] == "http.response.start":
             self._start = message
+            return
+        if self._start is not None and self.context.refused is not None:
+            await self._refuse(self.context.refused)
             return
         if self._start is not None:
             start, self._start = self._start, None
@@ -107,6 +145,13 @@ class _Exchange:
             MutableHeaders(scope=start)["Server-Timing"] = self.server_timing()
             await self._send(start)
         await self._send(message)
+
+    async def _refuse(self, refused: AdmissionError) -> None:
+        response = too_many(refused)
+        self._start, self._refused, self.status = None, True, response.status_code
+        headers = response.raw_headers
+        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": response.body})
 
     def server_timing(self) -> str:
         return ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in split_time(self.context).items())
@@ -134,6 +179,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
             "path": scope["path"],
             "status": exchange.status or CLIENT_LEFT,
             "slo_class": exchange.context.slo_class,
+            "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
             "output_tokens": tokens,
             **times,
         },

@@ -135,7 +135,7 @@ def _application(config: AppConfig) -> Iterator[None]:
     from deployments.app import build
 
     _check_gpus(config)
-    engines = f"{config.engine.replicas} engine replica{'s' * (config.engine.replicas > 1)}"
+    engines = f"{config.engine_replicas} engine replica{'s' * (config.engine_replicas > 1)}"
     with _progress(f"loading {config.served_model_name or config.model} on {engines}"):
         try:
             serve.run(build(config), name=config.name, route_prefix="/")
@@ -148,10 +148,10 @@ def _check_gpus(config: AppConfig) -> None:
     """Ray would wait for ever for GPUs that this machine does not have."""
     import ray
 
-    needed, present = config.engine.replicas * config.engine.num_gpus, ray.cluster_resources().get("GPU", 0.0)
+    needed, present = config.engine_replicas * config.engine.num_gpus, ray.cluster_resources().get("GPU", 0.0)
     if needed > present:
         raise StartError(
-            f"{config.engine.replicas} engine replicas of {config.engine.num_gpus:g} GPUs need {needed:g} GPUs, "
+            f"{config.engine_replicas} engine replicas of {config.engine.num_gpus:g} GPUs need {needed:g} GPUs, "
             f"this machine has {present:g}: set --engine-replicas or --num-gpus"
         )
 

@@ -11,6 +11,7 @@ what is left of itself. (vLLM's core ends itself on an id that it holds already.
 import asyncio
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ import msgspec
 
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreError
+from policies.placement import ReplicaSpeed, ReplicaSpeedConfig
+from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
-from router.codec import Output
+from router.codec import Output, RequestSize
 from router.metrics import RelayMetrics
 from router.state_store import ReplicaInfo, StateStore
 from router.wire import Buffer
@@ -33,10 +36,16 @@ STREAM_LIMIT_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
 
 
+# While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
+REGISTRATIONS_AFTER_AN_ABSENCE = 2
+
+
 class RelayCodec(Protocol):
     """The replica's side of `router.codec.EngineCodec`."""
 
     def decode_request(self, parts: Sequence[Buffer]) -> Any: ...
+
+    def size(self, request: Any) -> RequestSize: ...
 
     def outputs(self, batch: Any) -> Sequence[Output]: ...
 
@@ -75,6 +84,7 @@ class RelayConfig:
         credit_lookahead: slots offered beyond the engine's own, so that the next request is at hand when one ends.
         heartbeat_s: how often the replica beats.
         lease_s: how long an assigned request may take to arrive before its slot is given back.
+        step_times: as predicted, for the measured speed; None counts every replica as equally fast.
 
     Raises:
         ConfigError: a value is negative, or a time 0.
@@ -83,10 +93,36 @@ class RelayConfig:
     credit_lookahead: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 15.0
+    step_times: StepTimes | None = None
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
         require_positive(self, "heartbeat_s", "lease_s")
+
+
+class _Steps:
+    """Measures engine steps, from one batch of outputs to the next while requests are on board."""
+
+    def __init__(self, step_times: StepTimes) -> None:
+        self._step_times = step_times
+        self._policy = ReplicaSpeed(ReplicaSpeedConfig())
+        self._last_s: float | None = None
+
+    @property
+    def slowness(self) -> float:
+        return self._policy.slowness
+
+    def idle(self) -> None:
+        self._last_s = None
+
+    def ended(self, decode_requests: int, prefill_tokens: int) -> None:
+        """A step, or several without outputs, that brought tokens for so many requests after so much prefill."""
+        now_s = time.monotonic()
+        if self._last_s is not None:
+            decode, prefill = self._step_times.decode, self._step_times.prefill
+            predicted_s = decode.overhead_s + decode.decode_s * decode_requests + prefill.prefill_s * prefill_tokens
+            self._policy.observe(now_s - self._last_s, predicted_s)
+        self._last_s = now_s
 
 
 class _Router:
@@ -108,12 +144,13 @@ class _Router:
             self.writer.transport.abort()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Held:
-    """A request in the engine."""
+    """A request in the engine; `prefill_tokens` is 0 once its first token has come."""
 
     request_id: str
     router: _Router
+    prefill_tokens: int
 
 
 class Relay:
@@ -133,6 +170,8 @@ class Relay:
         self._idle.set()
         self._draining = False
         self._failed = False
+        self._steps = _Steps(config.step_times) if config.step_times else None
+        self._registrations_due = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._background = BackgroundTasks(metrics.task_failures)
@@ -231,7 +270,10 @@ class Relay:
             await self._stop({request_id})
         self._arrivals += 1
         request.request_id = engine_id = f"{request_id}~{self._arrivals}"
-        self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router)
+        self._engine_ids[request_id], self._held[engine_id] = (
+            engine_id,
+            _Held(request_id, router, self._engine.codec.size(request).prompt_tokens),
+        )
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again
         self._idle.clear()
@@ -261,17 +303,22 @@ class Relay:
 
     def _forward(self, batch: Any) -> None:
         by_router: defaultdict[_Router, list[Output]] = defaultdict(list)
-        for output in self._engine.codec.outputs(batch):
+        outputs, prefill_tokens = self._engine.codec.outputs(batch), 0
+        for output in outputs:
             engine_id = output.request_id
             held = self._held.get(engine_id)
             if held is None:
                 continue
+            prefill_tokens += held.prefill_tokens
+            held.prefill_tokens = 0
             output.request_id = held.request_id
             by_router[held.router].append(output)
             if output.finish_reason is not None:
                 self._end(engine_id)
-        for router, outputs in by_router.items():
-            router.send(wire.Kind.OUTPUTS, self._engine.codec.encode_outputs(batch, outputs))
+        if self._steps is not None and self._held:
+            self._steps.ended(len(outputs), prefill_tokens)
+        for router, mine in by_router.items():
+            router.send(wire.Kind.OUTPUTS, self._engine.codec.encode_outputs(batch, mine))
 
     def _end(self, engine_id: str) -> None:
         held = self._held.pop(engine_id)
@@ -281,6 +328,8 @@ class Relay:
         self._something_ended.set()
         if not self._held:
             self._idle.set()
+            if self._steps is not None:
+                self._steps.idle()
 
     # In the background
 
@@ -301,10 +350,16 @@ class Relay:
     async def _beat(self) -> None:
         if not self.healthy:
             return  # the sweep takes this replica out of the tables
-        assigned = await self._store.beat_replica(self.info.replica_id, self.slots, self._config.lease_s)
-        if assigned is None:
-            logger.warning("the shared state does not know this replica, registering again")
-            await self._store.register_replica(self.info, self.slots, list(self._engine_ids))
+        slowness = self._steps.slowness if self._steps else 1.0
+        try:
+            assigned = await self._store.beat_replica(self.info.replica_id, self.slots, self._config.lease_s, slowness)
+        except StateStoreError:
+            self._registrations_due = REGISTRATIONS_AFTER_AN_ABSENCE
+            raise
+        if assigned is None or self._registrations_due:
+            logger.warning("telling the shared state what this replica runs")
+            await self._store.register_replica(self.info, self.slots, list(self._engine_ids), slowness)
+            self._registrations_due = max(0, self._registrations_due - 1)
             return
         never_came = [i for i in assigned if i not in self._engine_ids and i not in self._ended]
         if never_came:

@@ -19,12 +19,15 @@ from starlette.types import ASGIApp
 
 from deployments.config import AppConfig
 from deployments.http_layer import SluiceMiddleware, error_response
+from deployments.keys import RELOAD_S, KeyRing
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from policies.errors import ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
 from predictor.histogram import HistogramPredictor
+from router.admission import Door
+from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RouterMetrics, merge, shared_exposition
@@ -39,16 +42,21 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Router:
     """One front end. Any number of them share the bins through the state store.
 
-    `engines` is not called: requests go over the relay's wire. That it is bound here makes Ray Serve deploy it.
+    `engines` are not called: requests go over the relay's wire. That they are bound here makes Ray Serve deploy them.
     """
 
     def __init__(
-        self, config: AppConfig, redis_url: str, redis_server: DeploymentHandle | None, engines: DeploymentHandle
+        self,
+        config: AppConfig,
+        redis_url: str,
+        redis_server: DeploymentHandle | None,
+        engines: list[DeploymentHandle],
+        api_keys: str | None,
     ) -> None:
         self._resources = AsyncExitStack()
         log_as_json()
         keep_to_loopback()
-        self._config, self._redis_server = config, redis_server
+        self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
         self._redis = connect(redis_url, config.redis_ca_certs)
         self._metrics = RouterMetrics()
         self._resources.push_async_callback(self._redis.aclose)
@@ -70,6 +78,7 @@ class Router:
             store=self._store,
             codec=VllmCodec(),
             classifier=self._classifier(),
+            door=Door({name: section.limits() for name, section in self._config.classes.items()}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=self._metrics,
@@ -90,7 +99,26 @@ class Router:
             max_body_bytes=self._config.router.max_body_bytes,
             classes=self._config.classes,
             default_class=self._config.default_class,
+            keys=await self._key_ring(),
         )
+
+    async def _key_ring(self) -> KeyRing:
+        """Raises ConfigError when the keys cannot be read at the start; later the old ones stay."""
+        config = self._config
+        keys = KeyRing(
+            file=config.keys.file,
+            environment=self._api_keys,
+            client=self._redis if config.keys.redis else None,
+            application=config.name,
+        )
+        await keys.reload()
+        if keys.required:
+            background = BackgroundTasks(self._metrics.task_failures)
+            background.repeat(keys.reload, RELOAD_S, "keys")
+            self._resources.push_async_callback(background.close)
+        else:
+            logger.warning("no API keys are configured: whoever reaches this address may use it")
+        return keys
 
     async def _max_model_len(self) -> int:
         """As the first replica settled it. Until one of this model is there, a redeploy leaves the old routers on.
@@ -115,6 +143,9 @@ class Router:
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,
             metrics=self._metrics,
+            prefixes=config.placement.prefixes(),
+            prefix_tie_s=config.placement.prefix_tie_s,
+            mode=config.mode,
         )
 
     async def _metrics_page(self, request: Request) -> Response:
@@ -138,6 +169,7 @@ class Router:
         replicas = {
             replica_id: {
                 "slots": load.slots,
+                "slowness": round(load.slowness, 3),
                 "running": load.running,
                 "credit": load.credit,
                 "outstanding_s": round(load.outstanding_s, 4),
@@ -149,7 +181,9 @@ class Router:
             {
                 "model": self._config.served_model_name or self._config.model,
                 "routers": snapshot.routers,
-                "waiting_per_bin": snapshot.bins,
+                "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
+                "waiting_s": round(snapshot.waiting_s, 4),
+                "overtaken_s": round(snapshot.overtaken_s, 3),
                 "bin_edges_tokens": [edge if math.isfinite(edge) else None for edge in self._routed.bin_edges],
                 "replicas": replicas,
                 "answered_by": {"router": self._routed.router_id, "pid": os.getpid()},

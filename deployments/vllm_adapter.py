@@ -99,7 +99,12 @@ class VllmCodec:
             len(request.prompt_embeds) if request.prompt_token_ids is None else len(request.prompt_token_ids)
         )
         max_tokens = request.sampling_params.max_tokens if request.sampling_params else 1
-        return RequestSize(request_id=request.request_id, prompt_tokens=prompt_tokens, max_output_tokens=max_tokens)
+        return RequestSize(
+            request_id=request.request_id,
+            prompt_tokens=prompt_tokens,
+            max_output_tokens=max_tokens,
+            prompt_token_ids=request.prompt_token_ids or (),
+        )
 
     def encode_request(self, request: EngineCoreRequest) -> Sequence[Buffer]:
         return self._encoder.encode(request)
@@ -173,8 +178,9 @@ class RoutedEngineCore(EngineCoreClient):
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
         try:
-            await self._routed.submit(request, slo_class=context.slo_class, timing=timing)
+            await self._routed.submit(request, slo_class=context.slo_class, timing=timing, tenant=context.tenant)
         except AdmissionError as error:
+            context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
         except InputError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
@@ -225,8 +231,10 @@ class RoutedAsyncLLM(AsyncLLM):
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
-        if self._routed.is_full:
-            raise GracefulHTTPError("too many requests wait already", HTTPStatus.TOO_MANY_REQUESTS)
+        context = current.get()
+        if context is not None and self._routed.is_full(context.slo_class):
+            context.refused = AdmissionError("too many requests of this class wait already")
+            raise GracefulHTTPError(str(context.refused), HTTPStatus.TOO_MANY_REQUESTS)
         if self._routed.is_cut_off:
             raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
 

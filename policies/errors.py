@@ -23,7 +23,15 @@ class InputError(SluiceError, ValueError):
 
 
 class AdmissionError(SluiceError):
-    """A request was refused before it entered a queue."""
+    """A request was refused before it entered a queue.
+
+    Attributes:
+        retry_after_s: after which another try may go better.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ReplicaLostError(SluiceError):

@@ -8,6 +8,7 @@ The decision is split so that a Redis script can take it: `score` and the known 
 is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import Protocol
 
 from policies.checks import require_at_least, require_positive
+from policies.errors import ConfigError
 from policies.types import ReplicaView, RequestView, StepTimes
 
 
@@ -208,3 +210,51 @@ class PrefixIndex:
         for start in islice(range(0, len(prompt_token_ids) - size + 1, size), self.config.max_blocks):
             digest = hash((digest, *prompt_token_ids[start : start + size]))
             yield digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpeedConfig:
+    """How fast the measured speed of a replica follows.
+
+    Attributes:
+        memory_s: seconds of steps after which an observation has lost two thirds of its weight.
+        least, most: bounds of the slowness, so that no odd minute puts a replica out of use.
+
+    Raises:
+        ConfigError: a value is not positive, or least exceeds most.
+    """
+
+    memory_s: float = 60.0
+    least: float = 1e-3
+    most: float = 1e3
+
+    def __post_init__(self) -> None:
+        require_positive(self, "memory_s", "least", "most")
+        if self.least > self.most:
+            raise ConfigError(f"least ({self.least}) must not exceed most ({self.most})")
+
+
+class ReplicaSpeed:
+    """How many of its own seconds a replica needs for one second of engine steps as predicted.
+
+        slowness = sum of measured step times / sum of predicted ones, both forgotten at exp(-measured / memory_s)
+
+    Compared step by step, with the requests that took part, so that a replica that runs half empty does not seem slow:
+    it would get less work, run emptier, and seem slower still.
+    """
+
+    def __init__(self, config: ReplicaSpeedConfig) -> None:
+        self.config = config
+        self._measured_s = self._predicted_s = 0.0
+
+    def observe(self, measured_s: float, predicted_s: float) -> None:
+        kept = math.exp(-measured_s / self.config.memory_s)
+        self._measured_s = kept * self._measured_s + measured_s
+        self._predicted_s = kept * self._predicted_s + predicted_s
+
+    @property
+    def slowness(self) -> float:
+        """1 until a step was seen."""
+        if self._predicted_s <= 0.0:
+            return 1.0
+        return min(self.config.most, max(self.config.least, self._measured_s / self._predicted_s))

@@ -1,15 +1,19 @@
 """What a request is expected to cost, and the ticket that follows from it.
 
 A driver: it asks the predictor and the policies and puts their answers together; it decides nothing itself. Lengths of
-finished requests are exchanged with all routers, so that every router's bins and predictions rest on the same window.
+finished requests are exchanged with all routers, and the edges of the bins are those in force for all, so that every
+router's bins and predictions rest on the same.
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import Order
-from policies.placement import work_s
+from policies.placement import PrefixIndex, work_s
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
 from router.codec import RequestSize
@@ -17,10 +21,31 @@ from router.metrics import RouterMetrics
 from router.state_store import StateStore, Ticket
 
 MAX_UNSENT_LENGTHS = 4096
+Mode = Literal["full", "shadow", "stock"]
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """A ticket, and what is known besides.
+
+    Attributes:
+        tokens: of the prompt and the predicted answer together.
+        planned_key: the deadline key by the policies when the ticket does not follow them, else None.
+    """
+
+    ticket: Ticket
+    tokens: float
+    planned_key: float | None = None
 
 
 class Classifier:
-    """From a request's size to its ticket."""
+    """From a request's size to its ticket.
+
+    `mode`: "full" follows the policies; "stock" is first come, first served, to the replica with the fewest requests;
+    "shadow" serves as stock does and tells what the policies would have done.
+    `prefix_tie_s`: replicas whose predicted work differs by less are told apart by the prefix that they know; 0 does
+    without.
+    """
 
     def __init__(
         self,
@@ -32,28 +57,64 @@ class Classifier:
         shared_batch_size: int,
         default_output_tokens: int,
         metrics: RouterMetrics,
+        prefixes: PrefixIndex,
+        prefix_tie_s: float = 0.0,
+        mode: Mode = "full",
     ) -> None:
+        self._mode = mode
         self._predictor, self._bins, self._order = predictor, bins, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
+        self._prefixes, self._prefix_tie_s = prefixes, prefix_tie_s
         self._metrics = metrics
         self._unsent: deque[tuple[str, int]] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
+        self._edges_version, self._edges_in_force = 0, bins.edges
 
     @property
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
 
-    def ticket(self, size: RequestSize, slo_class: str, router_id: str, now_s: float) -> Ticket:
+    def ticket(
+        self, size: RequestSize, slo_class: str, router_id: str, now_s: float, replica_ids: Iterable[str] = ()
+    ) -> Classified:
+        """Args:
+        now_s: on the store's clock.
+        replica_ids: those that may know a prefix of it.
+        """
         predicted = self._predict(size, slo_class)
-        request_work_s = self._work_s(size, predicted, now_s)
-        return Ticket(
+        output_tokens = self._assumed(size) if predicted is None else predicted
+        request_work_s = self._work_s(size, output_tokens, now_s)
+        ticket = Ticket(
             request_id=size.request_id,
             bin_index=self._bins.assign(predicted, slo_class=slo_class),
             deadline_key=self._order.key(now_s, slo_class, request_work_s, size.prompt_tokens),
             work_s=request_work_s,
             router_id=router_id,
+            slo_class=slo_class,
+            arrival_s=now_s,
+            predicted_output_tokens=predicted,
+            tie_s=self._prefix_tie_s,
+            prefixes=self._known_prefixes(size, replica_ids),
         )
+        tokens = size.prompt_tokens + output_tokens
+        if self._mode == "full":
+            return Classified(ticket, tokens)
+        planned_key = ticket.deadline_key if self._mode == "shadow" else None
+        return Classified(_as_stock(ticket, now_s), tokens, planned_key)
+
+    def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        if self._prefix_tie_s <= 0.0:
+            return ()
+        return tuple(self._prefixes.known_tokens(replica_ids, size.prompt_token_ids).items())
+
+    def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
+        """A replica was given this prompt."""
+        if self._prefix_tie_s > 0.0:
+            self._prefixes.record(replica_id, prompt_token_ids)
+
+    def forget_replica(self, replica_id: str) -> None:
+        self._prefixes.forget(replica_id)
 
     def _predict(self, size: RequestSize, slo_class: str) -> float | None:
         prediction = self._predictor.predict(slo_class, size.prompt_tokens)
@@ -62,18 +123,19 @@ class Classifier:
             return None
         return min(prediction.mean_tokens, size.max_output_tokens or prediction.mean_tokens)
 
-    def _work_s(self, size: RequestSize, predicted: float | None, now_s: float) -> float:
+    def _assumed(self, size: RequestSize) -> float:
+        return min(self._default_output_tokens, size.max_output_tokens or self._default_output_tokens)
+
+    def _work_s(self, size: RequestSize, output_tokens: float, now_s: float) -> float:
         view = RequestView(request_id=size.request_id, arrival_s=now_s, prompt_tokens=size.prompt_tokens)
-        if predicted is None:
-            predicted = min(self._default_output_tokens, size.max_output_tokens or self._default_output_tokens)
-        return work_s(view, self._step_times, output_tokens=predicted, shared_batch_size=self._shared_batch_size)
+        return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)
 
     def observe(self, slo_class: str, output_tokens: int) -> None:
         """Take note of a finished request; it counts after the next `exchange`."""
         self._unsent.append((slo_class, output_tokens))
 
     async def exchange(self, store: StateStore) -> None:
-        """Share the new lengths and learn from everybody's.
+        """Share the new lengths, learn from everybody's, and follow the edges in force.
 
         Raises:
             StateStoreError: the store does not answer; the lengths wait for the next time.
@@ -87,3 +149,19 @@ class Classifier:
         for slo_class, output_tokens in unseen:
             self._bins.observe(output_tokens, slo_class=slo_class)
             self._predictor.observe(slo_class, output_tokens)
+        await self._follow_edges(store)
+
+    async def _follow_edges(self, store: StateStore) -> None:
+        """Put what was fitted here in force, or take what another router was first with."""
+        refitted = self._bins.edges if self._bins.edges != self._edges_in_force else ()
+        in_force = await store.swap_edges(self._edges_version, refitted)
+        if in_force is None:  # none yet, or the tables were lost
+            self._edges_version = 0
+            return
+        self._edges_version, self._edges_in_force = in_force
+        if self._bins.config.rule != "fixed" and len(self._edges_in_force) == len(self._bins.edges):
+            self._bins.adopt(self._edges_in_force)
+
+
+def _as_stock(ticket: Ticket, now_s: float) -> Ticket:
+    return replace(ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=())

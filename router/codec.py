@@ -23,6 +23,7 @@ class RequestSize:
     request_id: str
     prompt_tokens: int
     max_output_tokens: int | None
+    prompt_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

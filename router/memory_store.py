@@ -1,13 +1,19 @@
-"""`StateStore` in this process: the reference that the Lua scripts are held against, and the simulator's store.
+"""`StateStore` in this process: the reference that the Lua scripts are held against, and what a router goes by while
+Redis is away.
 
 It says in plain Python what router/lua says in Lua; names and order of the moves are the same.
 """
 
 import asyncio
 import contextlib
+import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s, spend
+from policies.placement import pick
 from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
 MAX_NOTICES = 100_000
@@ -18,15 +24,20 @@ class _Place:
     ticket: Ticket
     replica_id: str = ""
     assigned_s: float = 0.0
+    charge_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Replica:
     info: ReplicaInfo
     slots: int
+    slowness: float
     beat_s: float
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
+
+    def serves(self, slo_class: str) -> bool:
+        return not self.info.classes or slo_class in self.info.classes
 
 
 class MemoryStateStore:
@@ -38,6 +49,9 @@ class MemoryStateStore:
         self._replicas: dict[str, _Replica] = {}
         self._routers: dict[str, float] = {}
         self._notices: dict[str, asyncio.Queue[list[Assignment]]] = {}
+        self._edges: tuple[int, tuple[float, ...]] | None = None
+        self._spent: dict[str, float] = {}
+        self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[tuple[str, int]] = []
         self._lengths_total = 0
         self._metrics: dict[str, tuple[float, bytes]] = {}
@@ -45,8 +59,8 @@ class MemoryStateStore:
     def _waiting(self) -> list[_Place]:
         return [place for place in self._places.values() if not place.replica_id]
 
-    def _free(self) -> list[_Replica]:
-        return [replica for replica in self._replicas.values() if len(replica.on) < replica.slots]
+    def _waiting_of(self, slo_class: str) -> list[_Place]:
+        return [place for place in self._waiting() if place.ticket.slo_class == slo_class]
 
     def _forget(self, request_id: str) -> None:
         place = self._places.pop(request_id, None)
@@ -54,19 +68,40 @@ class MemoryStateStore:
             return
         replica = self._replicas[place.replica_id]
         replica.on.discard(request_id)
-        replica.work_s = replica.work_s - place.ticket.work_s if replica.on else 0.0
+        replica.work_s = replica.work_s - place.charge_s if replica.on else 0.0
 
     def _put_on(self, place: _Place, replica: _Replica) -> None:
         place.replica_id, place.assigned_s = replica.info.replica_id, self._now()
+        place.charge_s = place.ticket.work_s * replica.slowness
         replica.on.add(place.ticket.request_id)
-        replica.work_s += place.ticket.work_s
+        replica.work_s += place.charge_s
+
+    def _choose(self, ticket: Ticket) -> _Replica | None:
+        scores = {
+            replica_id: replica.work_s + ticket.work_s * replica.slowness
+            for replica_id, replica in self._replicas.items()
+            if len(replica.on) < replica.slots and replica.serves(ticket.slo_class)
+        }
+        chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
+        return None if chosen is None else self._replicas[chosen]
+
+    def _next_start(self) -> tuple[_Place, _Replica] | None:
+        """The most urgent ticket that a replica with credit may take. Tickets of one lane may go to the same replicas,
+        so that only heads matter."""
+        heads: dict[tuple[str, int], _Place] = {}
+        for place in sorted(self._waiting(), key=lambda p: (p.ticket.deadline_key, p.ticket.request_id)):
+            heads.setdefault((place.ticket.slo_class, place.ticket.bin_index), place)
+        for place in sorted(heads.values(), key=_urgency):
+            if (replica := self._choose(place.ticket)) is not None:
+                return place, replica
+        return None
 
     def _dispatch(self, router_id: str) -> list[Assignment]:
         mine: list[Assignment] = []
-        while (free := self._free()) and (waiting := self._waiting()):
-            place = min(waiting, key=lambda p: (p.ticket.deadline_key, p.ticket.bin_index, p.ticket.request_id))
-            replica = min(free, key=lambda r: (r.work_s, r.info.replica_id))
+        while (found := self._next_start()) is not None:
+            place, replica = found
             self._put_on(place, replica)
+            self._note_start(place.ticket.arrival_s)
             assignment = Assignment(place.ticket.request_id, replica.info.replica_id)
             if place.ticket.router_id == router_id:
                 mine.append(assignment)
@@ -74,17 +109,48 @@ class MemoryStateStore:
                 self._tell(place.ticket.router_id, [assignment])
         return mine
 
+    def _note_start(self, arrival_s: float | None) -> None:
+        if arrival_s is not None:
+            self._overtaken_s = max(self._overtaken_s, self._started_s - arrival_s)
+            self._started_s = max(self._started_s, arrival_s)
+
     def _tell(self, router_id: str, notice: list[Assignment]) -> None:
         if router_id in self._notices:
             with contextlib.suppress(asyncio.QueueFull):  # Redis drops the notices of a slow listener as well
                 self._notices[router_id].put_nowait(notice)
 
-    async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
         self._forget(ticket.request_id)
-        if not self._free() and len(self._waiting()) >= max_waiting:
-            return None
+        now_s, whole = self._now(), dict[str, float]()
+        for quota in limits.quotas:
+            whole[quota.name], late_s = spend(quota, self._spent.get(quota.name, -math.inf), now_s)
+            if late_s > 0.0:
+                return Refusal(quota.name, late_s)
+        if (refusal := self._no_room(ticket, limits)) is not None:
+            return refusal
+        self._spent.update(whole)
         self._places[ticket.request_id] = _Place(ticket)
         return self._dispatch(ticket.router_id)
+
+    def _no_room(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        if self._choose(ticket) is not None:
+            return None
+        wait_s = self._predicted_wait_s(ticket)
+        if len(self._waiting_of(ticket.slo_class)) >= limits.max_waiting:
+            return Refusal("max_waiting", wait_s)
+        if wait_s > limits.max_wait_s:
+            return Refusal("max_wait_s", wait_s - limits.max_wait_s)
+        return None
+
+    def _predicted_wait_s(self, ticket: Ticket) -> float:
+        """Every waiting ticket counts as the mean of its class."""
+        earlier = Counter(p.ticket.slo_class for p in self._waiting() if p.ticket.deadline_key <= ticket.deadline_key)
+        ahead_s = 0.0
+        for slo_class, count in sorted(earlier.items()):
+            waiting = self._waiting_of(slo_class)
+            ahead_s += count * sum(place.ticket.work_s for place in waiting) / len(waiting)
+        serving = [r.slowness for _, r in sorted(self._replicas.items()) if r.serves(ticket.slo_class)]
+        return predicted_wait_s(ahead_s, serving)
 
     async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -98,25 +164,36 @@ class MemoryStateStore:
             self._forget(request_id)
         self._dispatch("")
 
+    async def forget(self, request_id: str, router_id: str) -> list[Assignment]:
+        """As `cancel`, for one, with the assignments of this router that follow from it."""
+        self._forget(request_id)
+        return self._dispatch(router_id)
+
     async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
         places = [self._places.get(request_id) for request_id in request_ids]
         return [None if place is None else place.replica_id for place in places]
 
-    async def register_replica(self, info: ReplicaInfo, slots: int, running: Sequence[str]) -> None:
-        replica = self._replicas.setdefault(info.replica_id, _Replica(info, slots, self._now()))
-        replica.info, replica.slots, replica.beat_s = info, slots, self._now()
+    async def register_replica(
+        self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
+    ) -> None:
+        replica = self._replicas.setdefault(info.replica_id, _Replica(info, slots, slowness, self._now()))
+        replica.info, replica.slots, replica.slowness, replica.beat_s = info, slots, slowness, self._now()
         for request_id in running:
             if request_id not in self._places:
-                ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="")
+                ticket = Ticket(
+                    request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class=""
+                )
                 self._places[request_id] = _Place(ticket)
                 self._put_on(self._places[request_id], replica)
         self._dispatch("")
 
-    async def beat_replica(self, replica_id: str, slots: int, lease_s: float) -> list[str] | None:
+    async def beat_replica(
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+    ) -> list[str] | None:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
-        replica.slots, replica.beat_s = slots, self._now()
+        replica.slots, replica.slowness, replica.beat_s = slots, slowness, self._now()
         self._dispatch("")
         oldest = self._now() - lease_s
         return [request_id for request_id in replica.on if self._places[request_id].assigned_s <= oldest]
@@ -154,6 +231,15 @@ class MemoryStateStore:
             if place.ticket.router_id == router_id:
                 self._forget(place.ticket.request_id)
 
+    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
+        if edges and version == (self._edges[0] if self._edges else 0):
+            self._edges = (version + 1, tuple(edges))
+            for place in self._waiting():
+                predicted = place.ticket.predicted_output_tokens
+                if predicted is not None:
+                    place.ticket = replace(place.ticket, bin_index=bisect_right(edges[1:-1], predicted))
+        return self._edges
+
     async def exchange_lengths(
         self, seen: int, new: Iterable[tuple[str, int]], keep: int
     ) -> tuple[int, list[tuple[str, int]]]:
@@ -172,14 +258,20 @@ class MemoryStateStore:
         return {key: text for key, (until_s, text) in self._metrics.items() if until_s > now_s and key in self._routers}
 
     async def snapshot(self) -> Snapshot:
-        bins: dict[int, int] = {}
-        for place in self._waiting():
-            bins[place.ticket.bin_index] = bins.get(place.ticket.bin_index, 0) + 1
+        waiting = [place.ticket for place in self._waiting()]
         loads = {
-            key: ReplicaLoad(slots=replica.slots, running=len(replica.on), outstanding_s=replica.work_s)
+            key: ReplicaLoad(
+                slots=replica.slots, running=len(replica.on), outstanding_s=replica.work_s, slowness=replica.slowness
+            )
             for key, replica in self._replicas.items()
         }
-        return Snapshot(bins=bins, replicas=loads, routers=len(self._routers))
+        return Snapshot(
+            lanes=dict(Counter((ticket.slo_class, ticket.bin_index) for ticket in waiting)),
+            replicas=loads,
+            routers=len(self._routers),
+            waiting_s=sum(ticket.work_s for ticket in waiting),
+            overtaken_s=self._overtaken_s,
+        )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Assignment], None]:
         queue = self._notices[router_id] = asyncio.Queue(MAX_NOTICES)
@@ -189,3 +281,8 @@ class MemoryStateStore:
 
     async def close(self) -> None:
         self._notices.clear()
+
+
+def _urgency(place: _Place) -> tuple[float, int, str]:
+    ticket = place.ticket
+    return ticket.deadline_key, ticket.bin_index, ticket.slo_class

@@ -61,6 +61,12 @@ class RouterMetrics:
         self.predictor_fallbacks = self._counter(
             "predictor_fallbacks", "Requests classified without a prediction.", "slo_class"
         )
+        self.shadow_starts = self._counter(
+            "shadow_starts",
+            "In shadow mode: requests started at their turn (same), or while the plan had another first (later).",
+            "slo_class",
+            "plan",
+        )
         self.recovered = self._counter(
             "requests_recovered", "Requests moved off a lost replica: queued again, resumed or replayed.", "way"
         )
@@ -86,13 +92,36 @@ class RouterMetrics:
 def shared_exposition(snapshot: Snapshot) -> bytes:
     """The state shared by all routers, as gauges."""
     registry = CollectorRegistry()
-    bins = Gauge("queue_length", "Requests waiting, by bin.", ("bin",), namespace="sluice", registry=registry)
-    for index, waiting in snapshot.bins.items():
-        bins.labels(index).set(waiting)
+    lanes = Gauge(
+        "queue_length",
+        "Requests waiting, by class and bin.",
+        ("slo_class", "bin"),
+        namespace="sluice",
+        registry=registry,
+    )
+    for (slo_class, bin_index), waiting in snapshot.lanes.items():
+        lanes.labels(slo_class, bin_index).set(waiting)
+    queue_work = Gauge("queue_work_seconds", "Predicted work that waits.", namespace="sluice", registry=registry)
+    queue_work.set(snapshot.waiting_s)
+    overtaken = Gauge(
+        "overtaken_seconds_max",
+        "How much later than a request another arrived that started before it, the longest so far.",
+        namespace="sluice",
+        registry=registry,
+    )
+    overtaken.set(snapshot.overtaken_s)
     running = Gauge("replica_running", "Slots in use.", ("replica",), namespace="sluice", registry=registry)
     credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace="sluice", registry=registry)
     work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace="sluice", registry=registry)
+    slowness = Gauge(
+        "replica_slowness",
+        "Busy seconds for one predicted second.",
+        ("replica",),
+        namespace="sluice",
+        registry=registry,
+    )
     for replica_id, load in snapshot.replicas.items():
+        slowness.labels(replica_id).set(load.slowness)
         running.labels(replica_id).set(load.running)
         credit.labels(replica_id).set(load.credit)
         work.labels(replica_id).set(load.outstanding_s)

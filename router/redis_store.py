@@ -13,6 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
+from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import ConfigError, StateStoreError
 from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
@@ -58,6 +59,32 @@ def _strings(values: Iterable[bytes]) -> list[str]:
     return [value.decode() for value in values]
 
 
+def _lane(name: str) -> tuple[str, int]:
+    slo_class, _, bin_index = name.rpartition(":")
+    return slo_class, int(bin_index)
+
+
+def _packed(ticket: Ticket) -> bytes:
+    """As router/lua/prelude.lua reads it. Lua's arrays end at nil: false stands for None."""
+    fields = (
+        ticket.slo_class,
+        ticket.bin_index,
+        ticket.deadline_key,
+        ticket.work_s,
+        ticket.router_id,
+        False if ticket.arrival_s is None else ticket.arrival_s,
+        False if ticket.predicted_output_tokens is None else ticket.predicted_output_tokens,
+        ticket.tie_s,
+        ticket.prefixes,
+    )
+    return msgspec.msgpack.encode(fields)
+
+
+def _packed_limits(limits: Limits) -> bytes:
+    quotas = [(quota.name, quota.cost, quota.per_s, quota.burst) for quota in limits.quotas]
+    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, *quotas))
+
+
 class RedisStateStore:
     """Takes the client, does not build it; `namespace` keeps several applications apart in one database."""
 
@@ -85,17 +112,12 @@ class RedisStateStore:
         except (RedisError, OSError) as error:
             raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
 
-    async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
-        reply = await self._run(
-            "enqueue",
-            ticket.request_id,
-            ticket.bin_index,
-            repr(ticket.deadline_key),
-            repr(ticket.work_s),
-            ticket.router_id,
-            max_waiting,
-        )
-        return None if reply is None else [Assignment(*_strings(pair)) for pair in reply]
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+        taken, *reply = await self._run("enqueue", ticket.request_id, _packed(ticket), _packed_limits(limits))
+        if not taken:
+            reason, retry_after_s = _strings(reply)
+            return Refusal(reason, float(retry_after_s))
+        return [Assignment(*_strings(pair)) for pair in reply[0]]
 
     async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
         await self._run("release", replica_id, *request_ids)
@@ -107,12 +129,22 @@ class RedisStateStore:
         places = await self._run("locate", *request_ids)
         return [None if place is None else place.decode() for place in places]
 
-    async def register_replica(self, info: ReplicaInfo, slots: int, running: Sequence[str]) -> None:
-        await self._run("register_replica", info.replica_id, msgspec.msgpack.encode(info), slots, *running)
+    async def register_replica(
+        self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
+    ) -> None:
+        classes = f",{','.join(info.classes)}," if info.classes else ""
+        packed = msgspec.msgpack.encode(info)
+        await self._run("register_replica", info.replica_id, packed, slots, classes, repr(slowness), *running)
 
-    async def beat_replica(self, replica_id: str, slots: int, lease_s: float) -> list[str] | None:
-        reply = await self._run("beat_replica", replica_id, slots, int(lease_s * 1000))
+    async def beat_replica(
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+    ) -> list[str] | None:
+        reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000))
         return None if reply is None else _strings(reply)
+
+    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
+        reply = await self._run("swap_edges", version, *map(repr, edges))
+        return None if reply is None else (int(reply[0]), tuple(map(float, reply[1])))
 
     async def drop_replica(self, replica_id: str) -> None:
         await self._run("drop_replica", replica_id)
@@ -157,9 +189,11 @@ class RedisStateStore:
     async def snapshot(self) -> Snapshot:
         tables = json.loads(await self._run("snapshot"))
         return Snapshot(
-            bins={int(index): count for index, count in tables["bins"].items()},
+            lanes={_lane(name): count for name, count in tables["lanes"].items()},
             replicas={replica_id: ReplicaLoad(**load) for replica_id, load in tables["replicas"].items()},
             routers=tables["routers"],
+            waiting_s=tables["waiting_s"],
+            overtaken_s=tables["overtaken_s"],
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Assignment], None]:

@@ -11,18 +11,21 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
 from policies.errors import AdmissionError, InputError, ReplicaLostError, SluiceError, StateStoreError
+from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import SharedClock
 from router.codec import EngineCodec, Output
 from router.connection import ReplicaConnection
+from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
 from router.state_store import Assignment, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
@@ -36,7 +39,6 @@ OUTPUT_QUEUE_FRAMES = 1024
 # A replica that is connected but missing in the shared state for so many heartbeats is lost: one that was dropped by
 # mistake is back after its next one.
 MISSED_HEARTBEATS = 3
-_UNBOUNDED = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +46,20 @@ class RoutedClientConfig:
     """How long and how much.
 
     Attributes:
-        max_waiting: tickets that may wait in all bins together; more are refused.
         max_wait_s: the longest that a request may wait for a replica before it fails.
         max_moves: how often one request may be moved off a lost replica.
         heartbeat_s, silence_s: how often this router beats, and the silence after which another is taken for dead.
 
     Raises:
-        ConfigError: max_waiting is below 1, max_moves below 0, or a time is not positive.
+        ConfigError: max_moves is below 0, or a time is not positive.
     """
 
-    max_waiting: int = 4096
     max_wait_s: float = 600.0
     max_moves: int = 3
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "max_waiting")
         require_at_least(0, self, "max_moves")
         require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
 
@@ -73,6 +72,7 @@ class _Entry(Generic[RequestT]):
         queueing: its ticket is on the way into the shared state.
         replica_id: where it goes or runs, None before.
         connection: the one over which it was sent, None before.
+        planned_key: its deadline key by the policies, where requests are served in another order.
     """
 
     request: RequestT
@@ -87,6 +87,7 @@ class _Entry(Generic[RequestT]):
     sent: list[int] = field(default_factory=list)
     repeats: deque[int] = field(default_factory=deque)
     moves: int = 0
+    planned_key: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -103,6 +104,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         store: StateStore,
         codec: EngineCodec[RequestT, OutputsT],
         classifier: Classifier,
+        door: Door,
         clock: Clock,
         shared_clock: SharedClock,
         metrics: RouterMetrics,
@@ -112,6 +114,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self.snapshot = Snapshot()
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
+        self._door, self._local = door, LocalCapacity(clock.now)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
@@ -148,46 +151,54 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """In force in this router, in predicted output tokens."""
         return self._classifier.bin_edges
 
-    @property
-    def is_full(self) -> bool:
-        """As of the last heartbeat: no replica has credit and max_waiting tickets wait."""
+    def is_full(self, slo_class: str) -> bool:
+        """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may."""
         has_credit = any(load.credit for load in self.snapshot.replicas.values())
-        return not has_credit and self.snapshot.waiting >= self._config.max_waiting
+        waiting = sum(count for (name, _), count in self.snapshot.lanes.items() if name == slo_class)
+        return not has_credit and waiting >= self._door.max_waiting(slo_class)
 
     @property
     def is_cut_off(self) -> bool:
-        """The shared state has answered no heartbeat for a while."""
-        return self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._config.heartbeat_s
+        """The shared state has answered no heartbeat for a while, and no replica is connected without it."""
+        silent = self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._config.heartbeat_s
+        return silent and not any(map(self._open_connection, self._connections))
 
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
 
     # From the front end
 
-    async def submit(self, request: RequestT, *, slo_class: str, timing: RequestTiming) -> None:
+    async def submit(
+        self, request: RequestT, *, slo_class: str, timing: RequestTiming, tenant: Tenant | None = None
+    ) -> None:
         """Queue a request; its outputs come through `next_outputs`.
 
         Raises:
             InputError: a request of this id is not over yet.
-            AdmissionError: max_waiting tickets wait already.
-            StateStoreError: the shared state cannot be reached.
+            AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
+            StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
         size = self._codec.size(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
-        ticket = self._classifier.ticket(size, slo_class, self.router_id, self._shared_clock.now())
-        entry = _Entry(request, ticket, slo_class, self._metrics.of(slo_class), timing, self._clock.now())
+        classified = self._classifier.ticket(
+            size, slo_class, self.router_id, self._shared_clock.now(), self._connections
+        )
+        metrics = self._metrics.of(slo_class)
+        entry = _Entry(request, classified.ticket, slo_class, metrics, timing, self._clock.now())
+        entry.planned_key = classified.planned_key
         self._entries[size.request_id] = entry
         try:
-            taken = await self._enqueue(entry, self._config.max_waiting)
+            refusal = await self._enqueue(entry, self._door.limits(slo_class, tenant, classified.tokens))
         except BaseException as error:
             # Whatever failed, the call may have been obeyed.
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
             raise
-        if not taken:
+        if refusal is not None:
             if self._entries.pop(size.request_id, None) is not None:
                 self._count(entry, "refused")
-            raise AdmissionError(f"{self._config.max_waiting} requests wait already (max_waiting)")
+            why = f"class {slo_class} takes no more for now ({refusal.reason})"
+            raise AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
 
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
@@ -204,6 +215,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             (unsent if entry.connection is None else running[entry.connection]).append(entry.request_id)
         for connection, ids in running.items():
             connection.abort(ids)
+            self._end_locally(entry)
         if unsent:
             self._background.spawn(self._with_retries(lambda: self._store.cancel(unsent)), "cancel")
 
@@ -226,20 +238,51 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     # Tickets
 
-    async def _enqueue(self, entry: _Entry[RequestT], max_waiting: int) -> bool:
+    async def _enqueue(self, entry: _Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
         try:
-            assignments = await self._store.enqueue(entry.ticket, max_waiting=max_waiting)
+            result = await self._ticket_into_a_store(entry.ticket, limits)
         finally:
             entry.queueing = False
-        for assignment in assignments or ():
+        if isinstance(result, Refusal):
+            return result
+        for assignment in result:
             self._place(assignment)
-        return assignments is not None
+        return None
+
+    async def _ticket_into_a_store(self, ticket: Ticket, limits: Limits) -> list[Assignment] | Refusal:
+        """The shared one; while it is away our own, if a replica is connected."""
+        if not self._local.in_use:
+            try:
+                return await self._store.enqueue(ticket, limits)
+            except StateStoreError:
+                if not any(map(self._open_connection, self._connections)):
+                    raise
+                await self._go_on_alone()
+        return await self._local.enqueue(ticket, limits)
+
+    async def _go_on_alone(self) -> None:
+        connections = [self._open_connection(replica_id) for replica_id in self._connections]
+        running: defaultdict[str, list[str]] = defaultdict(list)
+        for entry in self._entries.values():
+            if entry.replica_id is not None:
+                running[entry.replica_id].append(entry.request_id)
+        await self._local.begin([c.info for c in connections if c is not None], self.snapshot, running)
+
+    def _end_locally(self, entry: _Entry[RequestT]) -> None:
+        """Its slot goes to the next, while the shared state is away."""
+        if self._local.in_use:
+            self._background.spawn(self._place_next_locally(entry.request_id), "local")
+
+    async def _place_next_locally(self, request_id: str) -> None:
+        for assignment in await self._local.ended(request_id, self.router_id):
+            self._place(assignment)
 
     async def _queue_again(self, entry: _Entry[RequestT]) -> None:
         """Back into its bin under its old key. Never refused: it was admitted once."""
+        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=())
         try:
-            await self._enqueue(entry, _UNBOUNDED)
+            await self._enqueue(entry, NO_LIMITS)
         except StateStoreError as error:
             logger.warning("request %s waits for the shared state: %s", entry.request_id, error)
 
@@ -252,6 +295,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._background.spawn(self._with_retries(lambda: self._store.release(replica_id, ids)), "release")
         elif entry.replica_id is None:  # else told twice
             entry.replica_id = replica_id
+            self._note_planned(entry)
             if (connection := self._open_connection(replica_id)) is not None:
                 self._send(entry, connection)
             else:
@@ -283,6 +327,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._fail(entry, repr(error))
             return
         entry.connection = connection
+        self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
@@ -297,6 +342,13 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             except StateStoreError as error:
                 logger.warning("waiting for the shared state: %s", error)
                 await asyncio.sleep(self._config.heartbeat_s)
+
+    def _note_planned(self, entry: _Entry[RequestT]) -> None:
+        """In shadow mode: whether the policies would have started another request of this router first."""
+        if entry.planned_key is not None:
+            waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None)
+            earlier = any(key is not None and key < entry.planned_key for key in waiting)
+            self._metrics.shadow_starts.labels(entry.slo_class, "later" if earlier else "same").inc()
 
     # Connections
 
@@ -346,9 +398,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         connection.close()
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
         self._metrics.replicas_lost.inc()
+        self._classifier.forget_replica(replica_id)
         logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
         movable = [entry for entry in stranded if self._take_back(entry)]
-        await self._with_retries(lambda: self._store.drop_replica(replica_id))
+        drop = self._with_retries(lambda: self._store.drop_replica(replica_id))
+        if self._local.in_use:
+            await self._local.lost(replica_id)
+            self._background.spawn(drop, "drop")
+        else:
+            await drop
         for entry in movable:
             self._background.spawn(self._queue_again(entry), "requeue")
 
@@ -399,6 +457,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if output.finish_reason is not None:
             del self._entries[output.request_id]
             self._count(entry, str(output.finish_reason))
+            self._end_locally(entry)
         return True
 
     def _take_repeats(self, entry: _Entry[RequestT], output: Output) -> bool:
@@ -453,6 +512,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             logger.warning("silent and dropped: replicas %s, routers %s", lost, routers)
         self.snapshot = await self._store.snapshot()
         self._beat_s = self._clock.now()
+        if self._local.in_use:
+            self._local.end()
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store)

@@ -12,15 +12,23 @@ from typing import Protocol
 
 import msgspec
 
+from policies.admission import NO_LIMITS, Limits, Refusal
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """One queued request.
 
     Attributes:
+        slo_class: its service class; replicas may be reserved for some.
         bin_index: its bin of predicted output length.
         deadline_key: the fixed sort key of its order policy; least goes first.
-        work_s: predicted seconds of engine time.
+        work_s: predicted seconds of engine time, on a replica of slowness 1.
+        arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
+            replica was lost.
+        predicted_output_tokens: by which it is put into another bin when the edges are swapped; None stays.
+        tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
+            as (replica id, tokens).
     """
 
     request_id: str
@@ -28,6 +36,11 @@ class Ticket:
     deadline_key: float
     work_s: float
     router_id: str
+    slo_class: str = "standard"
+    arrival_s: float | None = None
+    predicted_output_tokens: float | None = None
+    tie_s: float = 0.0
+    prefixes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: most tokens of prompt and answer together; an engine may lower the configured value to fit.
+        classes: service classes for which it is reserved; none serves all.
         secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
     """
 
@@ -52,14 +66,18 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_version: str
     model: str
     max_model_len: int
+    classes: tuple[str, ...] = ()
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
+    """What a replica holds; ``slowness`` is its own seconds for one predicted second of work."""
+
     slots: int
     running: int
     outstanding_s: float
+    slowness: float = 1.0
 
     @property
     def credit(self) -> int:
@@ -68,25 +86,32 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The tables at one moment: waiting tickets per bin, load per replica, living routers."""
+    """The tables at one moment: waiting tickets per class and bin, load per replica, living routers.
 
-    bins: dict[int, int] = field(default_factory=dict)
+    Attributes:
+        waiting_s: predicted seconds of all that waits.
+        overtaken_s: the longest overtaking seen: how much later than a request one arrived that started before it.
+    """
+
+    lanes: dict[tuple[str, int], int] = field(default_factory=dict)
     replicas: dict[str, ReplicaLoad] = field(default_factory=dict)
     routers: int = 0
+    waiting_s: float = 0.0
+    overtaken_s: float = 0.0
 
     @property
     def waiting(self) -> int:
-        return sum(self.bins.values())
+        return sum(self.lanes.values())
 
 
 class StateStore(Protocol):
     """Every method raises StateStoreError when the store cannot be reached within its time limit."""
 
-    async def enqueue(self, ticket: Ticket, *, max_waiting: int) -> list[Assignment] | None:
-        """Queue a ticket (again), and assign what can be assigned.
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+        """Queue a ticket (again) if the limits allow it, and assign what can be assigned.
 
-        Returns this router's new assignments, often the ticket itself and possibly earlier ones; None when the ticket
-        was not taken because max_waiting tickets wait already.
+        Returns this router's new assignments, often the ticket itself and possibly earlier ones; a Refusal when the
+        ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
     async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
@@ -98,10 +123,14 @@ class StateStore(Protocol):
     async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
         """For each id the replica it is assigned to, "" while it waits, None when the store does not know it."""
 
-    async def register_replica(self, info: ReplicaInfo, slots: int, running: Sequence[str]) -> None:
+    async def register_replica(
+        self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
+    ) -> None:
         """A replica joins, holding `running` already when it comes back to a store that lost its tables."""
 
-    async def beat_replica(self, replica_id: str, slots: int, lease_s: float) -> list[str] | None:
+    async def beat_replica(
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+    ) -> list[str] | None:
         """A replica lives and offers `slots`.
 
         Returns the ids assigned to it longer than lease_s ago, None when it is not registered.
@@ -131,6 +160,13 @@ class StateStore(Protocol):
 
     async def remove_router(self, router_id: str) -> None:
         """A router left in good order; its tickets that wait are forgotten."""
+
+    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
+        """Put bin edges in force that follow on `version`, and move what waits to its new bins in the same moment.
+
+        Does nothing when another router was first, or without edges. Returns the version and the edges in force, None
+        before the first.
+        """
 
     async def exchange_lengths(
         self, seen: int, new: Iterable[tuple[str, int]], keep: int

@@ -3,6 +3,9 @@
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from policies.errors import AdmissionError
+from router.admission import Tenant
+
 
 @dataclass(slots=True)
 class RequestTiming:
@@ -21,10 +24,15 @@ class RequestTiming:
 
 @dataclass(slots=True)
 class HttpContext:
-    """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it."""
+    """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
+
+    `refused` is why one of them may not queue: the response will be that refusal, whatever the front end makes of it.
+    """
 
     received_s: float
     slo_class: str
+    tenant: Tenant | None = None
+    refused: AdmissionError | None = None
     timings: list[RequestTiming] = field(default_factory=list)
 
 

@@ -56,7 +56,10 @@ class FakeCodec:
 
     def size(self, request: FakeRequest) -> RequestSize:
         return RequestSize(
-            request_id=request.request_id, prompt_tokens=len(request.prompt), max_output_tokens=request.max_tokens
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt),
+            max_output_tokens=request.max_tokens,
+            prompt_token_ids=request.prompt,
         )
 
     def encode_request(self, request: FakeRequest) -> Sequence[Buffer]:

@@ -1,4 +1,4 @@
--- ARGV: replica, slots, lease_ms
+-- ARGV: replica, slots, slowness, lease_ms
 -- Heartbeat. Returns false when the replica is not registered, else the ids assigned to it longer than lease_ms ago:
 -- those it does not know belong to requests that never arrived.
 local replica = ARGV[1]
@@ -6,12 +6,13 @@ if redis.call('HEXISTS', P .. ':replicas', replica) == 0 then
   return false
 end
 redis.call('ZADD', P .. ':beats', now_ms(), replica)
+redis.call('HSET', P .. ':slowness', replica, ARGV[3])
 if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] then
   redis.call('HSET', P .. ':slots', replica, ARGV[2])
   offer(replica)
   dispatch('')
 end
-local old, oldest = {}, now_ms() - tonumber(ARGV[3])
+local old, oldest = {}, now_ms() - tonumber(ARGV[4])
 for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
   local ticket = load_ticket(id)
   if ticket and ticket[ASSIGNED_MS] <= oldest then

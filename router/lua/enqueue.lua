@@ -1,18 +1,77 @@
--- ARGV: id, bin, deadline key, work_s, router, most tickets that may wait
--- Queue one ticket and hand out what can be handed out. Returns this router's new assignments, or false when full.
-local id, router = ARGV[1], ARGV[5]
-forget(id)
-local free = redis.call('ZCARD', P .. ':free') > 0
-if not free then
-  local waiting = 0
-  for _, bin in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-    waiting = waiting + redis.call('ZCARD', P .. ':bin:' .. bin)
+-- ARGV: id, ticket, limits {max_waiting, max_wait_s, {quota, cost, per_s, burst} ...}
+-- Queue one ticket and hand out what can be handed out. Returns {1, this router's new assignments}, or
+-- {0, what is spent, seconds until it may be tried again}.
+local id, ticket, limits = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3])
+local now = now_s()
+
+-- policies.admission.spend for every quota; only when all allow it is anything spent.
+local function quotas_allow()
+  local whole = {}
+  for i = 3, #limits do
+    local name, cost, per_s, burst = limits[i][1], limits[i][2], limits[i][3], limits[i][4]
+    local before = tonumber(redis.call('GET', P .. ':spent:' .. name) or '0')
+    local after = math.max(now, before) + cost / per_s
+    local allowed = now + math.max(burst, cost) / per_s
+    if after > allowed then
+      return false, { 0, name, tostring(after - allowed) }
+    end
+    whole[name] = after
   end
-  if waiting >= tonumber(ARGV[6]) then
-    return false
+  return true, whole
+end
+
+local function spend(whole)
+  for name, at in pairs(whole) do
+    local ms = math.min(86400000, math.ceil((at - now) * 1000) + 1)
+    redis.call('SET', P .. ':spent:' .. name, at, 'PX', ms)
   end
 end
-save_ticket(id, { ARGV[2], ARGV[3], ARGV[4], router, '', 0 })
-redis.call('ZADD', P .. ':bin:' .. ARGV[2], ARGV[3], id)
-redis.call('SADD', P .. ':occupied', ARGV[2])
-return dispatch(router)
+
+-- policies.admission.predicted_wait_s: the predicted seconds of what goes first, over what all replicas together work off.
+local function predicted_wait_s()
+  local lanes = redis.call('SMEMBERS', P .. ':occupied')
+  table.sort(lanes)
+  local ahead = 0
+  for _, lane in ipairs(lanes) do
+    local class = string.match(lane, '^(.*):%d+$')
+    local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[KEY])
+    ahead = ahead + earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
+  end
+  local pace = 0
+  local replicas = redis.call('HKEYS', P .. ':replicas')
+  table.sort(replicas)
+  for _, replica in ipairs(replicas) do
+    if serves(replica, ticket[CLASS]) then
+      pace = pace + 1 / slowness_of(replica)
+    end
+  end
+  return pace > 0 and ahead / pace or 0
+end
+
+local function room()
+  if choose(ticket) then
+    return nil
+  end
+  local waiting = hash_number(':waiting', ticket[CLASS])
+  local wait_s = predicted_wait_s()
+  if waiting >= limits[1] then
+    return { 0, 'max_waiting', tostring(wait_s) }
+  elseif wait_s > limits[2] then
+    return { 0, 'max_wait_s', tostring(wait_s - limits[2]) }
+  end
+end
+
+forget(id)
+local allowed, whole = quotas_allow()
+if not allowed then
+  return whole
+end
+local refusal = room()
+if refusal then
+  return refusal
+end
+spend(whole)
+ticket[REPLICA], ticket[ASSIGNED_MS], ticket[CHARGE] = '', 0, 0
+save_ticket(id, ticket)
+put_in_lane(id, ticket)
+return { 1, dispatch(ticket[ROUTER]) }

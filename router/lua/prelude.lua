@@ -1,24 +1,39 @@
 -- Shared by every script: the tables, and the moves that keep them consistent.
 --
 -- KEYS[1] is the prefix P; it carries a hash tag, so that all keys live in one cluster slot.
---   P:tickets    hash  id -> {bin, key, work_s, router, replica or '', assigned_ms}
---   P:bin:<n>    zset  id -> deadline key        P:occupied  set of bins that hold anything
---   P:replicas   hash  replica -> its address and engine, opaque here
---   P:slots      hash  replica -> slots          P:running   hash  replica -> tickets on it
---   P:work       hash  replica -> predicted seconds on it
---   P:free       zset  replica -> predicted seconds on it; only replicas with credit
---   P:on:<r>     set of ids on replica r
---   P:beats      zset  replica -> ms of its last heartbeat      P:routers  the same for routers
+--   P:tickets       hash  id -> msgpack of the fields below
+--   P:lane:<c>:<n>  zset  id -> deadline key: class c, bin n    P:occupied  set of lanes "<c>:<n>" that hold anything
+--   P:waiting       hash  class -> tickets that wait            P:ahead     hash  class -> their predicted seconds
+--   P:replicas      hash  replica -> its address and engine, opaque here
+--   P:serves        hash  replica -> classes it is reserved for, "" for all, else ",a,b,"
+--   P:slots         hash  replica -> slots                      P:running   hash  replica -> tickets on it
+--   P:slowness      hash  replica -> its seconds for one predicted second
+--   P:work          hash  replica -> predicted seconds on it
+--   P:free          zset  replica -> predicted seconds on it; only replicas with credit
+--   P:on:<r>        set of ids on replica r
+--   P:beats         zset  replica -> ms of its last heartbeat   P:routers   the same for routers
+--   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
+--   P:spent:<k>     quota k: the time at which it will be whole again
+--   P:edges         {version, edges ...} in force for the bins
 -- Channel P:router:<id> carries {{id, replica}, ...}: assignments that the router did not ask for.
 --
 -- The twin in Python is router/memory_store.py; a contract test runs both over the same histories.
 
 local P = KEYS[1]
-local BIN, KEY, WORK, ROUTER, REPLICA, ASSIGNED_MS = 1, 2, 3, 4, 5, 6
+local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local REPLICA, ASSIGNED_MS, CHARGE = 10, 11, 12
+
+local function now_s()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
 
 local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  return math.floor(now_s() * 1000)
+end
+
+local function hash_number(key, field)
+  return tonumber(redis.call('HGET', P .. key, field) or '0')
 end
 
 local function load_ticket(id)
@@ -30,43 +45,62 @@ local function save_ticket(id, ticket)
   redis.call('HSET', P .. ':tickets', id, cmsgpack.pack(ticket))
 end
 
+-- Sums of floats: at zero tickets they start afresh, so that rounding never piles up.
+local function add_counted(count_key, sum_key, field, change, seconds)
+  if redis.call('HINCRBY', P .. count_key, field, change) == 0 then
+    redis.call('HSET', P .. sum_key, field, '0')
+  else
+    redis.call('HINCRBYFLOAT', P .. sum_key, field, seconds)
+  end
+end
+
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up.
 local function offer(replica)
-  local slots = tonumber(redis.call('HGET', P .. ':slots', replica) or '0')
-  local running = tonumber(redis.call('HGET', P .. ':running', replica) or '0')
-  if running < slots then
-    redis.call('ZADD', P .. ':free', redis.call('HGET', P .. ':work', replica) or '0', replica)
+  if hash_number(':running', replica) < hash_number(':slots', replica) then
+    redis.call('ZADD', P .. ':free', hash_number(':work', replica), replica)
   else
     redis.call('ZREM', P .. ':free', replica)
   end
 end
 
+local function lane_of(ticket)
+  return ticket[CLASS] .. ':' .. ticket[BIN]
+end
+
+local function put_in_lane(id, ticket)
+  local lane = lane_of(ticket)
+  redis.call('ZADD', P .. ':lane:' .. lane, ticket[KEY], id)
+  redis.call('SADD', P .. ':occupied', lane)
+  add_counted(':waiting', ':ahead', ticket[CLASS], 1, ticket[WORK])
+end
+
+local function take_from_lane(id, ticket)
+  local lane = lane_of(ticket)
+  redis.call('ZREM', P .. ':lane:' .. lane, id)
+  if redis.call('EXISTS', P .. ':lane:' .. lane) == 0 then
+    redis.call('SREM', P .. ':occupied', lane)
+  end
+  add_counted(':waiting', ':ahead', ticket[CLASS], -1, -ticket[WORK])
+end
+
+local function slowness_of(replica)
+  return tonumber(redis.call('HGET', P .. ':slowness', replica) or '1')
+end
+
 local function put_on(id, ticket, replica)
   ticket[REPLICA] = replica
   ticket[ASSIGNED_MS] = now_ms()
+  ticket[CHARGE] = ticket[WORK] * slowness_of(replica)
   save_ticket(id, ticket)
   redis.call('SADD', P .. ':on:' .. replica, id)
-  redis.call('HINCRBY', P .. ':running', replica, 1)
-  redis.call('HINCRBYFLOAT', P .. ':work', replica, ticket[WORK])
+  add_counted(':running', ':work', replica, 1, ticket[CHARGE])
   offer(replica)
-end
-
-local function take_from_bin(id, ticket)
-  local bin = P .. ':bin:' .. ticket[BIN]
-  redis.call('ZREM', bin, id)
-  if redis.call('EXISTS', bin) == 0 then
-    redis.call('SREM', P .. ':occupied', ticket[BIN])
-  end
 end
 
 local function take_from_replica(id, ticket)
   local replica = ticket[REPLICA]
   if redis.call('SREM', P .. ':on:' .. replica, id) == 1 then
-    if redis.call('HINCRBY', P .. ':running', replica, -1) == 0 then
-      redis.call('HSET', P .. ':work', replica, '0') -- an idle replica starts afresh: rounding never piles up
-    else
-      redis.call('HINCRBYFLOAT', P .. ':work', replica, -ticket[WORK])
-    end
+    add_counted(':running', ':work', replica, -1, -ticket[CHARGE])
     offer(replica)
   end
 end
@@ -79,45 +113,130 @@ local function forget(id)
   end
   redis.call('HDEL', P .. ':tickets', id)
   if ticket[REPLICA] == '' then
-    take_from_bin(id, ticket)
+    take_from_lane(id, ticket)
   else
     take_from_replica(id, ticket)
   end
   return ticket
 end
 
--- The most urgent ticket of all bins: least deadline key, then least bin, then least id.
-local function most_urgent()
-  local best_id, best_key, best_bin
-  for _, bin in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-    local head = redis.call('ZRANGE', P .. ':bin:' .. bin, 0, 0, 'WITHSCORES')
-    local key, number = tonumber(head[2]), tonumber(bin)
-    if not best_key or key < best_key or (key == best_key and number < best_bin) then
-      best_id, best_key, best_bin = head[1], key, number
-    end
+-- The head of a lane, as {id, key, bin, class}, or nil when it is empty.
+local function head_of(lane)
+  local head = redis.call('ZRANGE', P .. ':lane:' .. lane, 0, 0, 'WITHSCORES')
+  if not head[1] then
+    return nil
   end
-  return best_id
+  local class, bin = string.match(lane, '^(.*):(%d+)$')
+  return { id = head[1], key = tonumber(head[2]), bin = tonumber(bin), class = class, lane = lane }
 end
 
--- While a replica has credit and a bin holds a ticket: the most urgent ticket goes to the replica with the least work.
+local function more_urgent(a, b)
+  if a.key ~= b.key then
+    return a.key < b.key
+  elseif a.bin ~= b.bin then
+    return a.bin < b.bin
+  end
+  return a.class < b.class
+end
+
+local function serves(replica, class)
+  local classes = redis.call('HGET', P .. ':serves', replica) or ''
+  return classes == '' or string.find(classes, ',' .. class .. ',', 1, true) ~= nil
+end
+
+-- policies.placement.pick over the replicas with credit that serve the ticket's class, or nil when there is none:
+-- least work, this ticket included; within the ticket's tie the longest known prefix, then the work, then the id.
+local function choose(ticket)
+  local known, scores, least = {}, {}, nil
+  for _, pair in ipairs(ticket[PREFIXES]) do
+    known[pair[1]] = pair[2]
+  end
+  local free = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES')
+  for i = 1, #free, 2 do
+    if serves(free[i], ticket[CLASS]) then
+      local score = tonumber(free[i + 1]) + ticket[WORK] * slowness_of(free[i])
+      scores[#scores + 1] = { free[i], score, known[free[i]] or 0 }
+      least = (not least or score < least) and score or least
+    end
+  end
+  local best
+  for _, other in ipairs(scores) do
+    if other[2] <= least + ticket[TIE] then
+      if not best or other[3] > best[3] or (other[3] == best[3] and (other[2] < best[2]
+          or (other[2] == best[2] and other[1] < best[1]))) then
+        best = other
+      end
+    end
+  end
+  return best and best[1]
+end
+
+-- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
+local function note_start(ticket)
+  if ticket[ARRIVAL] then
+    local latest = tonumber(redis.call('GET', P .. ':started') or '-inf')
+    if latest > ticket[ARRIVAL] then
+      local longest = tonumber(redis.call('GET', P .. ':overtaken') or '0')
+      if latest - ticket[ARRIVAL] > longest then
+        redis.call('SET', P .. ':overtaken', latest - ticket[ARRIVAL])
+      end
+    else
+      redis.call('SET', P .. ':started', ticket[ARRIVAL])
+    end
+  end
+end
+
+local function start(id, ticket, replica)
+  take_from_lane(id, ticket)
+  put_on(id, ticket, replica)
+  note_start(ticket)
+end
+
+-- The most urgent ticket that a replica with credit may take, and that replica; nil when there is none.
+local function next_start(heads)
+  table.sort(heads, more_urgent)
+  for index, head in ipairs(heads) do
+    local ticket = load_ticket(head.id)
+    local replica = choose(ticket)
+    if replica then
+      return index, ticket, replica
+    end
+  end
+end
+
+-- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first.
 -- Tickets of `router` are returned, those of other routers are published to them.
 local function dispatch(router)
   local mine, others = {}, {}
+  if redis.call('EXISTS', P .. ':free') == 0 then
+    return mine
+  end
+  local heads = {}
+  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+    heads[#heads + 1] = head_of(lane)
+  end
   while true do
-    local replica = redis.call('ZRANGE', P .. ':free', 0, 0)[1]
-    local id = replica and most_urgent()
-    if not id then
+    local index, ticket, replica = next_start(heads)
+    if not index then
       break
     end
-    local ticket = load_ticket(id)
-    take_from_bin(id, ticket)
-    put_on(id, ticket, replica)
+    local head = heads[index]
+    start(head.id, ticket, replica)
     if ticket[ROUTER] == router then
-      mine[#mine + 1] = { id, replica }
+      mine[#mine + 1] = { head.id, replica }
     else
       local batch = others[ticket[ROUTER]] or {}
-      batch[#batch + 1] = { id, replica }
+      batch[#batch + 1] = { head.id, replica }
       others[ticket[ROUTER]] = batch
+    end
+    local following = head_of(head.lane)
+    if following then
+      heads[index] = following
+    else
+      table.remove(heads, index)
+    end
+    if redis.call('EXISTS', P .. ':free') == 0 then
+      break
     end
   end
   for owner, batch in pairs(others) do
@@ -132,10 +251,9 @@ local function drop_replica(replica)
     redis.call('HDEL', P .. ':tickets', id)
   end
   redis.call('DEL', P .. ':on:' .. replica)
-  redis.call('HDEL', P .. ':replicas', replica)
-  redis.call('HDEL', P .. ':slots', replica)
-  redis.call('HDEL', P .. ':running', replica)
-  redis.call('HDEL', P .. ':work', replica)
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work' }) do
+    redis.call('HDEL', P .. ':' .. table_name, replica)
+  end
   redis.call('ZREM', P .. ':free', replica)
   redis.call('ZREM', P .. ':beats', replica)
 end

@@ -1,12 +1,14 @@
--- ARGV: replica, info, slots, id ... of the requests it already runs
--- A replica joins, or comes back after the tables were lost.
+-- ARGV: replica, info, slots, classes it is reserved for ("" for all, else ",a,b,"), slowness, id ... of what it runs
+-- A replica joins, or comes back after the tables were lost, or after it was out of their reach.
 local replica = ARGV[1]
 redis.call('HSET', P .. ':replicas', replica, ARGV[2])
 redis.call('HSET', P .. ':slots', replica, ARGV[3])
+redis.call('HSET', P .. ':serves', replica, ARGV[4])
+redis.call('HSET', P .. ':slowness', replica, ARGV[5])
 redis.call('ZADD', P .. ':beats', now_ms(), replica)
-for i = 4, #ARGV do
+for i = 6, #ARGV do
   if not load_ticket(ARGV[i]) then
-    put_on(ARGV[i], { '0', '0', '0', '', '', 0 }, replica)
+    put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, '', 0, 0 }, replica)
   end
 end
 offer(replica)

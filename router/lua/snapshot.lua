@@ -1,13 +1,24 @@
 -- The tables as JSON, for metrics and the status page.
-local bins, replicas = {}, {}
-for _, bin in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-  bins[bin] = redis.call('ZCARD', P .. ':bin:' .. bin)
+local lanes, replicas = {}, {}
+for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+  lanes[lane] = redis.call('ZCARD', P .. ':lane:' .. lane)
 end
 for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
   replicas[replica] = {
-    slots = tonumber(redis.call('HGET', P .. ':slots', replica)),
-    running = tonumber(redis.call('HGET', P .. ':running', replica) or '0'),
-    outstanding_s = tonumber(redis.call('HGET', P .. ':work', replica) or '0'),
+    slots = hash_number(':slots', replica),
+    running = hash_number(':running', replica),
+    outstanding_s = hash_number(':work', replica),
+    slowness = slowness_of(replica),
   }
 end
-return cjson.encode({ bins = bins, replicas = replicas, routers = redis.call('ZCARD', P .. ':routers') })
+local ahead = 0
+for _, seconds in ipairs(redis.call('HVALS', P .. ':ahead')) do
+  ahead = ahead + tonumber(seconds)
+end
+return cjson.encode({
+  lanes = lanes,
+  replicas = replicas,
+  routers = redis.call('ZCARD', P .. ':routers'),
+  waiting_s = ahead,
+  overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
+})

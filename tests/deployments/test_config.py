@@ -52,7 +52,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("router.num_cpus", [-1]),
         ("router.max_ongoing_requests", [0]),
         ("router.max_body_bytes", [1023]),
-        ("router.max_waiting", [0]),
+        ("classes.standard.max_waiting", [0]),
         ("router.max_wait_s", [0, -1, math.inf, math.nan]),
         ("router.heartbeat_s", [0, math.inf]),
         ("router.silence_s", [0, math.nan]),
@@ -133,7 +133,6 @@ def test_another_model_argument_or_engine_version_keeps_its_shared_state_apart()
 
 def test_defaults_build_what_the_router_needs() -> None:
     made = config()
-    assert made.router.build().max_waiting == made.router.max_waiting
     assert len(MultiBin(made.bins.build()).edges) == made.bins.count + 1
     assert made.work.build().decode.overhead_s == made.work.decode_step_s
     order = VirtualDeadline(made.order_config())
@@ -143,13 +142,13 @@ def test_defaults_build_what_the_router_needs() -> None:
 
 def test_every_setting_reaches_what_is_built() -> None:
     made = config(
-        router={"max_waiting": 7, "max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
+        router={"max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
         bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3, "window_requests": 11},
         order={"work_weight": 2.5},
         classes={"standard": {"ttft_s": 4.0}},
     )
     router, bins, order = made.router.build(), made.bins.build(), made.order_config()
-    assert (router.max_waiting, router.max_wait_s, router.heartbeat_s, router.silence_s) == (7, 8.0, 0.5, 9.0)
+    assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.5, 9.0)
     assert (bins.bins, bins.rule, bins.refit_every, bins.window_requests) == (2, "fixed", 3, 11)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
     assert (order.work_weight, order.default_target_s, dict(order.class_targets_s)) == (2.5, 4.0, {"standard": 4.0})

@@ -1,6 +1,7 @@
 """The middleware around a small application of the kind that vLLM's is."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http_layer import SluiceMiddleware, split_time
+from deployments.keys import KeyRing, digest
+from policies.errors import AdmissionError
 from router.timing import HttpContext, RequestTiming, current
 
 LIMIT = 1000
@@ -53,7 +56,24 @@ async def broken(request: Request) -> PlainTextResponse:
     raise RuntimeError("broken")
 
 
-PATHS = {"/": what_it_got, "/served": served, "/broken": broken}
+async def refused_in_a_stream(request: Request) -> StreamingResponse:
+    """As vLLM does: the stream has begun when the engine refuses."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        context().refused = AdmissionError("no room", 6.2)
+        yield b'data: {"error": ...}'
+        yield b"data: [DONE]"
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+PATHS = {
+    "/": what_it_got,
+    "/served": served,
+    "/broken": broken,
+    "/refused": refused_in_a_stream,
+    "/health": what_it_got,
+}
 
 
 def starlette_app() -> ASGIApp:
@@ -70,13 +90,18 @@ def fastapi_app() -> ASGIApp:
     return app
 
 
-def wrapped(app: ASGIApp) -> SluiceMiddleware:
-    return SluiceMiddleware(app, max_body_bytes=LIMIT, classes=("standard", "offline"), default_class="standard")
+NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app")
+
+
+def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
+    return SluiceMiddleware(
+        app, max_body_bytes=LIMIT, classes=("standard", "offline"), default_class="standard", keys=keys
+    )
 
 
 @asynccontextmanager
-async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(wrapped(app), raise_app_exceptions=False)
+async def client_of(app: ASGIApp, keys: KeyRing = NO_KEYS) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(wrapped(app, keys), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
         yield client
 
@@ -99,7 +124,53 @@ def durations(response: httpx.Response) -> dict[str, float]:
     return {name: float(value) for name, value in parts}
 
 
+# Keys
+
+ENTRIES = [
+    {"name": "all", "sha256": digest("key-all")},
+    {"name": "night", "sha256": digest("key-night"), "classes": ["offline"], "default_class": "offline"},
+]
+
+
+@pytest.fixture
+async def locked() -> AsyncIterator[httpx.AsyncClient]:
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app")
+    await keys.reload()
+    async with client_of(starlette_app(), keys) as made:
+        yield made
+
+
+def bearer(key: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **headers}
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("key-al"), bearer(""), {"Authorization": "Basic key-all"}])
+async def test_without_a_known_key_nothing_is_served(locked: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    response = await locked.post("/", headers=headers)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_probes_need_no_key(locked: httpx.AsyncClient) -> None:
+    assert (await locked.get("/health")).status_code == 200
+
+
+async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None:
+    assert (await locked.post("/", headers=bearer("key-all"))).json()["slo_class"] == "standard"
+    assert (await locked.post("/", headers=bearer("key-night"))).json()["slo_class"] == "offline"
+
+
+async def test_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
+    response = await locked.post("/", headers=bearer("key-night", **{"X-Sluice-Class": "standard"}))
+    assert response.status_code == 403
+
+
 # What is let in
+
+
+async def test_a_refusal_is_a_refusal_also_where_a_stream_had_begun(client: httpx.AsyncClient) -> None:
+    response = await client.post("/refused")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["error"]["message"] == "no room"
 
 
 async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
@@ -172,7 +243,7 @@ def test_the_times_add_up_to_all_that_has_passed() -> None:
         RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8, assigned_s=now_s - 6, last_token_s=now_s - 2),
         RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8),
     ]
-    split = split_time(HttpContext(now_s - 10, "standard", timings))
+    split = split_time(HttpContext(now_s - 10, "standard", timings=timings))
     assert split["queue"] == pytest.approx(2.0)
     assert split["engine"] == pytest.approx(6.0)
     assert 10.0 <= sum(split.values()) <= 10.0 + (time.monotonic() - now_s) + 1e-6

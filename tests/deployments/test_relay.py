@@ -76,7 +76,7 @@ class Replica:
 
     async def give_slot(self, request_id: str) -> None:
         ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-        assert await self.store.enqueue(ticket, max_waiting=0)
+        assert await self.store.enqueue(ticket)
 
 
 @pytest.fixture

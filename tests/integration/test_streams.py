@@ -67,7 +67,7 @@ def used_slots(sluice: Sluice) -> int:
 
 
 def waiting(sluice: Sluice) -> int:
-    return int(sum(sluice.status()["waiting_per_bin"].values()))
+    return int(sum(sluice.status()["waiting"].values()))
 
 
 def all_slots_are_free(sluice: Sluice) -> bool:
@@ -76,7 +76,7 @@ def all_slots_are_free(sluice: Sluice) -> bool:
     return (
         all(engine.get("running") == engine.get("waiting") == engine.get("held") == 0 for engine in engines(sluice))
         and all(replica["running"] == 0 for replica in status["replicas"].values())
-        and not status["waiting_per_bin"]
+        and not status["waiting"]
     )
 
 

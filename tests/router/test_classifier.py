@@ -5,6 +5,7 @@ import pytest
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
 from router.classifier import MAX_UNSENT_LENGTHS, Classifier
@@ -34,6 +35,7 @@ def classifier(metrics: RouterMetrics | None = None) -> Classifier:
         shared_batch_size=4,
         default_output_tokens=100,
         metrics=metrics or RouterMetrics(),
+        prefixes=PrefixIndex(PrefixIndexConfig()),
     )
 
 
@@ -51,20 +53,20 @@ async def teach(taught: Classifier, **lengths: int) -> None:
 
 def test_without_a_prediction_the_default_length_is_assumed_and_the_fallback_counted() -> None:
     metrics = RouterMetrics()
-    ticket = classifier(metrics).ticket(size(), "fast", "a", 100.0)
+    ticket = classifier(metrics).ticket(size(), "fast", "a", 100.0).ticket
     assert ticket.work_s == pytest.approx(1.0 + 100 * 0.0025)
     assert metrics.registry.get_sample_value("sluice_predictor_fallbacks_total", {"slo_class": "fast"}) == 1
 
 
 def test_a_ticket_names_its_request_and_its_router() -> None:
-    ticket = classifier().ticket(size(), "fast", "a", 100.0)
+    ticket = classifier().ticket(size(), "fast", "a", 100.0).ticket
     assert (ticket.request_id, ticket.router_id) == ("x", "a")
 
 
 async def test_a_prediction_sets_bin_and_work() -> None:
     taught = classifier()
     await teach(taught, fast=20, slow=200)
-    short, long = [taught.ticket(size(), slo_class, "a", 0.0) for slo_class in ("fast", "slow")]
+    short, long = [taught.ticket(size(), slo_class, "a", 0.0).ticket for slo_class in ("fast", "slow")]
     assert [short.bin_index, long.bin_index] == [0, 1]
     assert [short.work_s, long.work_s] == pytest.approx([1.0 + 20 * 0.0025, 1.0 + 200 * 0.0025])
 
@@ -72,33 +74,33 @@ async def test_a_prediction_sets_bin_and_work() -> None:
 async def test_the_callers_limit_caps_the_prediction() -> None:
     taught = classifier()
     await teach(taught, fast=200)
-    ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0)
+    ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket
     assert ticket.bin_index == 0
     assert ticket.work_s == pytest.approx(1.0 + 10 * 0.0025)
 
 
 def test_the_callers_limit_caps_the_default() -> None:
-    assert classifier().ticket(size(max_output_tokens=10), "fast", "a", 0.0).work_s == pytest.approx(1.025)
+    assert classifier().ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.025)
 
 
 def test_the_deadline_key_grows_with_arrival_target_and_work() -> None:
     sorter = classifier()
-    base = sorter.ticket(size(), "fast", "a", 0.0).deadline_key
-    assert sorter.ticket(size(), "fast", "a", 10.0).deadline_key == pytest.approx(base + 10.0)
-    assert sorter.ticket(size(), "slow", "a", 0.0).deadline_key == pytest.approx(base + 59.0)
-    assert sorter.ticket(size(2000), "fast", "a", 0.0).deadline_key > base
+    base = sorter.ticket(size(), "fast", "a", 0.0).ticket.deadline_key
+    assert sorter.ticket(size(), "fast", "a", 10.0).ticket.deadline_key == pytest.approx(base + 10.0)
+    assert sorter.ticket(size(), "slow", "a", 0.0).ticket.deadline_key == pytest.approx(base + 59.0)
+    assert sorter.ticket(size(2000), "fast", "a", 0.0).ticket.deadline_key > base
 
 
 async def test_a_length_counts_after_the_exchange_and_once() -> None:
     store, first, second = MemoryStateStore(time.monotonic), classifier(), classifier()
     for _ in range(MIN_SAMPLES):
         first.observe("fast", 20)
-    assert first.ticket(size(), "fast", "a", 0.0).work_s == pytest.approx(1.25)
+    assert first.ticket(size(), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.25)
     for _ in range(3):
         await first.exchange(store)
         await second.exchange(store)
     for taught in (first, second):
-        assert taught.ticket(size(), "fast", "a", 0.0).work_s == pytest.approx(1.05)
+        assert taught.ticket(size(), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.05)
     assert (await store.exchange_lengths(0, [], 4096))[0] == MIN_SAMPLES
 
 

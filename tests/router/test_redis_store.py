@@ -60,7 +60,7 @@ async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.Monkey
 
 async def test_namespaces_do_not_mix(redis_url: str, namespace: str) -> None:
     stores = [RedisStateStore(connect(redis_url), f"{namespace}-{number}") for number in range(2)]
-    await stores[0].enqueue(TICKET, max_waiting=9)
+    await stores[0].enqueue(TICKET)
     assert [(await store.snapshot()).waiting for store in stores] == [1, 0]
     for store in stores:
         await store.close()
@@ -86,7 +86,7 @@ async def test_scripts_are_found_again_after_redis_forgot_them(
     redis_url: str, new_store: Callable[[], RedisStateStore]
 ) -> None:
     store, admin = new_store(), connect(redis_url)
-    await store.enqueue(TICKET, max_waiting=9)
+    await store.enqueue(TICKET)
     await admin.script_flush()
     assert await store.locate(["x"]) == [""]
     await admin.aclose()

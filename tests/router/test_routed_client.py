@@ -20,10 +20,12 @@ from deployments.relay import Relay, RelayConfig
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router import wire
-from router.classifier import Classifier
+from router.admission import ClassLimits, Door, Tenant
+from router.classifier import Classifier, Mode
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RelayMetrics, RouterMetrics
 from router.redis_store import RedisStateStore, connect
@@ -75,11 +77,11 @@ class FrontEnd:
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
 
-    async def ask(self, asked: FakeRequest, slo_class: str = "standard") -> Answer:
+    async def ask(self, asked: FakeRequest, slo_class: str = "standard", tenant: Tenant | None = None) -> Answer:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
         timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class=slo_class, timing=timing)
+        await self.client.submit(asked, slo_class=slo_class, timing=timing, tenant=tenant)
         return answer
 
     async def ask_many(self, number: int, max_tokens: int = 20, *, replays: bool = False) -> list[Answer]:
@@ -181,7 +183,14 @@ class Service:
         return RedisStateStore(connect(self.url), self.name)
 
     async def replica(
-        self, slots: int = 4, *, salt: int = 0, step_s: float = 0.002, lease_s: float = 15.0, version: str = "fake-1"
+        self,
+        slots: int = 4,
+        *,
+        salt: int = 0,
+        step_s: float = 0.002,
+        lease_s: float = 15.0,
+        version: str = "fake-1",
+        step_times: StepTimes | None = None,
     ) -> Replica:
         engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
         self._stores.append(self.new_store())
@@ -189,7 +198,7 @@ class Service:
             engine=engine,
             store=self._stores[-1],
             info=_info(f"r{len(self.replicas)}", version),
-            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
             metrics=RelayMetrics(CollectorRegistry()),
         )
         await relay.start("127.0.0.1")
@@ -197,7 +206,14 @@ class Service:
         return self.replicas[-1]
 
     async def front_end(
-        self, *, max_waiting: int = 4096, max_wait_s: float = 60.0, silence_s: float = 5.0, max_moves: int = 8
+        self,
+        *,
+        max_waiting: int = 4096,
+        max_wait_s: float = 60.0,
+        silence_s: float = 5.0,
+        max_moves: int = 8,
+        prefix_tie_s: float = 0.0,
+        mode: Mode = "full",
     ) -> FrontEnd:
         metrics = RouterMetrics()
         self._stores.append(self.new_store())
@@ -205,12 +221,12 @@ class Service:
             router_id=f"router{len(self.front_ends)}",
             store=self._stores[-1],
             codec=FakeCodec(),
-            classifier=_classifier(metrics),
+            classifier=_classifier(metrics, prefix_tie_s, mode),
+            door=Door({"standard": ClassLimits(max_waiting=max_waiting)}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,
             config=RoutedClientConfig(
-                max_waiting=max_waiting,
                 max_wait_s=max_wait_s,
                 max_moves=max_moves,
                 heartbeat_s=HEARTBEAT_S,
@@ -258,16 +274,27 @@ def _info(replica_id: str, version: str = "fake-1", port: int = 0) -> ReplicaInf
     )
 
 
-def _classifier(metrics: RouterMetrics) -> Classifier:
-    step = StepCoefficients(overhead_s=0.01)
+STEP_TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.01),
+    decode=StepCoefficients(overhead_s=0.01),
+    mixed=StepCoefficients(overhead_s=0.01),
+)
+
+
+def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"standard": 1.0}, default_target_s=1.0)),
-        step_times=StepTimes(prefill=step, decode=step, mixed=step),
+        order=VirtualDeadline(
+            VirtualDeadlineConfig(class_targets_s={"standard": 1.0, "patient": 60.0}, default_target_s=1.0)
+        ),
+        step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=16,
         metrics=metrics,
+        prefixes=PrefixIndex(PrefixIndexConfig()),
+        prefix_tie_s=prefix_tie_s,
+        mode=mode,
     )
 
 
@@ -340,10 +367,61 @@ async def test_more_than_may_wait_are_refused(service: Service) -> None:
     answers = await front_end.ask_many(2)
     with pytest.raises(AdmissionError, match="max_waiting"):
         await front_end.ask(request())
-    await until(lambda: front_end.client.is_full)
+    await until(lambda: front_end.client.is_full("standard"))
     await service.replica()
     await service.finish(answers)
     assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
+
+
+async def test_a_spent_quota_is_refused_with_the_time_of_the_next_try(service: Service) -> None:
+    await service.replica()
+    front_end = await service.front_end()
+    tenant = Tenant(name="t", requests_per_minute=2)
+    answers = [await front_end.ask(request(), tenant=tenant) for _ in range(2)]
+    with pytest.raises(AdmissionError, match="requests_per_minute of t") as refused:
+        await front_end.ask(request(), tenant=tenant)
+    assert 25 < refused.value.retry_after_s <= 30
+    answers.append(await front_end.ask(request()))
+    await service.finish(answers)
+
+
+async def test_a_replica_of_measured_half_speed_gets_less(service: Service) -> None:
+    slow = await service.replica(slots=64, step_s=0.02, step_times=STEP_TIMES)
+    fast = await service.replica(slots=64, step_s=0.005, step_times=STEP_TIMES)
+    front_end = await service.front_end()
+    await service.finish(await front_end.ask_many(8, 60))
+    speeds = (await service.store.snapshot()).replicas
+    assert speeds[slow.replica_id].slowness > 1.5 * speeds[fast.replica_id].slowness
+    before = fast.engine.taken, slow.engine.taken
+    await service.finish(await front_end.ask_many(20, 40))
+    assert fast.engine.taken - before[0] > slow.engine.taken - before[1]
+
+
+async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> None:
+    for _ in range(2):
+        await service.replica(slots=64)
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    shared = list(range(200))
+    ask = [FakeRequest(request_id=secrets.token_hex(8), prompt=[*shared, n], max_tokens=3) for n in range(10)]
+    answers = []
+    for each in ask:
+        answers.append(await front_end.ask(each))
+        await until(lambda: answers[-1].tokens)
+    assert sorted(replica.engine.taken for replica in service.replicas) == [0, 10]
+    await service.finish(answers)
+
+
+async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
+    replica = await service.replica(slots=1)
+    front_end = await service.front_end(mode="shadow")
+    answers = [await front_end.ask(request(60), slo_class="standard")]
+    answers.append(await front_end.ask(request(), slo_class="patient"))
+    answers.append(await front_end.ask(request(), slo_class="standard"))
+    await until(lambda: answers[1].outcome is not None)
+    assert answers[2].outcome is None
+    assert front_end.count("shadow_starts_total", slo_class="patient", plan="later") == 1
+    await service.finish(answers)
+    assert replica.engine.most_held == 1
 
 
 async def test_an_id_that_is_not_over_is_refused_and_the_first_goes_on(service: Service) -> None:
@@ -674,7 +752,7 @@ async def test_a_slot_of_a_second_replica_is_given_back(service: Service) -> Non
     await until(lambda: replica.engine.held == 1)
     await service.store.register_replica(_info("other"), 1, [])
     await service.store.drop_replica("r0")
-    assert await service.store.enqueue(front_end.client._entries[answer.asked.request_id].ticket, max_waiting=9)
+    assert await service.store.enqueue(front_end.client._entries[answer.asked.request_id].ticket)
     front_end.client._place(Assignment(answer.asked.request_id, "other"))
     replica.engine.resume()
     await service.finish([answer])
@@ -711,6 +789,89 @@ async def test_a_redis_that_comes_back_empty_loses_nothing() -> None:
     server.close()
 
 
+class Gate:
+    """A way to Redis that can be shut."""
+
+    def __init__(self, url: str) -> None:
+        self._address, _, path = url.rpartition("@")[2].partition("/")
+        self._credentials = url.rpartition("@")[0]
+        self._path = path
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"{self._credentials}@127.0.0.1:{self.port}/{self._path}"
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._address.partition(":")
+        other_reader, other = await asyncio.open_connection(host, int(port))
+        self._writers |= {writer, other}
+        await asyncio.gather(self._pass_on(reader, other), self._pass_on(other_reader, writer))
+
+    @staticmethod
+    async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    def shut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+
+@pytest.fixture
+async def gate(redis_url: str) -> AsyncIterator[Gate]:
+    made = Gate(redis_url)
+    await made.open()
+    yield made
+    made.shut()
+
+
+async def test_while_redis_is_away_new_requests_use_the_capacity_known_last(gate: Gate) -> None:
+    service = Service(gate.url)
+    for _ in range(2):
+        await service.replica(slots=3)
+    front_end = await service.front_end()
+    first = await front_end.ask_many(4, 200)
+    await until(lambda: all(answer.tokens for answer in first) and not front_end.client.snapshot.waiting)
+    await until(lambda: sum(load.running for load in front_end.client.snapshot.replicas.values()) == 4)
+    gate.shut()
+    more = await front_end.ask_many(10, 20)
+    await until(lambda: all(answer.outcome == "length" for answer in more))
+    assert not front_end.client.is_cut_off
+    late = await front_end.ask_many(10, 60)
+    await until(lambda: any(answer.tokens for answer in late))
+    await gate.open()
+    await service.finish([*first, *more, *late])
+    assert max(replica.engine.most_held for replica in service.replicas) <= 3
+    await service.close()
+
+
+async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate) -> None:
+    service = Service(gate.url)
+    for _ in range(2):
+        await service.replica(slots=4)
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(8, 100)
+    await until(lambda: all(answer.tokens for answer in answers))
+    gate.shut()
+    answers += await front_end.ask_many(2, 20)
+    await service.replicas[0].die()
+    await until(lambda: sum(answer.outcome is not None for answer in answers) > 5)
+    await gate.open()
+    await service.finish(answers)
+    await service.close()
+
+
 async def test_without_redis_a_new_request_is_refused_in_words() -> None:
     server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     service = Service(server.url)
@@ -738,7 +899,7 @@ async def test_a_redis_that_stands_still_for_a_while_doubles_nothing(redis_url: 
     await admin.aclose()
 
 
-@pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"heartbeat_s": 0.0}, {"silence_s": float("inf")}])
+@pytest.mark.parametrize("wrong", [{"max_moves": -1}, {"heartbeat_s": 0.0}, {"silence_s": float("inf")}])
 def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RoutedClientConfig(**wrong)  # type: ignore[arg-type]

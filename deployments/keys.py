@@ -1,0 +1,150 @@
+"""API keys: who may ask, for which classes, and how much.
+
+A key is kept as its SHA-256 alone. Keys come from a YAML file, from the environment variable SLUICE_API_KEYS (the same
+YAML) and from Redis; all are read again every few seconds, so that keys change without a restart. `sluice keys new`
+makes one. Entries:
+
+    - name: team-a
+      sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+      default_class: interactive
+      classes: [interactive, standard]      # none: all
+      requests_per_minute: 600              # none: no limit
+      tokens_per_minute: 1000000
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import redis.asyncio as redis
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from redis.exceptions import RedisError
+
+from policies.errors import ConfigError, StateStoreError
+from router.admission import Tenant
+
+logger = logging.getLogger(__name__)
+
+KEYS_ENV = "SLUICE_API_KEYS"
+RELOAD_S = 5.0
+MAX_KEYS = 100_000
+MAX_FILE_BYTES = 32 << 20
+_PREFIX = "sk-sluice-"
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class KeyEntry(BaseModel):
+    """One key as it is written down."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=64)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    default_class: str | None = None
+    classes: frozenset[str] | None = None
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
+
+    def tenant(self) -> Tenant:
+        return Tenant(
+            name=self.name,
+            default_class=self.default_class,
+            classes=self.classes,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
+
+_entries = TypeAdapter(Annotated[list[KeyEntry], Field(max_length=MAX_KEYS)])
+
+
+def new_key() -> str:
+    """256 bits of chance: nothing that could be guessed, so that one round of SHA-256 protects it."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def parse_entries(text: str, source: str) -> list[KeyEntry]:
+    """Raises ConfigError that names the source and the entry, never a value."""
+    try:
+        return _entries.validate_python(yaml.safe_load(text) or [])
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML") from error
+    except ValidationError as error:
+        wrong = "; ".join(f"entry {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{source}: {wrong}") from None
+
+
+def redis_hash(application: str) -> str:
+    """The Redis hash of an application's keys: SHA-256 -> one entry in YAML."""
+    return f"{{sluice:{application}}}:keys"
+
+
+class KeyRing:
+    """All keys of an application. `reload` before use, and again from time to time."""
+
+    def __init__(
+        self, *, file: Path | None, environment: str | None, client: "redis.Redis | None", application: str
+    ) -> None:
+        self._file, self._environment, self._redis = file, environment, client
+        self._hash = redis_hash(application)
+        self._tenants: Mapping[str, Tenant] = {}
+
+    @property
+    def required(self) -> bool:
+        """Whether a request needs a key: where a source of keys is configured."""
+        return self._file is not None or self._environment is not None or self._redis is not None
+
+    def find(self, key: str) -> Tenant | None:
+        """Looked up by its hash: how long that takes tells of the hash, from which no key can be had."""
+        return self._tenants.get(digest(key))
+
+    async def reload(self) -> None:
+        """Read every source again. When one cannot be read, the keys stay as they are.
+
+        Raises:
+            ConfigError: a source is malformed, or two entries have one key.
+        StateStoreError: Redis does not answer.
+        """
+        entries = [*self._from_file(), *self._from_environment(), *await self._from_redis()]
+        self._tenants = _by_hash(entries)
+
+    def _from_file(self) -> list[KeyEntry]:
+        if self._file is None:
+            return []
+        try:
+            if self._file.stat().st_size > MAX_FILE_BYTES:
+                raise ConfigError(f"keys.file {self._file} exceeds {MAX_FILE_BYTES} bytes")
+            return parse_entries(self._file.read_text(), f"keys.file {self._file}")
+        except OSError as error:
+            raise ConfigError(f"keys.file {self._file}: {error.strerror}") from error
+
+    def _from_environment(self) -> list[KeyEntry]:
+        return [] if self._environment is None else parse_entries(self._environment, KEYS_ENV)
+
+    async def _from_redis(self) -> list[KeyEntry]:
+        if self._redis is None:
+            return []
+        try:
+            async with asyncio.timeout(RELOAD_S):
+                stored: list[bytes] = await cast(Awaitable[Any], self._redis.hvals(self._hash))
+        except (RedisError, OSError) as error:
+            raise StateStoreError(f"keys in Redis: {error}") from error
+        return [entry for raw in stored for entry in parse_entries(f"[{raw.decode()}]", "a key in Redis")]
+
+
+def _by_hash(entries: Iterable[KeyEntry]) -> dict[str, Tenant]:
+    tenants: dict[str, Tenant] = {}
+    for entry in entries:
+        if entry.sha256 in tenants:
+            raise ConfigError(f"keys {tenants[entry.sha256].name!r} and {entry.name!r} are one key")
+        tenants[entry.sha256] = entry.tenant()
+    return tenants

@@ -1,0 +1,82 @@
+"""Whether a request may queue at all: quotas per customer, and a queue no longer than its class can bear.
+
+A request that will miss its class's limit whatever happens is better refused at once, with the time after which it is
+worth another try, than kept until it times out. No paper of the five treats admission at the door.
+
+The quota is the generic cell rate algorithm (ITU-T I.371, a leaky bucket kept as one number): ``whole_s`` is the time
+at which everything spent will have come back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from policies.checks import require_at_least, require_positive
+
+UNLIMITED = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one request takes out of one allowance.
+
+    Attributes:
+        name: whose allowance, and of what: one state for each name.
+        cost: what the request takes, in the allowance's unit (requests, tokens).
+        per_s: how much comes back each second.
+        burst: how much may be taken at once after a rest; one request that costs more takes all of it.
+
+    Raises:
+        ConfigError: cost is negative, or a rate or burst not positive.
+    """
+
+    name: str
+    cost: float
+    per_s: float
+    burst: float
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "cost")
+        require_positive(self, "per_s", "burst")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request must meet in order to queue. A replica that can start it at once makes only the quotas count.
+
+    Attributes:
+        max_waiting: requests of its class that may wait.
+        max_wait_s: longest predicted wait that its class bears.
+    """
+
+    max_waiting: int
+    max_wait_s: float = UNLIMITED
+    quotas: tuple[Quota, ...] = field(default=())
+
+
+NO_LIMITS = Limits(max_waiting=1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request may not queue: ``max_waiting``, ``max_wait_s`` or a quota's name; and when to try again."""
+
+    reason: str
+    retry_after_s: float
+
+
+def spend(quota: Quota, whole_s: float, now_s: float) -> tuple[float, float]:
+    """Take a quota's cost: when it is whole again afterwards, and the seconds by which that is too late (<= 0: fine).
+
+    whole' = max(now, whole) + cost / per_s, allowed up to now + max(burst, cost) / per_s.
+    """
+    after_s = max(now_s, whole_s) + quota.cost / quota.per_s
+    return after_s, after_s - (now_s + max(quota.burst, quota.cost) / quota.per_s)
+
+
+def predicted_wait_s(work_ahead_s: float, slowness: Iterable[float]) -> float:
+    """Seconds until the work that goes first is worked off by all replicas together; 0 where no replica is known.
+
+    A replica of slowness 2 needs two seconds for one predicted second.
+    """
+    pace = sum(1.0 / each for each in slowness)
+    return work_ahead_s / pace if pace > 0.0 else 0.0

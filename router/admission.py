@@ -1,0 +1,91 @@
+"""From a service class and a customer to the limits under which a request may queue. A driver: the rules are
+`policies.admission`'s."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from policies.admission import Limits, Quota
+from policies.checks import require_at_least, require_positive
+
+SECONDS_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLimits:
+    """How much of a class may wait.
+
+    Attributes:
+        max_waiting: requests.
+        max_wait_s: predicted seconds; None bears any wait.
+
+    Raises:
+        ConfigError: max_waiting is below 1, or max_wait_s not positive.
+    """
+
+    max_waiting: int = 4096
+    max_wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_waiting")
+        if self.max_wait_s is not None:
+            require_positive(self, "max_wait_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Whoever an API key belongs to.
+
+    Attributes:
+        default_class: of its requests that name none; None takes the application's.
+        classes: the ones that it may ask for; None allows all.
+        requests_per_minute, tokens_per_minute: how much it may start; tokens are those of the prompt and the
+            predicted answer. A minute's worth may come at once.
+
+    Raises:
+        ConfigError: a rate is not positive.
+    """
+
+    name: str
+    default_class: str | None = None
+    classes: frozenset[str] | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+
+    def __post_init__(self) -> None:
+        for rate in ("requests_per_minute", "tokens_per_minute"):
+            if getattr(self, rate) is not None:
+                require_positive(self, rate)
+
+    def may_use(self, slo_class: str) -> bool:
+        return self.classes is None or slo_class in self.classes
+
+    def quotas(self, tokens: float) -> tuple[Quota, ...]:
+        """What one request of so many tokens takes out of its allowances."""
+        costs = (
+            ("requests_per_minute", self.requests_per_minute, 1.0),
+            ("tokens_per_minute", self.tokens_per_minute, tokens),
+        )
+        return tuple(
+            Quota(name=f"{name} of {self.name}", cost=cost, per_s=rate / SECONDS_PER_MINUTE, burst=rate)
+            for name, rate, cost in costs
+            if rate is not None
+        )
+
+
+class Door:
+    """The limits of every class; a class without any has the defaults."""
+
+    def __init__(self, classes: Mapping[str, ClassLimits]) -> None:
+        self._classes = classes
+
+    def max_waiting(self, slo_class: str) -> int:
+        return self._classes.get(slo_class, ClassLimits()).max_waiting
+
+    def limits(self, slo_class: str, tenant: Tenant | None, tokens: float) -> Limits:
+        limits = self._classes.get(slo_class, ClassLimits())
+        return Limits(
+            max_waiting=limits.max_waiting,
+            max_wait_s=math.inf if limits.max_wait_s is None else limits.max_wait_s,
+            quotas=tenant.quotas(tokens) if tenant else (),
+        )

@@ -1,0 +1,121 @@
+"""API keys: their files, and the command that makes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments import cli
+from deployments.keys import KeyRing, digest, new_key, parse_entries
+from policies.errors import ConfigError, StateStoreError
+from router.redis_store import connect
+
+
+def ring(file: Path | None = None, environment: str | None = None) -> KeyRing:
+    return KeyRing(file=file, environment=environment, client=None, application="app")
+
+
+def written(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(list(entries)))
+    return path
+
+
+async def test_a_key_is_found_by_its_hash_alone(tmp_path: Path) -> None:
+    key = new_key()
+    keys = ring(written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(key), "classes": ["offline"]}))
+    await keys.reload()
+    tenant = keys.find(key)
+    assert tenant is not None
+    assert (tenant.name, tenant.classes) == ("a", frozenset({"offline"}))
+    assert keys.find(key + "x") is None
+    assert keys.find("") is None
+    assert keys.required
+
+
+async def test_keys_change_without_a_restart_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    old, new = new_key(), new_key()
+    file = written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(old)})
+    keys = ring(file, json.dumps([{"name": "b", "sha256": digest("from the environment")}]))
+    await keys.reload()
+    written(file, {"name": "a", "sha256": digest(new)})
+    await keys.reload()
+    assert keys.find(old) is None
+    assert keys.find(new) is not None
+    file.write_text("- name: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        await keys.reload()
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"keys\.yaml"):
+        await keys.reload()
+    assert keys.find(new) is not None
+    assert keys.find("from the environment") is not None
+
+
+def test_without_a_source_no_key_is_required() -> None:
+    assert not ring().required
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("- {name: a, sha256: short}", "0.sha256"),
+        ("- {name: a}", "0.sha256"),
+        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", "0.colour"),
+        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "0.requests_per_minute"),
+        ("just text", "list"),
+    ],
+)
+def test_a_wrong_entry_is_named_by_its_place(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_entries(text, "a file")
+
+
+async def test_one_key_twice_is_refused(tmp_path: Path) -> None:
+    entries = [{"name": name, "sha256": digest("one")} for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="'a' and 'b' are one key"):
+        await ring(written(tmp_path / "keys.yaml", *entries)).reload()
+
+
+def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6"])
+    key, entry = capsys.readouterr().out.strip().split("\n", 1)
+    (made,) = parse_entries(entry, "what it printed")
+    assert made.sha256 == digest(key)
+    assert (made.classes, made.tokens_per_minute) == (frozenset({"offline"}), 1e6)
+
+
+async def test_keys_in_redis_are_made_listed_used_and_removed(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    key = capsys.readouterr().out.strip()
+    cli.main(["keys", "list", "--application", namespace])
+    assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
+    client = connect(redis_url)
+    keys = KeyRing(file=None, environment=None, client=client, application=namespace)
+    await keys.reload()
+    assert keys.find(key) is not None
+    cli.main(["keys", "remove", "a", "--application", namespace])
+    await keys.reload()
+    assert keys.find(key) is None
+    await client.aclose()
+
+
+def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://127.0.0.1:1/0")
+    with pytest.raises(SystemExit, match="Redis"):
+        cli.main(["keys", "list"])
+    monkeypatch.delenv("SLUICE_REDIS_URL")
+    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL"):
+        cli.main(["keys", "list"])
+
+
+async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> None:
+    client = connect("redis://127.0.0.1:1/0")
+    keys = KeyRing(file=None, environment=None, client=client, application="app")
+    with pytest.raises(StateStoreError):
+        await keys.reload()
+    await client.aclose()

@@ -1,0 +1,53 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission import Quota, predicted_wait_s, spend
+from policies.errors import ConfigError
+
+
+def quota(cost: float = 1.0, per_s: float = 1.0, burst: float = 5.0) -> Quota:
+    return Quota(name="k", cost=cost, per_s=per_s, burst=burst)
+
+
+def test_a_rested_allowance_gives_its_burst_and_then_one_at_a_time() -> None:
+    whole_s, taken_at = 0.0, []
+    for tenth in range(1000, 1100):
+        after_s, late_s = spend(quota(), whole_s, tenth / 10)
+        if late_s <= 0:
+            whole_s = after_s
+            taken_at.append(tenth / 10)
+    assert taken_at[:5] == [100.0, 100.1, 100.2, 100.3, 100.4]
+    assert taken_at[5:] == [101.0, 102.0, 103.0, 104.0, 105.0, 106.0, 107.0, 108.0, 109.0]
+
+
+def test_what_comes_too_early_is_told_how_much() -> None:
+    assert spend(quota(cost=5.0), 100.0, 100.0) == (105.0, 0.0)
+    assert spend(quota(cost=2.0), 105.0, 100.0)[1] == 2.0
+    assert spend(quota(cost=2.0), 105.0, 102.0)[1] == 0.0
+
+
+@given(
+    costs=st.lists(st.floats(0.0, 5.0), min_size=1, max_size=50),
+    pauses=st.lists(st.floats(0.0, 3.0), min_size=50, max_size=50),
+)
+def test_never_more_than_burst_and_rate_allow(costs: list[float], pauses: list[float]) -> None:
+    now_s = whole_s = spent = 0.0
+    for cost, pause_s in zip(costs, pauses, strict=False):
+        now_s += pause_s
+        after_s, late_s = spend(quota(cost=cost), whole_s, now_s)
+        if late_s <= 0:
+            whole_s, spent = after_s, spent + cost
+        assert spent <= 5.0 + now_s + 1e-9
+
+
+def test_a_wait_is_the_work_ahead_over_the_pace_of_all_replicas() -> None:
+    assert predicted_wait_s(12.0, [1.0, 0.5]) == 4.0
+    assert predicted_wait_s(12.0, [2.0]) == 24.0
+    assert predicted_wait_s(12.0, []) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [{"cost": -1.0}, {"per_s": 0.0}, {"burst": 0.0}])
+def test_a_quota_out_of_bounds_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        quota(**wrong)
