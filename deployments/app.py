@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve import Application, Deployment
 
+from deployments.autoscaling import serve_config
 from deployments.config import AppConfig
 from deployments.embedded_redis import embedded_url, free_port
 from deployments.engine_replica import EngineReplica
@@ -40,9 +41,7 @@ def build(config: AppConfig) -> Application:
     groups: list[tuple[tuple[str, ...], int]] = [((), config.engine.replicas)]
     groups += [((name,), section.own_replicas) for name, section in config.classes.items() if section.own_replicas]
     engines = [
-        _engine_deployment(config, "-".join(("EngineReplica", *classes)), replicas).bind(
-            config, redis_url, redis_server, classes
-        )
+        _engine_deployment(config, classes, replicas).bind(config, redis_url, redis_server, classes)
         for classes, replicas in groups
     ]
     return _router_deployment(config).bind(config, redis_url, redis_server, engines, os.environ.get(KEYS_ENV))
@@ -54,11 +53,13 @@ def _redis_deployment() -> Deployment:
     )
 
 
-def _engine_deployment(config: AppConfig, name: str, replicas: int) -> Deployment:
+def _engine_deployment(config: AppConfig, classes: tuple[str, ...], replicas: int) -> Deployment:
+    scaled = None if classes else config.engine.autoscaling
     return serve.deployment(
         EngineReplica,
-        name=name,
-        num_replicas=replicas,
+        name="-".join(("EngineReplica", *classes)),
+        num_replicas="auto" if scaled else replicas,
+        autoscaling_config=serve_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus,
             "num_gpus": config.engine.num_gpus,

@@ -66,10 +66,35 @@ class RouterSection(Section):
         )
 
 
+class AutoscalingSection(Section):
+    """Shared engine replicas follow the predicted work."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """Also at no traffic at all: from nothing, no replica would be there to report."""
+    max_replicas: int = Field(ge=1)
+    slot_use: float = Field(default=0.8, gt=0, lt=1)
+    """Fraction of all slots that should be in use."""
+    max_queue_s: Seconds = 5.0
+    """Longest time that working off the queue should take, by prediction."""
+    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """How long the need for more must stand."""
+    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    """How long the need for fewer must stand: longer than loading the model takes."""
+    interval_s: Seconds = 1.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "AutoscalingSection":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+        return self
+
+
 class EngineSection(Section):
     """The deployment that runs the model."""
 
     replicas: int = Field(default=1, ge=1)
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
     num_gpus: float = Field(default=0, ge=0)
     """GPUs for each replica; 0 runs the CPU build."""
     num_cpus: float = Field(default=1, ge=0)
@@ -247,10 +272,18 @@ class AppConfig(Section):
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
         return self
 
+    @model_validator(mode="after")
+    def _scales_what_it_counts(self) -> "AppConfig":
+        own = sorted(name for name, section in self.classes.items() if section.own_replicas)
+        if self.engine.autoscaling and own:
+            raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
+        return self
+
     @property
     def engine_replicas(self) -> int:
-        """Shared ones and those of classes."""
-        return self.engine.replicas + sum(section.own_replicas for section in self.classes.values())
+        """Shared ones and those of classes, at the start."""
+        shared = self.engine.autoscaling.min_replicas if self.engine.autoscaling else self.engine.replicas
+        return shared + sum(section.own_replicas for section in self.classes.values())
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.

@@ -110,6 +110,10 @@ class EmbeddedRedis:
         return log.read_text()[-500:] if log.exists() else ""
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
@@ -43,10 +44,10 @@ class EngineReplica:
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(redis.aclose)
-        store = RedisStateStore(redis, config.namespace(self._engine.engine_version))
+        self._store = RedisStateStore(redis, config.namespace(self._engine.engine_version))
         self._relay = Relay(
             engine=self._engine,
-            store=store,
+            store=self._store,
             info=ReplicaInfo(
                 replica_id=serve.get_replica_context().replica_id.unique_id,
                 host=host,
@@ -66,6 +67,10 @@ class EngineReplica:
         self._resources.push_async_callback(self._leave)
         await self._relay.start(host)
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
+
+    async def record_autoscaling_stats(self) -> Stats:
+        """Ray Serve asks for it where replicas are scaled."""
+        return fleet_stats(await self._store.snapshot())
 
     def check_health(self) -> None:
         if not self._relay.healthy:
