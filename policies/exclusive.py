@@ -25,7 +25,7 @@ from typing import Literal
 from policies.batch_size import capped_plan
 from policies.checks import require_at_least, require_one_of, require_positive, require_probability
 from policies.errors import ConfigError
-from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable
+from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable, SurvivalLaw
 from policies.phases import (
     PhaseLength,
     RefillLimits,
@@ -339,7 +339,8 @@ class ExclusiveMixed:
     full; DECODE follows. In mixed mode every step may do both.
     """
 
-    def __init__(self, config: ExclusiveMixedConfig) -> None:
+    def __init__(self, config: ExclusiveMixedConfig, learned: "ExclusiveMixed | None" = None) -> None:
+        """``learned``: one whose step times and lengths this one takes over; it must not be used any more."""
         self.config = config
         self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
         self._model = StepTimeModel(config.step_times)
@@ -352,6 +353,10 @@ class ExclusiveMixed:
         self._steps = 0
         self._plans = 0
         self._decode_steps = 0
+        if learned:
+            self._model, self._lengths = learned._model, learned._lengths
+            self._occupancy, self._steps = learned._occupancy, learned._steps
+            self._decode_steps = learned._decode_steps
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
@@ -362,6 +367,14 @@ class ExclusiveMixed:
     def exclusive(self) -> bool:
         """True while prefill and decode take turns."""
         return self._choice.exclusive
+
+    def step_times(self) -> StepTimes | None:
+        """Step times as learned so far."""
+        return self._model.times()
+
+    def law(self) -> SurvivalLaw | None:
+        """Output lengths as seen so far, of requests that ended."""
+        return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
         if self._plans % self.config.replan_steps == 0:

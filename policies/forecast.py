@@ -26,7 +26,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from policies.batch_size import MemoryAware, MemoryAwareConfig, capped_plan
+from policies.batch_size import MemoryAware, MemoryAwareConfig, capped_plan, mean_known_prompt_tokens
 from policies.checks import require_at_least, require_positive, require_probability
 from policies.errors import InputError
 from policies.lengths import LengthStatistics, LengthStatisticsConfig, SurvivalLaw
@@ -79,17 +79,22 @@ class ForecastAdmissionConfig:
 class ForecastAdmission:
     """Admits the longest prefix of the queue that is safe at every horizon. Never holds back the only request."""
 
-    def __init__(self, config: ForecastAdmissionConfig) -> None:
+    def __init__(self, config: ForecastAdmissionConfig, learned: "ForecastAdmission | None" = None) -> None:
+        """``learned``: one with as many classes, whose lengths this one takes over; it must not be used any more."""
         self.config = config
         self._fallback = MemoryAware(config.fallback)
-        self._lengths = LengthStatistics(
-            LengthStatisticsConfig(
-                classes=config.classes, window=config.window, max_output_tokens=config.max_output_tokens
+        self._lengths = (
+            learned._lengths
+            if learned
+            else LengthStatistics(
+                LengthStatisticsConfig(
+                    classes=config.classes, window=config.window, max_output_tokens=config.max_output_tokens
+                )
             )
         )
         self._survival = _SurvivalTable(config.classes, config.horizons)
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
-        self._decode_steps = 0
+        self._decode_steps = learned._decode_steps if learned else 0
         self._plans = 0
 
     @property
@@ -112,6 +117,18 @@ class ForecastAdmission:
             self._fallback.observe(result)
         self._lengths.observe(result.finished, self._decode_steps)
         self._decode_steps += result.decode_requests > 0
+
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
+        if not self.uses_forecast or not self._plans or not state.free_slots:
+            return state.slots
+        prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
+        alike = RequestView(request_id="", arrival_s=state.now_s, prompt_tokens=prompt)
+        return state.running_count + self._safe_count(state, (alike,) * state.free_slots)
+
+    def _mean_prompt_tokens(self) -> float:
+        moments = self._lengths.moments()
+        return moments.mean_prompt_tokens if moments else 0.0
 
     def _refresh(self, state: BatchState) -> None:
         """Rebuild what is due: every class at first, afterwards one class each ``refresh_steps / classes`` plans."""
