@@ -48,6 +48,8 @@ class SchedulerSettings(BaseModel):
     """A fixed cap on running requests, below vLLM's own max_num_seqs."""
     overflow_probability: float = Field(default=0.05, gt=0, lt=1)
     """Chance allowed that the KV cache overflows and preempts."""
+    overcommit: bool = True
+    """Admit beyond the forecast while preemptions cost less than the larger batch brings."""
     prior_output_tokens: float = Field(default=256.0, gt=0, allow_inf_nan=False)
     """What an answer is taken for before any has been seen."""
     profile: Path | None = None
@@ -100,6 +102,7 @@ class SchedulerSettings(BaseModel):
             itl_budget_s=self.itl_budget_s,
             refill=self.refill,
             max_wait_s=self.max_wait_s,
+            overcommit=self.overcommit,
             overflow_probability=self.overflow_probability,
             prior_output_tokens=self.prior_output_tokens,
             prior_output_std_tokens=self.prior_output_tokens,

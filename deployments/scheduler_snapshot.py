@@ -55,7 +55,7 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler; keeps a row for each request that has run and a view for each that was shown."""
+    """Takes snapshots of one scheduler; keeps a row for each request that ran and a view for each that was shown."""
 
     def __init__(self, scheduler: Scheduler, slots: int, max_batch_tokens: int, class_names: tuple[str | None, ...]):
         self._scheduler = scheduler
@@ -244,7 +244,7 @@ class SnapshotTaker:
 
 
 def _last_token_in_flight(request: Request) -> bool:
-    return (
+    return bool(
         request.num_output_placeholders > 0
         and request.num_computed_tokens + 2 - request.num_output_placeholders
         >= request.num_prompt_tokens + request.max_tokens

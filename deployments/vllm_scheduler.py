@@ -52,6 +52,10 @@ class SluiceScheduler(AsyncScheduler):
         on_step: called with every step's result, for calibration and tests.
     """
 
+    waiting: Any
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = SchedulerSettings.of_vllm(self.vllm_config.additional_config)
@@ -201,7 +205,11 @@ class _PlannedScheduler(SluiceScheduler):
     def _budget(self, tokens: int) -> int:
         """Where prompts, drafts or images cannot be cut, a smaller budget might let nothing through for ever."""
         whole = self._stock_limits[1]
-        if not self.scheduler_config.enable_chunked_prefill or self.num_spec_tokens or self.max_num_encoder_input_tokens:
+        if (
+            not self.scheduler_config.enable_chunked_prefill
+            or self.num_spec_tokens
+            or self.max_num_encoder_input_tokens
+        ):
             return whole
         return min(tokens, whole)
 

@@ -32,6 +32,7 @@ class AutoConfig:
         admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
         refill: requests per refill of exclusive batching; None is the exact phase length.
         max_wait_s: a head of the queue older than this opens a refill at once, or None.
+        overcommit: let the forecast admit more while preemptions cost less than they bring (``policies.overcommit``).
         overflow_probability, length_bias, classes, max_output_tokens: as in ``ForecastAdmissionConfig``.
         prior_output_tokens, prior_output_std_tokens: what answers are taken for before any has been seen.
         step_times: measured earlier on this model and GPU, or None.
@@ -47,6 +48,7 @@ class AutoConfig:
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
     refill: int | None = None
     max_wait_s: float | None = None
+    overcommit: bool = True
     overflow_probability: float = 0.05
     length_bias: float = 1.1
     classes: int = 1
@@ -109,9 +111,9 @@ class Auto:
         """
         if learned is not None and learned.config.classes != config.classes:
             raise ConfigError(f"the number of classes cannot change, from {learned.config.classes} to {config.classes}")
-        self.config = config
-        self.phases = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
-        self.admission = self._admission(learned)
+        self.config: AutoConfig = config
+        self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
+        self.admission: BatchPolicy = self._admission(learned)
         targets = config.targets()
         self.targets = ClassTargets(targets) if targets else None
         self._composed = smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
@@ -122,7 +124,8 @@ class Auto:
         if self.config.admission == "slots":
             return Stock(StockConfig())
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
-        return ForecastAdmission(self.config.forecast(), known)
+        step_times = self.phases.step_times if self.config.overcommit else None
+        return ForecastAdmission(self.config.forecast(), known, step_times=step_times)
 
     @property
     def law(self) -> SurvivalLaw | None:

@@ -15,20 +15,19 @@ from deployments.environment import cpu_env
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().items() if k != "LD_PRELOAD"}})
 
-import torch  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
-from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
-from deployments.vllm_scheduler import SluiceScheduler  # noqa: E402
-from policies.clock import ManualClock  # noqa: E402
-from policies.types import StepCoefficients, StepResult, StepTimes  # noqa: E402
+from deployments.vllm_scheduler import SluiceScheduler
+from policies.clock import ManualClock
+from policies.types import StepCoefficients, StepResult, StepTimes
 
 MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 TIMES = StepTimes(
@@ -214,7 +213,7 @@ class VirtualEngine:
         return STOP_TOKEN if number == self.answers[request.request_id].output_tokens - 1 else FIRST_TOKEN + number
 
     def _runnable(self) -> bool:
-        """Whether stock vLLM would surely schedule something: a decode that is not at its end, or a prompt that fits."""
+        """Whether stock vLLM would surely schedule something: a decode not at its end, or a prompt that fits."""
         s = self.scheduler
         for request in s.running:
             ending = request.num_output_placeholders > 0 and (
