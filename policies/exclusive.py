@@ -4,8 +4,8 @@ Source: 003 (EB+), the online controller: sliding-window length statistics, phas
 occupancy, KV gate and priority margin. The closed forms live in ``policies.phases`` and are exported here with it.
 Departures, with ERRATA numbers:
 
-* The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the requests that
-  could start reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
+* The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
+  be filled reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
   refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
   over geometric, uniform, lognormal and production lengths. Below saturation nobody waits for k arrivals (3.8).
 * A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
@@ -444,7 +444,9 @@ class ExclusiveMixed:
             return True
         share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
         share = min(share, _MOST_SHARE)
-        return startable >= max(1.0, decoding * share / (1.0 - share))
+        # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
+        free = state.free_slots if startable == state.waiting_count else startable
+        return free >= max(1.0, decoding * share / (1.0 - share))
 
     def _startable(self, state: BatchState) -> int:
         """Waiting requests, from the head, that have a slot and whose prompts fit beside one more block per running

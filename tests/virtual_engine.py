@@ -18,6 +18,8 @@ os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -38,6 +40,8 @@ TIMES = StepTimes(
 STOP_TOKEN = 9
 FIRST_TOKEN = 1000
 EMPTY_STEP_S = 0.001
+
+init_none_hash(sha256)
 
 
 @dataclass(slots=True)
@@ -60,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """What one step held, told apart by the tests' own rule: a decode is one token after the prompt is computed."""
+    """What one step held; a request decodes when its prompt was computed before the step."""
 
     prefill_tokens: int
     decodes: int
@@ -116,6 +120,8 @@ class VirtualEngine:
             hash_block_size=block_size,
             log_stats=False,
         )
+        caching = config.cache_config.enable_prefix_caching
+        self._block_hasher = get_request_block_hasher(block_size, sha256) if caching else None
         self.clock = ManualClock()
         self.scheduler.clock = self.clock
         self.answers: dict[str, Answer] = {}
@@ -141,6 +147,7 @@ class VirtualEngine:
                 extra_args=params.pop("extra_args", None),
             ),
             pooling_params=None,
+            block_hasher=self._block_hasher,
             **params,
         )
         self.answers[request_id] = Answer(self.clock.now(), prompt_tokens, output_tokens)
@@ -184,22 +191,22 @@ class VirtualEngine:
         return self.free_blocks == self.blocks - 1 and not self.scheduler.requests
 
     def _schedule(self) -> bool:
-        runnable, budget = self._runnable(), self.scheduler.max_num_scheduled_tokens
-        before = {r.request_id: (r.num_computed_tokens, r.num_tokens) for r in self.scheduler.requests.values()}
+        runnable = self._runnable()
+        before = {r.request_id: (r.num_computed_tokens, r.is_prefill_chunk) for r in self.scheduler.requests.values()}
         output = self.scheduler.schedule()
         prefill, decodes, context, sampled = 0, 0, 0, {}
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            computed, known = before[request_id]
+            computed, prompt_left = before[request_id]
             fresh = request_id in {new.req_id for new in output.scheduled_new_reqs}
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
-            if fresh or resumed or computed < known - 1:
+            if fresh or resumed or prompt_left:
                 prefill += tokens
             else:
                 decodes += 1
                 context += computed
             sampled[request_id] = [] if request.is_prefill_chunk else [self._token(request)]
-        self.log.append(StepLog(prefill, decodes, min(budget, self.scheduler.max_num_scheduled_tokens), runnable))
+        self.log.append(StepLog(prefill, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
         self.preempted += len(output.preempted_req_ids or ())
         took_s = self.times.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context)
         took_s = took_s or EMPTY_STEP_S * (not self._queue)
