@@ -1,24 +1,21 @@
 """The engine's default policy: forecast admission, latency-bound batch and chunk, exclusive or mixed by cost.
 
-A composition, not a new decision: ``smallest`` over ``ForecastAdmission``, with a latency target also
-``SlaConstrained`` and ``ChunkSize``, and ``ExclusiveMixed`` last, so that phases wait for requests that the others
-would really let in. Whoever needs other settings of the parts composes them the same way.
+A composition, not a new decision: ``smallest`` over the admission, with latency targets also ``ClassTargets``
+(Algorithm 2 and the chunk under the strictest class's target), and ``ExclusiveMixed`` last, so that phases wait for
+requests that the others would really let in. Whoever needs other settings of the parts composes them the same way.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
-from policies.batch_size import (
-    ChunkSize,
-    ChunkSizeConfig,
-    MemoryAwareConfig,
-    SlaConstrained,
-    SlaConstrainedConfig,
-    smallest,
-)
-from policies.checks import require_positive
+from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, StockConfig, smallest
+from policies.checks import require_at_least, require_one_of, require_positive
+from policies.class_targets import ClassTargets, ClassTargetsConfig
+from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
+from policies.lengths import SurvivalLaw
 from policies.step_time import StepTimeConfig
 from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
 
@@ -29,8 +26,13 @@ class AutoConfig:
 
     Attributes:
         itl_target_s: mean time between tokens to hold, or None for throughput alone.
+        class_itl_targets_s: the same by class_index, in the place of itl_target_s; one for each class, or empty.
         itl_budget_s: longest gap that a refill of exclusive batching may put between two tokens, or None.
         mode: "auto", "exclusive" or "mixed".
+        admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
+        refill: requests per refill of exclusive batching; None is the exact phase length.
+        max_wait_s: a head of the queue older than this opens a refill at once, or None.
+        overcommit: let the forecast admit more while preemptions cost less than they bring (``policies.overcommit``).
         overflow_probability, length_bias, classes, max_output_tokens: as in ``ForecastAdmissionConfig``.
         prior_output_tokens, prior_output_std_tokens: what answers are taken for before any has been seen.
         step_times: measured earlier on this model and GPU, or None.
@@ -40,8 +42,13 @@ class AutoConfig:
     """
 
     itl_target_s: float | None = None
+    class_itl_targets_s: tuple[float | None, ...] = ()
     itl_budget_s: float | None = None
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
+    admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
+    refill: int | None = None
+    max_wait_s: float | None = None
+    overcommit: bool = True
     overflow_probability: float = 0.05
     length_bias: float = 1.1
     classes: int = 1
@@ -53,8 +60,24 @@ class AutoConfig:
     def __post_init__(self) -> None:
         if self.itl_target_s is not None:
             require_positive(self, "itl_target_s")
+        require_at_least(1, self, "classes")
+        require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
+        if self.class_itl_targets_s and len(self.class_itl_targets_s) != self.classes:
+            raise ConfigError(f"class_itl_targets_s must hold {self.classes} targets, got {self.class_itl_targets_s}")
+        self.targets()
         self.forecast()
         self.exclusive()
+
+    def targets(self) -> ClassTargetsConfig | None:
+        """None where no class has a target."""
+        targets = self.class_itl_targets_s or (self.itl_target_s,) * self.classes
+        return ClassTargetsConfig(itl_targets_s=targets) if any(target is not None for target in targets) else None
+
+    def memory_aware(self) -> MemoryAwareConfig:
+        return MemoryAwareConfig(
+            prior_output_tokens=self.prior_output_tokens,
+            prior_output_std_tokens=self.prior_output_std_tokens,
+        )
 
     def forecast(self) -> ForecastAdmissionConfig:
         return ForecastAdmissionConfig(
@@ -62,16 +85,16 @@ class AutoConfig:
             length_bias=self.length_bias,
             classes=self.classes,
             max_output_tokens=self.max_output_tokens,
-            fallback=MemoryAwareConfig(
-                prior_output_tokens=self.prior_output_tokens,
-                prior_output_std_tokens=self.prior_output_std_tokens,
-            ),
+            fallback=self.memory_aware(),
         )
 
     def exclusive(self) -> ExclusiveMixedConfig:
         return ExclusiveMixedConfig(
             mode=self.mode,
+            phase_rule="exact" if self.refill is None else "fixed",
+            refill=self.refill,
             itl_budget_s=self.itl_budget_s,
+            max_wait_s=self.max_wait_s,
             max_output_tokens=self.max_output_tokens,
             step_times=StepTimeConfig(prior=self.step_times),
         )
@@ -80,18 +103,47 @@ class AutoConfig:
 class Auto:
     """Every part at its default, composed."""
 
-    def __init__(self, config: AutoConfig) -> None:
-        self.config = config
-        self.forecast = ForecastAdmission(config.forecast())
-        self.phases = ExclusiveMixed(config.exclusive())
-        latency: list[BatchPolicy] = []
-        if config.itl_target_s is not None:
-            latency.append(SlaConstrained(SlaConstrainedConfig(itl_target_s=config.itl_target_s)))
-            latency.append(ChunkSize(ChunkSizeConfig(itl_target_s=config.itl_target_s)))
-        self._composed = smallest(self.forecast, *latency, self.phases)
+    def __init__(self, config: AutoConfig, learned: "Auto | None" = None) -> None:
+        """``learned``: a policy whose statistics this one takes over; it must not be used any more.
+
+        Raises:
+            ConfigError: ``learned`` has another number of classes.
+        """
+        if learned is not None and learned.config.classes != config.classes:
+            raise ConfigError(f"the number of classes cannot change, from {learned.config.classes} to {config.classes}")
+        self.config: AutoConfig = config
+        self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
+        self.admission: BatchPolicy = self._admission(learned)
+        targets = config.targets()
+        self.targets = ClassTargets(targets) if targets else None
+        self._composed = smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
+
+    def _admission(self, learned: "Auto | None") -> BatchPolicy:
+        if self.config.admission == "memory_aware":
+            return MemoryAware(self.config.memory_aware())
+        if self.config.admission == "slots":
+            return Stock(StockConfig())
+        known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
+        step_times = self.phases.step_times if self.config.overcommit else None
+        return ForecastAdmission(self.config.forecast(), known, step_times=step_times)
+
+    @property
+    def law(self) -> SurvivalLaw | None:
+        """Output lengths as they have been seen, of all classes; None before the first."""
+        return self.phases.law()
 
     def plan(self, state: BatchState) -> StepPlan:
         return self._composed.plan(state)
 
     def observe(self, result: StepResult) -> None:
         self._composed.observe(result)
+
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that may be in the engine at once as things stand: what a replica can offer without a queue.
+
+        Unlike a plan's cap, which binds only what waits, this supposes that requests like the present ones came in
+        every free slot. Changes nothing.
+        """
+        memory = self.admission.batch_size(state) if isinstance(self.admission, ForecastAdmission) else inf
+        latency = self.targets.batch_size(state) if self.targets else inf
+        return max(1, int(min(state.slots, memory, latency)))

@@ -4,8 +4,8 @@ Source: 003 (EB+), the online controller: sliding-window length statistics, phas
 occupancy, KV gate and priority margin. The closed forms live in ``policies.phases`` and are exported here with it.
 Departures, with ERRATA numbers:
 
-* The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the requests that
-  could start reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
+* The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
+  be filled reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
   refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
   over geometric, uniform, lognormal and production lengths. Below saturation nobody waits for k arrivals (3.8).
 * A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
@@ -25,7 +25,7 @@ from typing import Literal
 from policies.batch_size import capped_plan
 from policies.checks import require_at_least, require_one_of, require_positive, require_probability
 from policies.errors import ConfigError
-from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable
+from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable, SurvivalLaw
 from policies.phases import (
     PhaseLength,
     RefillLimits,
@@ -339,7 +339,8 @@ class ExclusiveMixed:
     full; DECODE follows. In mixed mode every step may do both.
     """
 
-    def __init__(self, config: ExclusiveMixedConfig) -> None:
+    def __init__(self, config: ExclusiveMixedConfig, learned: "ExclusiveMixed | None" = None) -> None:
+        """``learned``: one whose step times and lengths this one takes over; it must not be used any more."""
         self.config = config
         self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
         self._model = StepTimeModel(config.step_times)
@@ -352,6 +353,10 @@ class ExclusiveMixed:
         self._steps = 0
         self._plans = 0
         self._decode_steps = 0
+        if learned:
+            self._model, self._lengths = learned._model, learned._lengths
+            self._occupancy, self._steps = learned._occupancy, learned._steps
+            self._decode_steps = learned._decode_steps
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
@@ -362,6 +367,14 @@ class ExclusiveMixed:
     def exclusive(self) -> bool:
         """True while prefill and decode take turns."""
         return self._choice.exclusive
+
+    def step_times(self) -> StepTimes | None:
+        """Step times as learned so far."""
+        return self._model.times()
+
+    def law(self) -> SurvivalLaw | None:
+        """Output lengths as seen so far, of requests that ended."""
+        return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
         if self._plans % self.config.replan_steps == 0:
@@ -431,7 +444,9 @@ class ExclusiveMixed:
             return True
         share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
         share = min(share, _MOST_SHARE)
-        return startable >= max(1.0, decoding * share / (1.0 - share))
+        # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
+        free = state.free_slots if startable == state.waiting_count else startable
+        return free >= max(1.0, decoding * share / (1.0 - share))
 
     def _startable(self, state: BatchState) -> int:
         """Waiting requests, from the head, that have a slot and whose prompts fit beside one more block per running

@@ -30,7 +30,12 @@ NOT_IN_POLICIES = {
     "time",
     "uuid",
 }
-VLLM_PRIVATE = {"deployments/vllm_adapter.py", "deployments/vllm_scheduler.py"}
+VLLM_PRIVATE = {
+    "deployments/scheduler_queue.py",
+    "deployments/scheduler_snapshot.py",
+    "deployments/vllm_adapter.py",
+    "deployments/vllm_scheduler.py",
+}
 
 
 def files(package: str) -> list[Path]:

@@ -1,0 +1,51 @@
+"""What Sluice tells an engine about a request: one mapping under `sluice` in SamplingParams.extra_args.
+
+vLLM lets HTTP clients put flat values into extra_args (`vllm_xargs`), never a mapping: so nobody outside can claim a
+class or a deadline. Everything is optional, and what cannot be read counts as missing: a request is served all the
+same, only later or with a wider guess.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+KEY = "sluice"
+
+
+class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Attributes:
+    slo_class: the service class.
+    predicted_output_tokens: the predictor's estimate at `quantile`, None for its mean.
+    bin_index: the bin of predicted output length.
+    deadline_s: the router's virtual deadline, on the shared store's clock (Unix time); least goes first.
+    """
+
+    slo_class: str | None = None
+    predicted_output_tokens: float | None = None
+    quantile: float | None = None
+    bin_index: int | None = None
+    deadline_s: float | None = None
+
+    def as_extra_args(self) -> dict[str, Any]:
+        return {KEY: msgspec.to_builtins(self)}
+
+
+NOTHING = RequestMetadata()
+
+
+def metadata_of(extra_args: Mapping[str, Any] | None) -> RequestMetadata:
+    """What `extra_args` says, or nothing."""
+    given = extra_args.get(KEY) if extra_args else None
+    if not isinstance(given, Mapping):
+        return NOTHING
+    try:
+        return msgspec.convert(given, RequestMetadata)
+    except msgspec.ValidationError:
+        return NOTHING
+
+
+def without_metadata(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the client itself gave."""
+    rest = {name: value for name, value in (extra_args or {}).items() if name != KEY}
+    return rest or None

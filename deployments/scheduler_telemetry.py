@@ -1,0 +1,70 @@
+"""What the scheduler plug-in counts, as plain numbers and words that cross a process boundary."""
+
+from typing import Any
+
+from policies.auto import Auto
+from policies.types import BatchState, Phase, StepPlan, StepResult
+
+_QUANTILES = (0.5, 0.9, 0.99)
+
+
+class Telemetry:
+    """Counters since the start, and the last plan. Reading it costs, counting hardly does."""
+
+    def __init__(self) -> None:
+        self._plan: StepPlan | None = None
+        self._steps = dict.fromkeys(("prefill", "decode", "mixed", "empty"), 0)
+        self._plans = self._preemptions = self._finished = self._switches = 0
+        self._overhead_s = self._busy_s = 0.0
+
+    def planned(self, plan: StepPlan, overhead_s: float) -> None:
+        if self._plan is not None and self._plan.phase is not plan.phase:
+            self._switches += 1
+        self._plan = plan
+        self._plans += 1
+        self._overhead_s += overhead_s
+
+    def spent(self, overhead_s: float) -> None:
+        self._overhead_s += overhead_s
+
+    def observed(self, result: StepResult) -> None:
+        self._steps[_kind(result)] += 1
+        self._preemptions += result.preempted
+        self._finished += len(result.finished)
+        self._busy_s += result.step_s
+
+    def of_steps(self) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "phase": plan.phase.value if plan else Phase.MIXED.value,
+            "max_batch_size": plan.max_batch_size if plan else None,
+            "limited_by": plan.limited_by.value if plan else None,
+            "max_batch_tokens": plan.max_batch_tokens if plan else None,
+            "steps": dict(self._steps),
+            "phase_switches": self._switches,
+            "preemptions": self._preemptions,
+            "finished": self._finished,
+            "busy_s": self._busy_s,
+            "overhead_us_per_step": 1e6 * self._overhead_s / self._plans if self._plans else 0.0,
+        }
+
+    def of_policy(self, policy: Auto, state: BatchState) -> dict[str, Any]:
+        """Refill size, step-time fit in seconds, and quantiles of the output length."""
+        times, law = policy.phases.step_times(), policy.law
+        forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
+        names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
+        return {
+            "exclusive": policy.phases.exclusive,
+            "phase_steps": policy.phases.phase_length.steps,
+            "refill": policy.config.refill or policy.phases.phase_length.refill(state.slots),
+            "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},
+            "output_tokens": {} if law is None else {f"p{100 * q:g}": law.quantile(q) for q in _QUANTILES},
+        }
+
+
+def _kind(result: StepResult) -> str:
+    if not result.scheduled_tokens:
+        return "empty"
+    if not result.decode_requests:
+        return "prefill"
+    return "mixed" if result.prefill_tokens else "decode"

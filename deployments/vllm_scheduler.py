@@ -1,0 +1,330 @@
+"""Sluice's scheduler plug-in for vLLM: policies plan every engine step, vLLM's own scheduler carries the plan out.
+
+    vllm serve MODEL --scheduler-cls deployments.vllm_scheduler.SluiceScheduler \\
+        --additional-config '{"sluice": {"mode": "auto"}}'
+
+Before a step: snapshot, `policy.plan`, and the plan goes into knobs that vLLM has already. After it: what it held and
+how long it took go to `policy.observe`. No line of vLLM's scheduling is repeated here. The knobs:
+
+* at most so many requests: `max_num_active_reqs`, which never evicts;
+* DECODE: no admission, and prompts in progress are put off as on a throttled step of data-parallel engines;
+* PREFILL: running decodes are not eligible before the next step, which is how vLLM staggers decodes in pipelines;
+* token budget: `max_num_scheduled_tokens`;
+* order: a waiting queue sorted by virtual deadline, where vLLM's policy is "fcfs".
+
+In mode `stock` the object is of a class that overrides none of vLLM's methods, so it costs nothing at all.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from deployments.scheduler_queue import DeadlineQueue
+from deployments.scheduler_settings import SchedulerSettings
+from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
+from deployments.scheduler_telemetry import Telemetry
+from policies.auto import Auto
+from policies.clock import Clock
+from policies.errors import SluiceError
+from policies.types import FinishedRequest, Phase, StepPlan, StepResult
+from router.clock import MonotonicClock
+
+logger = logging.getLogger(__name__)
+
+
+class SluiceScheduler(AsyncScheduler):
+    """vLLM's scheduler, and a switch between stock and planned steps.
+
+    Attributes:
+        clock: measures steps.
+        on_step: called with every step's result, for calibration and tests.
+    """
+
+    waiting: Any
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = SchedulerSettings.of_vllm(self.vllm_config.additional_config)
+        self.clock: Clock = MonotonicClock()
+        self.on_step: Callable[[StepResult], None] | None = None
+        self.telemetry = Telemetry()
+        self._stock_limits = (self.max_num_active_reqs, self.max_num_scheduled_tokens)
+        self._policy: Auto | None = None
+        self._adopt(self.settings)
+
+    def control(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Change settings between two steps; lengths and step times learned so far are kept.
+
+        Returns:
+            The settings in force.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong; nothing has changed then.
+        """
+        self._adopt(self.settings.changed(changes))
+        return self.settings.model_dump(mode="json")
+
+    def status(self) -> dict[str, Any]:
+        """What the plug-in does and why, for people and monitoring."""
+        return {"mode": self.settings.mode}
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that may be in the engine at once as things stand, without queueing in it."""
+        return self._stock_limits[0]
+
+    def _adopt(self, settings: SchedulerSettings) -> None:
+        policy = None if settings.mode == "stock" else settings.policy(learned=self._policy, phases=self._phases_work)
+        self.settings = settings
+        if policy is not None:
+            self.__class__ = _PlannedScheduler
+            self._plan_by(policy)
+        elif self._policy is not None:
+            self._policy = None
+            self.__class__ = SluiceScheduler
+            self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
+            self._requeue(create_request_queue(self.policy))
+
+    @property
+    def _phases_work(self) -> bool:
+        """Data-parallel ranks step together, and a KV connector admits in every step: neither goes with phases."""
+        return self.parallel_config.data_parallel_size == 1 and self.connector is None
+
+    def _plan_by(self, policy: Auto) -> None:
+        raise NotImplementedError
+
+    def _requeue(self, queue: Any) -> None:
+        for request in self.waiting:
+            queue.add_request(request)
+        self.waiting = queue
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step on its way, with what vLLM will hand back beside its results."""
+
+    output: SchedulerOutput
+    plan: StepPlan
+    began_s: float
+    prefill_tokens: int
+    prefill_requests: int
+    decode_requests: int
+    kv_tokens: int
+    running_count: int
+    waiting_count: int
+    preempted: int
+
+
+class _PlannedScheduler(SluiceScheduler):
+    """With planned steps; made only by `SluiceScheduler._adopt`."""
+
+    _policy: Auto
+
+    def _plan_by(self, policy: Auto) -> None:
+        fresh = self._policy is None
+        self._policy = policy
+        slots = min(self._stock_limits[0], self.settings.max_batch_size or self._stock_limits[0])
+        names = self.settings.class_names
+        if fresh:
+            self._taker = SnapshotTaker(self, slots, self._stock_limits[1], names)
+            self._steps: deque[_Step] = deque()
+            self._finished: list[FinishedRequest] = []
+            self._last_end_s = self.clock.now()
+            self._now_s = self._last_end_s
+            if self.policy == SchedulingPolicy.FCFS:
+                self._requeue(DeadlineQueue(self._deadline_s))
+        self._taker.slots = slots
+        self._taker.use_classes({name: index for index, name in enumerate(names)})
+        self._snapshot: Snapshot | None = None
+        self._plan: StepPlan | None = None
+
+    def status(self) -> dict[str, Any]:
+        snapshot = self._taken()
+        return {
+            "mode": self.settings.mode,
+            "batch_size": self._policy.batch_size(snapshot.state),
+            **self.telemetry.of_policy(self._policy, snapshot.state),
+            **self.telemetry.of_steps(),
+        }
+
+    @property
+    def batch_size(self) -> int:
+        return self._policy.batch_size(self._taken().state)
+
+    def _taken(self) -> Snapshot:
+        return self._taker.take(self.clock.now(), time.time())
+
+    def _deadline_s(self, request: Request) -> float:
+        deadline_s = self._taker.metadata(request).deadline_s
+        return deadline_s if deadline_s is not None and math.isfinite(deadline_s) else float(request.arrival_time)
+
+    # Before a step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        began = time.perf_counter()
+        self._now_s = self.clock.now()
+        if self.pause_state == PauseState.PAUSED_ALL:
+            self._snapshot = self._plan = None
+            return super().schedule(throttle_prefills)
+        self._snapshot = snapshot = self._taker.take(self._now_s, time.time())
+        self._plan = plan = self._policy.plan(snapshot.state)
+        throttle = self._apply(plan, snapshot, throttle_prefills)
+        self.telemetry.planned(plan, time.perf_counter() - began)
+        return super().schedule(throttle)
+
+    def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
+        """Set vLLM's knobs. Returns whether prefills are put off."""
+        self.max_num_active_reqs = plan.max_batch_size + snapshot.idle_slots
+        self.max_num_scheduled_tokens = self._budget(plan.max_batch_tokens)
+        if plan.phase is Phase.DECODE:
+            self.max_num_active_reqs = 0
+            self.prefill_capacity_bound = False  # else vLLM does not put off anything while its queue is long
+            return True
+        if plan.phase is Phase.PREFILL:
+            next_step = self.current_step + 2  # schedule() counts this one first
+            for request in self.running:
+                if not request.is_prefill_chunk:
+                    request.next_decode_eligible_step = max(request.next_decode_eligible_step, next_step)
+            return False
+        return throttle_prefills
+
+    def _budget(self, tokens: int) -> int:
+        """Where prompts, drafts or images cannot be cut, a smaller budget might let nothing through for ever."""
+        whole = self._stock_limits[1]
+        if (
+            not self.scheduler_config.enable_chunked_prefill
+            or self.num_spec_tokens
+            or self.max_num_encoder_input_tokens
+        ):
+            return whole
+        return min(tokens, whole)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """vLLM calls this at the end of `schedule`, when requests are still as they were before the step."""
+        if self._plan is not None and self._snapshot is not None:
+            self._note(scheduler_output, self._plan, self._snapshot)
+        super()._update_after_schedule(scheduler_output)
+
+    def _note(self, output: SchedulerOutput, plan: StepPlan, snapshot: Snapshot) -> None:
+        began = time.perf_counter()
+        scheduled = output.num_scheduled_tokens
+        prefills = [request.request_id for request in snapshot.chunks if request.request_id in scheduled]
+        prefills += [request.req_id for request in output.scheduled_new_reqs]
+        prefills += output.scheduled_cached_reqs.resumed_req_ids
+        decodes = len(scheduled) - len(prefills)
+        preempted = len(output.preempted_req_ids or ())
+        step = _Step(
+            output=output,
+            plan=plan,
+            began_s=self._now_s,
+            prefill_tokens=sum(map(scheduled.__getitem__, prefills)),
+            prefill_requests=len(prefills),
+            decode_requests=decodes,
+            kv_tokens=round(decodes * snapshot.mean_context_tokens) if decodes else 0,
+            running_count=len(self.running),
+            waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
+            preempted=preempted,
+        )
+        whole = decodes == len(self.running) and not preempted
+        self._taker.step_taken(only_decodes=whole and not prefills and not snapshot.idle_slots)
+        if scheduled:
+            self._steps.append(step)
+        else:  # nothing will come back that tells more: let the policy know before it plans again
+            self._observe(step, 0.0)
+        self.telemetry.spent(time.perf_counter() - began)
+
+    # After a step
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        now_s = self.clock.now()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        began = time.perf_counter()
+        # Steps from before a change of mode have no record.
+        if self._steps and self._steps[0].output is scheduler_output:
+            step = self._steps.popleft()
+            self._observe(step, now_s - max(step.began_s, self._last_end_s))
+        self._last_end_s = now_s
+        self.telemetry.spent(time.perf_counter() - began)
+        return outputs
+
+    def _observe(self, step: _Step, step_s: float) -> None:
+        finished, self._finished = tuple(self._finished), []
+        result = StepResult(
+            now_s=self._last_end_s + step_s,
+            step_s=max(0.0, step_s),
+            phase=step.plan.phase,
+            prefill_tokens=step.prefill_tokens,
+            prefill_requests=step.prefill_requests,
+            decode_requests=step.decode_requests,
+            kv_tokens=step.kv_tokens,
+            max_batch_size=step.plan.max_batch_size,
+            running_count=step.running_count,
+            waiting_count=step.waiting_count,
+            preempted=step.preempted,
+            finished=finished,
+        )
+        self._policy.observe(result)
+        self.telemetry.observed(result)
+        if self.on_step is not None:
+            self.on_step(result)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        """vLLM ends every request here, however it ends."""
+        if request.num_output_tokens:
+            told = self._taker.metadata(request)
+            self._finished.append(
+                FinishedRequest(
+                    prompt_tokens=request.num_prompt_tokens,
+                    output_tokens=request.num_output_tokens,
+                    class_index=self._taker.class_index(told.slo_class),
+                    predicted_output_tokens=told.predicted_output_tokens,
+                    aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
+                )
+            )
+        self._taker.forget(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        self._taker.forget(session)  # its prompt grows
+        super()._update_request_as_session(session, update)
+
+
+def core_status(core: Any) -> dict[str, Any]:
+    """Engine-core utility `sluice_status`: counts of any scheduler, and what ours has to say."""
+    scheduler = core.scheduler
+    running, waiting = scheduler.get_request_counts()
+    pool = scheduler.kv_cache_manager.block_pool
+    counts = {
+        "running": running,
+        "waiting": waiting,
+        "free_blocks": pool.get_num_free_blocks(),
+        "total_blocks": pool.num_gpu_blocks,
+    }
+    return counts | (scheduler.status() if isinstance(scheduler, SluiceScheduler) else {})
+
+
+def core_control(core: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Engine-core utility `sluice_control`, run between two steps.
+
+    Raises:
+        SluiceError: the scheduler is not ours, or a setting is wrong.
+    """
+    if not isinstance(core.scheduler, SluiceScheduler):
+        raise SluiceError("this engine runs vLLM's own scheduler: set engine.scheduler and restart it")
+    return core.scheduler.control(changes)

@@ -1,0 +1,69 @@
+"""Latency-bound batch and chunk for several service classes in one engine: the strictest class that runs decides.
+
+Source: 001's Algorithm 2 (``SlaConstrained``) and its prefill-decode fusion (``ChunkSize``), which know one target. All
+requests of a step wait for the whole step, so the class with the shortest target binds as long as one of it is in the
+batch or at the head of the queue. Every target keeps a search of its own, and each of them learns from every step: what
+a batch costs does not depend on whose limit made it so.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from policies.batch_size import ChunkSize, ChunkSizeConfig, SlaConstrained, SlaConstrainedConfig, Smallest, capped_plan
+from policies.errors import ConfigError
+from policies.types import BatchState, Limit, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassTargetsConfig:
+    """Mean seconds between tokens to hold, by class_index; None where a class has no target.
+
+    Raises:
+        ConfigError: there is no class, or a target is not positive.
+    """
+
+    itl_targets_s: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        if not self.itl_targets_s or not all(t is None or 0.0 < t < inf for t in self.itl_targets_s):
+            raise ConfigError(f"itl_targets_s must hold a positive number or None per class, got {self.itl_targets_s}")
+
+
+class ClassTargets:
+    """``SlaConstrained`` and ``ChunkSize`` under the target of the strictest class at hand."""
+
+    def __init__(self, config: ClassTargetsConfig) -> None:
+        self.config = config
+        self._target_s = np.array([inf if target is None else target for target in config.itl_targets_s])
+        self._batch = {
+            target: SlaConstrained(SlaConstrainedConfig(itl_target_s=target))
+            for target in set(config.itl_targets_s) - {None}
+            if target is not None
+        }
+        self._parts = {
+            target: Smallest((batch, ChunkSize(ChunkSizeConfig(itl_target_s=target))))
+            for target, batch in self._batch.items()
+        }
+
+    def strictest_s(self, state: BatchState) -> float | None:
+        """The shortest target among what runs and what would start next; None when no such class has one."""
+        at_hand = state.running.class_index
+        if state.waiting:
+            at_hand = np.append(at_hand, state.waiting[0].class_index)
+        shortest = float(self._target_s[at_hand].min()) if len(at_hand) else inf
+        return shortest if shortest < inf else None
+
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that the strictest class lets run."""
+        target = self.strictest_s(state)
+        return state.slots if target is None else min(state.slots, self._batch[target].batch_size)
+
+    def plan(self, state: BatchState) -> StepPlan:
+        target = self.strictest_s(state)
+        return capped_plan(state, state.slots, Limit.SLOTS) if target is None else self._parts[target].plan(state)
+
+    def observe(self, result: StepResult) -> None:
+        for part in self._parts.values():
+            part.observe(result)

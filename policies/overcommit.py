@@ -1,0 +1,94 @@
+"""How far beyond its forecast an engine may admit: as far as recomputing what is preempted costs less than it brings.
+
+A preemption in vLLM loses no tokens, it computes them again as a prefill. Where a decode step costs nearly the same
+whatever it holds and prefill is cheap, a batch that is 20 % larger brings nearly 20 % and its preemptions cost 1 %:
+there a forecast that avoids every preemption gives away throughput. Where prefill is dear it is the other way round.
+
+Source: this project's own, on top of 001's chance constraint, which knows no price. With g the share admitted beyond
+the safe capacity, b the batch, a the overhead share of a decode step and c the share of time spent on recomputing:
+
+    throughput ~ (1 + a * db/b) * (1 - c),   b ~ 1 + g,   c ~ g^2   =>   at the optimum c = a * g / (2 (1 + g))
+
+The controller moves g towards the point where the measured c meets that. a follows from the learned step times. c is
+taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
+"""
+
+from dataclasses import dataclass
+
+from policies.checks import require_at_least, require_positive, require_probability
+from policies.types import StepResult, StepTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OvercommitConfig:
+    """The controller.
+
+    Attributes:
+        most: largest g; at 4 nothing but the prompts that fit now holds admission back, as in vLLM itself.
+        window_steps: steps between two moves.
+        smoothing: weight of the newest window in a and c.
+        gain: a move up, as a share of 1 + g; a move down is twice that.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    most: float = 4.0
+    window_steps: int = 32
+    smoothing: float = 0.2
+    gain: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "most")
+        require_at_least(1, self, "window_steps")
+        require_probability(self, "smoothing")
+        require_positive(self, "gain")
+
+
+class Overcommit:
+    """Adapts ``share``, the g above, from 0."""
+
+    def __init__(self, config: OvercommitConfig | None = None) -> None:
+        self.config = config or OvercommitConfig()
+        self.share = 0.0
+        self._cost: float | None = None
+        self._steps = 0
+        self._preempted = 0
+        self._busy_s = 0.0
+        self._decodes = 0
+        self._decode_steps = 0
+        self._kv_tokens = 0
+
+    def observe(self, result: StepResult) -> None:
+        self._steps += 1
+        self._preempted += result.preempted
+        self._busy_s += result.step_s
+        if result.decode_requests:
+            self._decode_steps += 1
+            self._decodes += result.decode_requests
+            self._kv_tokens += result.kv_tokens
+
+    @property
+    def due(self) -> bool:
+        return self._steps >= self.config.window_steps and self._busy_s > 0.0 and self._decode_steps > 0
+
+    def move(self, times: StepTimes, *, binding: bool) -> None:
+        """Close the window and move; ``binding``: whether memory kept requests waiting, else nothing is learned."""
+        overhead, cost = self._overhead_share(times), self._cost_share(times)
+        if binding:
+            self._cost = cost if self._cost is None else self._cost + self.config.smoothing * (cost - self._cost)
+            wanted = overhead * self.share / (2.0 * (1.0 + self.share))
+            step = self.config.gain * (1.0 + self.share)
+            self.share += step if self._cost <= wanted else -2.0 * step
+            self.share = min(max(0.0, self.share), self.config.most)
+        self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
+        self._busy_s = 0.0
+
+    def _overhead_share(self, times: StepTimes) -> float:
+        decodes, kv_tokens = self._decodes / self._decode_steps, self._kv_tokens / self._decode_steps
+        step_s = times.decode.step_s(decode_requests=decodes, kv_tokens=kv_tokens)
+        return times.decode.overhead_s / step_s if step_s > 0.0 else 0.0
+
+    def _cost_share(self, times: StepTimes) -> float:
+        held = self._kv_tokens / self._decodes
+        return self._preempted * held * times.prefill.prefill_s / self._busy_s

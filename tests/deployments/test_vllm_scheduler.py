@@ -1,0 +1,348 @@
+"""The scheduler plug-in on vLLM's real scheduler, with one step and with two steps in flight."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from deployments.request_metadata import RequestMetadata
+from deployments.vllm_scheduler import SluiceScheduler, core_control, core_status
+from policies.errors import ConfigError, SluiceError
+from policies.types import StepCoefficients, StepTimes
+from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, VirtualEngine, run_closed
+
+pytestmark = pytest.mark.timeout(120)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed": {"mode": "mixed"},
+    "exclusive k=1": {"mode": "exclusive", "refill": 1},
+    "exclusive k=4": {"mode": "exclusive", "refill": 4},
+    "exclusive k=16": {"mode": "exclusive", "refill": 16, "admission": "slots"},
+    "exclusive k*": {"mode": "exclusive", "max_wait_s": 0.5},
+    "auto": {"mode": "auto", "itl_target_s": 0.05},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "tight cache": {"blocks": 120},
+    "budget below most prompts": {"budget": 64},
+    "few slots": {"slots": 4},
+    "prefix cache": {"enable_prefix_caching": True},
+}
+both_depths = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "two steps in flight"])
+every_setting = pytest.mark.parametrize("settings", list(SETTINGS.values()), ids=list(SETTINGS))
+every_engine = pytest.mark.parametrize("args", list(ENGINES.values()), ids=list(ENGINES))
+
+
+def workload(count: int, seed: int = 1) -> list[tuple[int, int]]:
+    rng = random.Random(seed)
+    return [(rng.randint(8, 300), min(400, 1 + int(rng.expovariate(1 / 50)))) for _ in range(count)]
+
+
+def check_steps(engine: VirtualEngine, settings: dict[str, Any]) -> None:
+    """None empty while something could run, none over its budget, none mixed where phases are exclusive."""
+    assert not [log for log in engine.log if log.empty and log.runnable]
+    assert not [log for log in engine.log if log.prefill_tokens + log.decodes > log.budget]
+    if settings["mode"] == "exclusive":
+        assert not [log for log in engine.log if log.mixed]
+
+
+def check_answers(engine: VirtualEngine) -> None:
+    assert all(answer.aborted or (answer.ended and answer.whole) for answer in engine.answers.values())
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+@every_engine
+def test_every_answer_is_whole_and_every_step_as_planned(
+    depth: int, settings: dict[str, Any], args: dict[str, Any]
+) -> None:
+    engine = run_closed(VirtualEngine(settings, depth=depth, **args), workload(120), clients=48)
+    check_answers(engine)
+    check_steps(engine, settings)
+
+
+@both_depths
+@every_setting
+def test_aborts_at_any_moment_lose_nothing_of_the_others(depth: int, settings: dict[str, Any]) -> None:
+    rng = random.Random(3)
+    engine = VirtualEngine(settings, depth=depth, blocks=300, budget=256)
+    for number, (prompt, output) in enumerate(workload(200)):
+        engine.add(f"r{number}", prompt, output)
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+        alive = list(engine.scheduler.requests)
+        if alive and rng.random() < 0.5:
+            engine.abort(rng.choice(alive))
+    for _ in range(20):
+        engine.step()
+    for request_id in list(engine.scheduler.requests)[::2]:
+        engine.abort(request_id)
+    engine.run()
+    check_answers(engine)
+    check_steps(engine, settings)
+
+
+@both_depths
+@every_setting
+def test_aborting_everything_in_the_middle_of_a_prompt_frees_everything(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, budget=64)
+    for number in range(8):
+        engine.add(f"r{number}", 500, 20)
+    for _ in range(3):
+        engine.step()
+    for request_id in list(engine.scheduler.requests):
+        engine.abort(request_id)
+    engine.run()
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_holds_and_a_resume_goes_on(depth: int, settings: dict[str, Any], state: PauseState) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=8)
+    for number, (prompt, output) in enumerate(workload(40)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(30):
+        engine.step()
+    waiting = len(engine.scheduler.waiting)
+    engine.scheduler.set_pause_state(state)
+    for _ in range(2000):
+        engine.step()
+    assert len(engine.scheduler.waiting) == waiting > 0
+    assert len(engine.scheduler.running) == 0 or state is PauseState.PAUSED_ALL
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@every_setting
+def test_a_cache_reset_that_preempts_everyone_loses_nothing(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, enable_prefix_caching=True)
+    for number, (prompt, output) in enumerate(workload(60)):
+        engine.add(f"r{number}", prompt, output)
+    for turn in range(600):
+        engine.step()
+        if turn % 25 == 0 and depth == 1:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@every_setting
+def test_requests_whose_grammar_is_not_ready_hold_nobody_up(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth)
+    late = engine.add("late", 50, 10)
+    late.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    late.structured_output_request = SimpleNamespace(grammar=None, reasoning_ended=True)
+    engine.scheduler.deferred_waiting.add(late)
+    for number, (prompt, output) in enumerate(workload(30)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(1000):
+        engine.step()
+    assert [request_id for request_id, answer in engine.answers.items() if not answer.ended] == ["late"]
+    late.structured_output_request.grammar = SimpleNamespace(accept_tokens=lambda *_: True)
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@every_setting
+def test_streaming_input_sessions_hold_their_slot_and_nobody_else(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=4)
+    for name in ("s0", "s1"):
+        engine.add(name, 40, 5, resumable=True)
+    for number, (prompt, output) in enumerate(workload(20)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(1500):
+        engine.step()
+    assert all(answer.ended for answer in engine.answers.values())
+    for name in ("s0", "s1"):
+        tokens = engine.answers[name].tokens
+        engine.add(name, 30, 7, resumable=True)
+        for _ in range(40):
+            engine.step()
+        assert tokens == [*range(FIRST_TOKEN, FIRST_TOKEN + 4), STOP_TOKEN]
+        assert engine.answers[name].whole
+        engine.add(name, 1, 1, resumable=False)
+    engine.run()
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+def test_priorities_are_vllms_own(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=2, scheduling_policy="priority")
+    for number in range(10):
+        engine.add(f"low{number}", 20, 20, priority=5)
+    engine.add("high", 20, 20, priority=0)
+    engine.run()
+    check_answers(engine)
+    first = sorted(engine.answers, key=lambda request_id: engine.answers[request_id].times_s[0])
+    assert first.index("high") <= 2
+
+
+def test_the_waiting_queue_goes_by_virtual_deadline() -> None:
+    engine = VirtualEngine({"mode": "mixed"}, slots=1)
+    for name, deadline_s in (("late", 300.0), ("soon", 100.0), ("middle", 200.0)):
+        engine.add(name, 20, 5, extra_args=RequestMetadata(deadline_s=deadline_s).as_extra_args())
+    engine.run()
+    assert sorted(engine.answers, key=lambda name: engine.answers[name].times_s[0]) == ["soon", "middle", "late"]
+
+
+@pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"deadline_s": "soon"}}, {"sluice": {"odd": 1}}])
+def test_metadata_that_is_missing_or_wrong_harms_nobody(told: dict[str, Any] | None) -> None:
+    engine = VirtualEngine({"mode": "auto", "class_itl_targets_s": {"fast": 0.02}})
+    engine.add("r", 20, 5, extra_args=told)
+    engine.add("nan", 20, 5, extra_args=RequestMetadata(deadline_s=float("nan")).as_extra_args())
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@pytest.mark.parametrize("settings", [SETTINGS["auto"], SETTINGS["exclusive k*"], SETTINGS["exclusive k=16"]])
+def test_at_light_load_a_request_starts_as_soon_as_under_stock(depth: int, settings: dict[str, Any]) -> None:
+    """One request runs, another comes: it must not wait for company."""
+    ttft_s = {}
+    for name, chosen in (("stock", {"mode": "stock"}), ("planned", settings)):
+        engine = VirtualEngine(chosen, depth=depth)
+        for number in range(60):
+            engine.add(f"r{number}", 100, 30)
+            for _ in range(12):
+                engine.step()
+        engine.run()
+        waits = [answer.times_s[0] - answer.asked_s for answer in engine.answers.values()]
+        ttft_s[name] = sum(waits) / len(waits)
+    assert ttft_s["planned"] <= 1.001 * ttft_s["stock"]
+
+
+@both_depths
+def test_live_control_may_change_anything_at_any_step(depth: int) -> None:
+    rng = random.Random(5)
+    engine = VirtualEngine({"mode": "auto"}, depth=depth, blocks=300, budget=256)
+    changes: list[dict[str, Any]] = [
+        {"mode": "stock"},
+        {"mode": "mixed", "max_batch_size": 5},
+        {"mode": "exclusive", "refill": 3, "max_batch_size": None},
+        {"mode": "exclusive", "refill": None},
+        {"mode": "auto", "itl_target_s": 0.02},
+        {"mode": "auto", "itl_target_s": None, "admission": "memory_aware"},
+    ]
+    for number, (prompt, output) in enumerate(workload(200)):
+        engine.add(f"r{number}", prompt, output)
+        for _ in range(5):
+            engine.step()
+        if number % 3 == 0:
+            engine.scheduler.control(rng.choice(changes))
+    engine.run()
+    check_answers(engine)
+
+
+def test_a_wrong_change_changes_nothing() -> None:
+    engine = VirtualEngine({"mode": "mixed", "refill": 2})
+    with pytest.raises(ConfigError, match=r"sluice\.speed"):
+        engine.scheduler.control({"speed": 11})
+    with pytest.raises(ConfigError, match=r"sluice\.mode"):
+        engine.scheduler.control({"mode": "fast"})
+    assert engine.scheduler.settings.mode == "mixed"
+
+
+def test_unknown_settings_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"sluice\.mood"):
+        VirtualEngine({"mood": "auto"})
+
+
+def test_stock_overrides_none_of_vllms_steps() -> None:
+    engine = VirtualEngine({"mode": "stock"})
+    for name in ("schedule", "update_from_output", "_update_after_schedule", "_free_request", "add_request"):
+        assert getattr(type(engine.scheduler), name) is getattr(AsyncScheduler, name)
+    engine.scheduler.control({"mode": "mixed"})
+    assert type(engine.scheduler).schedule is not AsyncScheduler.schedule
+    engine.scheduler.control({"mode": "stock"})
+    assert type(engine.scheduler) is SluiceScheduler
+
+
+@both_depths
+def test_mixed_without_limits_takes_the_very_steps_of_stock(depth: int) -> None:
+    logs = [
+        run_closed(VirtualEngine(settings, depth=depth, blocks=300), workload(150), clients=48).log
+        for settings in ({"mode": "stock"}, {"mode": "mixed", "admission": "slots"})
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_the_forecast_keeps_preemptions_near_zero_where_they_are_dear() -> None:
+    dear = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.003, prefill_s=1.5e-4),
+        decode=StepCoefficients(overhead_s=0.005, decode_s=2e-4, kv_s=8e-7),
+        mixed=StepCoefficients(overhead_s=0.005, prefill_s=1.5e-4, decode_s=2e-4, kv_s=8e-7),
+    )
+    took_s, preempted = {}, {}
+    for mode in ("stock", "mixed"):
+        engine = VirtualEngine({"mode": mode}, slots=128, blocks=600, times=dear)
+        run_closed(engine, workload(500), clients=128)
+        took_s[mode], preempted[mode] = engine.clock.now(), engine.preempted
+    assert preempted["mixed"] < preempted["stock"] / 5
+    assert took_s["mixed"] < took_s["stock"]
+
+
+def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
+    slow = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.005, prefill_s=1e-4),
+        decode=StepCoefficients(overhead_s=0.01, decode_s=1e-3),
+        mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-3),
+    )
+    for mode in ("mixed", "exclusive"):
+        engine = VirtualEngine({"mode": mode, "itl_target_s": 0.03}, slots=64, times=slow)
+        run_closed(engine, workload(500), clients=64)
+        late = [a for a in engine.answers.values() if a.output_tokens > 20][100:-60]
+        gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
+        assert 0.5 * 0.03 < sum(gaps) / len(gaps) < 1.15 * 0.03
+
+
+def test_the_status_says_what_it_does_and_why() -> None:
+    engine = run_closed(VirtualEngine({"mode": "exclusive", "refill": 4}, blocks=200), workload(150), clients=40)
+    core = SimpleNamespace(scheduler=engine.scheduler)
+    status = core_status(core)
+    assert status["mode"] == "exclusive"
+    assert status["refill"] == 4
+    assert status["preemptions"] == engine.preempted
+    assert status["steps"]["mixed"] == 0 < status["steps"]["prefill"] < status["steps"]["decode"]
+    assert status["limited_by"] in ("memory", "sla", "slots")
+    assert status["step_times"]["decode"]["overhead_s"] == pytest.approx(0.01, rel=0.2)
+    assert 10 < status["output_tokens"]["p50"] < 100
+    assert status["finished"] == 150
+    assert 0 < status["batch_size"] <= 32
+
+
+def test_live_control_of_plain_vllm_is_refused() -> None:
+    engine = VirtualEngine(scheduler=AsyncScheduler)
+    core = SimpleNamespace(scheduler=engine.scheduler)
+    assert "mode" not in core_status(core)
+    with pytest.raises(SluiceError, match="own scheduler"):
+        core_control(core, {"mode": "auto"})
+
+
+@both_depths
+def test_five_thousand_requests_with_random_aborts_leave_nothing_behind(depth: int) -> None:
+    rng = random.Random(11)
+    engine = VirtualEngine({"mode": "auto"}, depth=depth, slots=64, blocks=500, enable_prefix_caching=True)
+    for number in range(5000):
+        engine.add(f"r{number}", rng.randint(1, 120), 1 + int(rng.expovariate(1 / 12)))
+        while len(engine.scheduler.requests) > 90:
+            engine.step()
+        if rng.random() < 0.1:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        if number % 500 == 0:
+            engine.scheduler.control({"mode": rng.choice(["mixed", "exclusive", "auto"])})
+    engine.run()
+    check_answers(engine)
+    assert sum(answer.ended for answer in engine.answers.values()) > 4000
+    assert not engine.scheduler._taker._row_of and not engine.scheduler._taker._views

@@ -1,0 +1,89 @@
+import pytest
+
+from policies.auto import Auto, AutoConfig
+from policies.class_targets import ClassTargets, ClassTargetsConfig
+from policies.errors import ConfigError
+from policies.types import BatchState, FinishedRequest, Limit, Phase, RequestView, RunningRequests, StepResult
+
+
+def state(running_classes: list[int], waiting_class: int | None = None, total_blocks: int = 4000) -> BatchState:
+    waiting = () if waiting_class is None else (
+        RequestView(request_id="w", arrival_s=0.0, prompt_tokens=10, class_index=waiting_class),
+    )  # fmt: skip
+    n = len(running_classes)
+    return BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(prompt_tokens=[100] * n, output_tokens=[1] * n, class_index=running_classes),
+        waiting=waiting,
+        waiting_count=len(waiting),
+        slots=64,
+        free_blocks=total_blocks - 8 * n,
+        total_blocks=total_blocks,
+        block_size=16,
+        max_batch_tokens=8192,
+    )
+
+
+def decoded(step_s: float, requests: int, finished: int = 0) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=step_s,
+        phase=Phase.MIXED,
+        prefill_tokens=0,
+        prefill_requests=0,
+        decode_requests=requests,
+        kv_tokens=100 * requests,
+        max_batch_size=64,
+        running_count=requests,
+        waiting_count=1,
+        finished=(FinishedRequest(prompt_tokens=100, output_tokens=100),) * finished,
+    )
+
+
+def test_the_strictest_class_in_the_batch_or_at_the_head_of_the_queue_counts() -> None:
+    targets = ClassTargets(ClassTargetsConfig(itl_targets_s=(None, 0.05, 0.2)))
+    assert targets.strictest_s(state([0, 0])) is None
+    assert targets.strictest_s(state([0, 2])) == 0.2
+    assert targets.strictest_s(state([0, 2], waiting_class=1)) == 0.05
+
+
+def test_a_slow_engine_is_cut_down_only_while_the_class_that_minds_is_there() -> None:
+    targets = ClassTargets(ClassTargetsConfig(itl_targets_s=(None, 0.05)))
+    for _ in range(200):
+        targets.observe(decoded(0.4, requests=32))
+    assert targets.plan(state([0, 1])).max_batch_size < 8
+    assert targets.plan(state([0, 1])).limited_by is Limit.SLA
+    assert targets.plan(state([0, 0])).max_batch_size == 64
+
+
+def test_a_class_without_any_target_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="itl_targets_s"):
+        ClassTargetsConfig(itl_targets_s=())
+    with pytest.raises(ConfigError, match="itl_targets_s"):
+        ClassTargetsConfig(itl_targets_s=(0.0,))
+
+
+def test_auto_keeps_what_it_learned_under_new_settings() -> None:
+    old = Auto(AutoConfig())
+    for _ in range(40):
+        old.plan(state([0] * 4))
+        old.observe(decoded(0.02, requests=4, finished=1))
+    new = Auto(AutoConfig(mode="exclusive", refill=3), old)
+    assert new.law is not None and old.law is not None
+    assert new.law.quantile(0.5) == old.law.quantile(0.5)
+    assert new.phases.step_times() is not None
+
+
+def test_the_number_of_classes_cannot_change_in_flight() -> None:
+    with pytest.raises(ConfigError, match="number of classes"):
+        Auto(AutoConfig(classes=2), Auto(AutoConfig()))
+
+
+def test_what_a_replica_offers_shrinks_with_its_memory() -> None:
+    auto = Auto(AutoConfig())
+    small, large = state([0] * 4, total_blocks=120), state([0] * 4, total_blocks=40_000)
+    for _ in range(40):
+        auto.plan(small)
+        auto.observe(decoded(0.02, requests=4, finished=1))
+    assert 4 < auto.batch_size(small) < 16
+    assert auto.batch_size(large) == 64

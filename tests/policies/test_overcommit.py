@@ -1,0 +1,70 @@
+import pytest
+
+from policies.errors import ConfigError
+from policies.overcommit import Overcommit, OvercommitConfig
+from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+
+
+def times(prefill_s: float, overhead_s: float, decode_s: float) -> StepTimes:
+    decode = StepCoefficients(overhead_s=overhead_s, decode_s=decode_s)
+    return StepTimes(prefill=StepCoefficients(overhead_s=overhead_s, prefill_s=prefill_s), decode=decode, mixed=decode)
+
+
+CHEAP = times(prefill_s=1e-6, overhead_s=0.01, decode_s=1e-6)
+DEAR = times(prefill_s=1e-3, overhead_s=0.001, decode_s=1e-3)
+
+
+def window(overcommit: Overcommit, preempted: int, steps: int = 32) -> None:
+    for step in range(steps):
+        overcommit.observe(
+            StepResult(
+                now_s=0.0,
+                step_s=0.02,
+                phase=Phase.MIXED,
+                prefill_tokens=0,
+                prefill_requests=0,
+                decode_requests=20,
+                kv_tokens=4000,
+                max_batch_size=20,
+                running_count=20,
+                waiting_count=5,
+                preempted=preempted if step == 0 else 0,
+            )
+        )
+
+
+def settled(step_times: StepTimes, preempted_per_share: float) -> float:
+    """Where it ends when preemptions grow with the square of what is admitted too much."""
+    overcommit = Overcommit()
+    for _ in range(200):
+        window(overcommit, round(preempted_per_share * overcommit.share**2))
+        overcommit.move(step_times, binding=True)
+    return overcommit.share
+
+
+def test_it_admits_all_it_may_where_recomputing_is_cheap() -> None:
+    assert settled(CHEAP, preempted_per_share=2.0) == OvercommitConfig().most
+
+
+def test_it_stays_with_the_forecast_where_recomputing_is_dear() -> None:
+    assert settled(DEAR, preempted_per_share=20.0) < 0.5
+
+
+def test_nothing_is_learned_while_memory_does_not_bind() -> None:
+    overcommit = Overcommit()
+    window(overcommit, preempted=0)
+    overcommit.move(CHEAP, binding=False)
+    assert overcommit.share == 0.0
+
+
+def test_a_window_is_due_only_when_it_decoded_and_is_complete() -> None:
+    overcommit = Overcommit()
+    window(overcommit, preempted=0, steps=31)
+    assert not overcommit.due
+    window(overcommit, preempted=0, steps=1)
+    assert overcommit.due
+
+
+def test_settings_out_of_bounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="most"):
+        OvercommitConfig(most=-1)

@@ -1,0 +1,261 @@
+"""vLLM's real scheduler over a model that does not exist: a virtual clock, any number of steps in flight.
+
+The "model" answers each request with tokens that say which they are, so a test sees at once when one is lost, doubled
+or out of order; a step takes as long as a `StepTimes` says. The loop is that of vLLM's engine core, with its queue of
+batches, which the CPU platform does not let run.
+"""
+
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deployments.environment import cpu_env
+
+os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().items() if k != "LD_PRELOAD"}})
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from deployments.vllm_scheduler import SluiceScheduler
+from policies.clock import ManualClock
+from policies.types import StepCoefficients, StepResult, StepTimes
+
+MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
+TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.005, prefill_s=2e-5),
+    decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4),
+    mixed=StepCoefficients(overhead_s=0.01, prefill_s=2e-5, decode_s=1e-4),
+)
+STOP_TOKEN = 9
+FIRST_TOKEN = 1000
+EMPTY_STEP_S = 0.001
+
+init_none_hash(sha256)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    asked_s: float
+    prompt_tokens: int
+    output_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    ended: bool = False
+    aborted: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Every token once, in order, ended by the stop token."""
+        return self.tokens == [*range(FIRST_TOKEN, FIRST_TOKEN + self.output_tokens - 1), STOP_TOKEN]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """What one step held; a request decodes when its prompt was computed before the step."""
+
+    prefill_tokens: int
+    decodes: int
+    budget: int
+    runnable: bool
+
+    @property
+    def mixed(self) -> bool:
+        return self.prefill_tokens > 0 and self.decodes > 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.prefill_tokens and not self.decodes
+
+
+class VirtualEngine:
+    def __init__(
+        self,
+        settings: dict[str, Any] | None = None,
+        *,
+        slots: int = 32,
+        blocks: int = 4096,
+        block_size: int = 16,
+        budget: int = 2048,
+        depth: int = 1,
+        times: StepTimes = TIMES,
+        scheduler: type[Scheduler] = SluiceScheduler,
+        **engine_args: Any,
+    ) -> None:
+        args = EngineArgs(
+            model=str(MODEL),
+            max_model_len=2048,
+            max_num_seqs=slots,
+            max_num_batched_tokens=budget,
+            block_size=block_size,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 20,
+            additional_config={"sluice": settings} if settings is not None else {},
+            **{"enable_prefix_caching": False} | engine_args,
+        )
+        config = args.create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config.async_scheduling = depth > 1
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.blocks, self.depth, self.times = blocks, depth, times
+        self.scheduler: Any = scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=block_size,
+            log_stats=False,
+        )
+        caching = config.cache_config.enable_prefix_caching
+        self._block_hasher = get_request_block_hasher(block_size, sha256) if caching else None
+        self.clock = ManualClock()
+        self.scheduler.clock = self.clock
+        self.answers: dict[str, Answer] = {}
+        self.log: list[StepLog] = []
+        self.results: list[StepResult] = []
+        self.preempted = 0
+        self.idle_spins = 0
+        self._queue: deque[tuple[SchedulerOutput, dict[str, list[int]], float]] = deque()
+        self._device_free_s = 0.0
+        if isinstance(self.scheduler, SluiceScheduler):
+            self.scheduler.on_step = self.results.append
+
+    # Clients
+
+    def add(self, request_id: str, prompt_tokens: int, output_tokens: int, **params: Any) -> Request:
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=params.pop("prompt_token_ids", None) or [1] * prompt_tokens,
+            sampling_params=SamplingParams(
+                max_tokens=params.pop("max_tokens", 1500),
+                stop_token_ids=[STOP_TOKEN],
+                ignore_eos=True,
+                extra_args=params.pop("extra_args", None),
+            ),
+            pooling_params=None,
+            block_hasher=self._block_hasher,
+            **params,
+        )
+        self.answers[request_id] = Answer(self.clock.now(), prompt_tokens, output_tokens)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.answers[request_id].aborted = True
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    # The engine
+
+    def step(self) -> None:
+        """One turn of the engine core's loop."""
+        if self.scheduler.has_requests():
+            executed = self._schedule()
+            if len(self._queue) < self.depth and (executed or (self.depth > 1 and self.scheduler.has_requests())):
+                return
+        if self._queue:
+            self._finish(*self._queue.popleft())
+
+    def run(self, *, most_steps: int = 100_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(most_steps):
+            if not self.busy:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {most_steps} steps: {self.scheduler.get_request_counts()}")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or self.scheduler.has_requests()
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def all_free(self) -> bool:
+        """Every block but the one that vLLM keeps for padding."""
+        return self.free_blocks == self.blocks - 1 and not self.scheduler.requests
+
+    def _schedule(self) -> bool:
+        runnable = self._runnable()
+        before = {r.request_id: (r.num_computed_tokens, r.is_prefill_chunk) for r in self.scheduler.requests.values()}
+        output = self.scheduler.schedule()
+        prefill, decodes, context, sampled = 0, 0, 0, {}
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            computed, prompt_left = before[request_id]
+            fresh = request_id in {new.req_id for new in output.scheduled_new_reqs}
+            resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
+            if fresh or resumed or prompt_left:
+                prefill += tokens
+            else:
+                decodes += 1
+                context += computed
+            sampled[request_id] = [] if request.is_prefill_chunk else [self._token(request)]
+        self.log.append(StepLog(prefill, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
+        self.preempted += len(output.preempted_req_ids or ())
+        took_s = self.times.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context)
+        took_s = took_s or EMPTY_STEP_S * (not self._queue)
+        self._device_free_s = max(self._device_free_s, self.clock.now()) + took_s
+        self._queue.append((output, sampled, self._device_free_s))
+        return bool(output.total_num_scheduled_tokens)
+
+    def _token(self, request: Request) -> int:
+        """The token that a step samples which has just been scheduled; past the end, anything."""
+        number = request.num_computed_tokens - request.num_prompt_tokens
+        return STOP_TOKEN if number == self.answers[request.request_id].output_tokens - 1 else FIRST_TOKEN + number
+
+    def _runnable(self) -> bool:
+        """Whether stock vLLM would surely schedule something: a decode not at its end, or a prompt that fits."""
+        s = self.scheduler
+        for request in s.running:
+            ending = request.num_output_placeholders > 0 and (
+                request.num_computed_tokens + 2 - request.num_output_placeholders
+                >= request.num_prompt_tokens + request.max_tokens
+            )
+            if not ending:
+                return True
+        return bool(s.waiting) and not s.running and s.waiting.peek_request().status == RequestStatus.WAITING
+
+    def _finish(self, output: SchedulerOutput, sampled: dict[str, list[int]], end_s: float) -> None:
+        self.clock.advance_to(max(self.clock.now(), end_s))
+        ids = list(output.num_scheduled_tokens)
+        made = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: at for at, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        for outputs in self.scheduler.update_from_output(output, made).values():
+            for one in outputs.outputs:
+                answer = self.answers[one.request_id]
+                answer.tokens += one.new_token_ids
+                answer.times_s += [self.clock.now()] * len(one.new_token_ids)
+                answer.ended |= one.finish_reason is not None
+
+
+def run_closed(engine: VirtualEngine, requests: list[tuple[int, int]], clients: int, **params: Any) -> VirtualEngine:
+    """Keep `clients` requests (prompt, output) in the engine until all are done."""
+    waiting = deque(enumerate(requests))
+    while waiting or engine.busy:
+        while waiting and len(engine.scheduler.requests) < clients:
+            number, (prompt, output) = waiting.popleft()
+            engine.add(f"r{number}", prompt, output, **params)
+        engine.step()
+    return engine
