@@ -33,9 +33,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
+from router.state_store import Ticket
 from router.timing import HttpContext, RequestTiming, current
 from router.wire import Buffer
 
@@ -55,7 +57,6 @@ _LOOKS_BACK = (
     "bad_words",
     "thinking_token_budget",
     "repetition_detection",
-    "extra_args",
 )
 _DEFAULTS = SamplingParams()
 
@@ -106,6 +107,20 @@ class VllmCodec:
             prompt_token_ids=request.prompt_token_ids or (),
         )
 
+    def with_ticket(self, request: EngineCoreRequest, ticket: Ticket) -> EngineCoreRequest:
+        """Of a copy: several requests of one prompt may share their sampling parameters."""
+        if request.sampling_params is None:
+            return request
+        metadata = RequestMetadata(
+            slo_class=ticket.slo_class,
+            predicted_output_tokens=ticket.predicted_output_tokens,
+            bin_index=ticket.bin_index,
+            deadline_s=ticket.deadline_key,
+        )
+        params = request.sampling_params.clone()
+        params.extra_args = {**(params.extra_args or {}), **metadata.as_extra_args()}
+        return replace(request, sampling_params=params)
+
     def encode_request(self, request: EngineCoreRequest) -> Sequence[Buffer]:
         return self._encoder.encode(request)
 
@@ -149,6 +164,7 @@ def _resumable(request: EngineCoreRequest) -> bool:
         request.prompt_token_ids is not None
         and not request.mm_features
         and params is not None
+        and not without_metadata(params.extra_args)
         and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from router.state_store import Ticket
 from router.wire import Buffer
 
 RequestT = TypeVar("RequestT")
@@ -40,6 +41,9 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
     engine_version: str
 
     def size(self, request: RequestT) -> RequestSize: ...
+
+    def with_ticket(self, request: RequestT, ticket: Ticket) -> RequestT:
+        """The request, telling the engine what its ticket says of it."""
 
     def encode_request(self, request: RequestT) -> Sequence[Buffer]: ...
 

@@ -185,6 +185,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             size, slo_class, self.router_id, self._shared_clock.now(), self._connections
         )
         metrics = self._metrics.of(slo_class)
+        request = self._codec.with_ticket(request, classified.ticket)
         entry = _Entry(request, classified.ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key = classified.planned_key
         self._entries[size.request_id] = entry

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from router.codec import Output, Recovery, RequestSize
+from router.state_store import Ticket
 from router.wire import Buffer
 
 VOCABULARY = 50_000
@@ -61,6 +62,9 @@ class FakeCodec:
             max_output_tokens=request.max_tokens,
             prompt_token_ids=request.prompt,
         )
+
+    def with_ticket(self, request: FakeRequest, ticket: Ticket) -> FakeRequest:
+        return request
 
     def encode_request(self, request: FakeRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from router.codec import Output, Recovery, RequestSize
+from router.state_store import Ticket
 from router.wire import Buffer
 
 VERSION = "null-1"
@@ -41,6 +42,9 @@ class NullCodec:
         return RequestSize(
             request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_output_tokens=request.max_tokens
         )
+
+    def with_ticket(self, request: NullRequest, ticket: Ticket) -> NullRequest:
+        return request
 
     def encode_request(self, request: NullRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
