@@ -1,0 +1,183 @@
+"""Processes die, hang, slow down and lose each other under load: every request ends once, with its exact tokens.
+
+Two thousand requests in each scenario, from two routers where one is not the victim; at the end no slot is in use.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deployments.embedded_redis import EmbeddedRedis, free_port
+from router.redis_store import RedisStateStore, connect
+from router.state_store import Snapshot
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 120
+
+
+class Process:
+    """One of ours, with what it printed so far."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "tests.chaos.processes", *arguments]
+            env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+            self.popen = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=env)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def result(self) -> dict[str, Any]:
+        assert self.popen.wait(PATIENCE_S) == 0, self.log.read_text()[-3000:]
+        found: dict[str, Any] = json.loads(self.log.read_text().splitlines()[-1])
+        return found
+
+    @property
+    def asked(self) -> int:
+        lines = [line for line in self.log.read_text().splitlines() if line.startswith('{"so_far"')]
+        return json.loads(lines[-1])["so_far"] if lines else 0
+
+
+class Fleet:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.namespace = folder, secrets.token_hex(4)
+        self.redis_port, self.password = free_port(), secrets.token_urlsafe(16)
+        self.redis = EmbeddedRedis(self.redis_port, self.password)
+        self.processes: list[Process] = []
+
+    def _start(self, role: str, *arguments: str) -> Process:
+        log = self.folder / f"{role}{len(self.processes)}.log"
+        made = Process(log, role, "--url", self.redis.url, "--namespace", self.namespace, *arguments)
+        self.processes.append(made)
+        return made
+
+    def replica(self, *arguments: str) -> Process:
+        return self._start("replica", "--id", f"r{len(self.processes)}", *arguments)
+
+    def router(self, *arguments: str) -> Process:
+        return self._start("router", "--seed", str(len(self.processes)), *arguments)
+
+    def snapshot(self) -> Snapshot:
+        async def ask() -> Snapshot:
+            store = RedisStateStore(connect(self.redis.url), self.namespace)
+            try:
+                return await store.snapshot()
+            finally:
+                await store.close()
+
+        return asyncio.run(ask())
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.popen.is_running():
+                process.kill()
+        self.redis.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.05)
+
+
+def all_ended(fleet: Fleet, *routers: Process, requests: int = 2000) -> None:
+    """Every request of these routers is complete and exact, and no slot is in use."""
+    for router in routers:
+        assert router.result() == {"outcomes": {"length": requests}, "left_over": 0}
+    nothing_is_left(fleet)
+
+
+def nothing_is_left(fleet: Fleet) -> None:
+    def is_empty() -> bool:
+        snapshot = fleet.snapshot()
+        return not snapshot.waiting and not any(load.running for load in snapshot.replicas.values())
+
+    until(is_empty, f"all slots are free: {fleet.snapshot()}")
+
+
+def test_killed_replicas(fleet: Fleet) -> None:
+    replicas = [fleet.replica() for _ in range(3)]
+    router = fleet.router()
+    for asked, victim in ((200, 0), (700, 1), (1200, 2)):
+        until(lambda least=asked: router.asked >= least, f"{asked} answers")  # type: ignore[misc]
+        replicas[victim].kill()
+        replicas.append(fleet.replica())
+    all_ended(fleet, router)
+
+
+def test_a_killed_router(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.replica()
+    victim, other = fleet.router(), fleet.router()
+    until(lambda: victim.asked >= 500 and other.asked >= 200, "both are in the middle")
+    victim.kill()
+    all_ended(fleet, other)
+
+
+def test_a_killed_redis_that_comes_back_empty(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.replica()
+    routers = [fleet.router(), fleet.router()]
+    until(lambda: all(router.asked >= 300 for router in routers), "both are in the middle")
+    os.kill(fleet.redis.pid, signal.SIGKILL)
+    time.sleep(1.0)
+    fleet.redis = EmbeddedRedis(fleet.redis_port, fleet.password)
+    all_ended(fleet, *routers)
+
+
+def test_a_replica_that_hangs_and_comes_back(fleet: Fleet) -> None:
+    victim, _ = fleet.replica(), fleet.replica()
+    router = fleet.router("--requests", "3000")
+    until(lambda: router.asked >= 500, "it is in the middle")
+    victim.popen.suspend()
+    until(lambda: len(fleet.snapshot().replicas) == 1, "it is dropped")
+    victim.popen.resume()
+    all_ended(fleet, router, requests=3000)
+
+
+def test_one_replica_ten_times_slower_than_the_other(fleet: Fleet) -> None:
+    fleet.replica("--step-s", "0.02")
+    fleet.replica("--step-s", "0.002")
+    routers = [fleet.router(), fleet.router()]
+    all_ended(fleet, *routers)
+    slow, fast = (load.slowness for _, load in sorted(fleet.snapshot().replicas.items()))
+    assert slow > 2 * fast
+
+
+def test_routers_whose_clocks_differ_by_days(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.replica()
+    all_ended(fleet, fleet.router("--skew-s", "300000"), fleet.router("--skew-s", "-500"))
+
+
+def test_a_storm_of_cancellations(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.replica("--slots", "8")
+    routers = [fleet.router("--cancel-fraction", "0.7") for _ in range(2)]
+    for router in routers:
+        result = router.result()
+        assert set(result["outcomes"]) == {"length", "cancelled"}
+        assert sum(result["outcomes"].values()) == 2000
+    nothing_is_left(fleet)
