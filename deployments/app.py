@@ -5,6 +5,7 @@ The environment is read here and nowhere else.
 
 import os
 import secrets
+from collections.abc import Iterator
 
 import ray
 from ray import serve
@@ -38,13 +39,20 @@ def build(config: AppConfig) -> Application:
         port, password = free_port(), secrets.token_urlsafe(32)
         redis_url = embedded_url(port, password)
         redis_server = _redis_deployment().bind(port, password)
-    groups: list[tuple[tuple[str, ...], int]] = [((), config.engine.replicas)]
-    groups += [((name,), section.own_replicas) for name, section in config.classes.items() if section.own_replicas]
     engines = [
-        _engine_deployment(config, classes, replicas).bind(config, redis_url, redis_server, classes)
-        for classes, replicas in groups
+        _engine_deployment(each, number, classes, replicas).bind(each, redis_url, redis_server, classes)
+        for number, each in enumerate(config.each_model())
+        for classes, replicas in _groups(each)
     ]
     return _router_deployment(config).bind(config, redis_url, redis_server, engines, os.environ.get(KEYS_ENV))
+
+
+def _groups(config: AppConfig) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Replicas for all classes, and those of classes that have their own."""
+    yield (), config.engine.replicas
+    for name, section in config.classes.items():
+        if section.own_replicas:
+            yield (name,), section.own_replicas
 
 
 def _redis_deployment() -> Deployment:
@@ -53,11 +61,12 @@ def _redis_deployment() -> Deployment:
     )
 
 
-def _engine_deployment(config: AppConfig, classes: tuple[str, ...], replicas: int) -> Deployment:
+def _engine_deployment(config: AppConfig, model: int, classes: tuple[str, ...], replicas: int) -> Deployment:
+    number = (str(model + 1),) if model else ()
     scaled = None if classes else config.engine.autoscaling
     return serve.deployment(
         EngineReplica,
-        name="-".join(("EngineReplica", *classes)),
+        name="-".join(("EngineReplica", *number, *classes)),
         num_replicas="auto" if scaled else replicas,
         autoscaling_config=serve_config(scaled) if scaled else None,
         ray_actor_options={

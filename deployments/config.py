@@ -216,33 +216,21 @@ def _default_classes() -> dict[str, ClassSection]:
     }
 
 
-class AppConfig(Section):
-    """One model behind one address."""
+class ModelSection(Section):
+    """A model and the engines that run it."""
 
     model: str
     """A local folder, the name of a model on the hub, or `demo` for the small model that comes with Sluice."""
-    name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Keeps the shared state of several applications apart in one Redis database."""
     served_model_name: str | None = None
     """The name that clients use; None is `model`."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments as `vllm serve` takes them, one item each."""
-    redis_url: SecretStr | None = None
-    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only."""
-    redis_ca_certs: str | None = None
-    """File of CA certificates for rediss://."""
-    mode: Mode = "full"
-    """`full` serves by the policies; `stock` first come, first served, to the replica with the fewest requests;
-    `shadow` serves as stock does and counts what the policies would have done."""
-    router: RouterSection = RouterSection()
     engine: EngineSection = EngineSection()
-    bins: BinsSection = BinsSection()
-    order: OrderSection = OrderSection()
-    placement: PlacementSection = PlacementSection()
-    keys: KeysSection = KeysSection()
     work: WorkSection = WorkSection()
-    classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
-    default_class: str = "standard"
+
+    @property
+    def public_name(self) -> str:
+        return self.served_model_name or self.model
 
     @field_validator("vllm_args")
     @classmethod
@@ -255,6 +243,29 @@ class AppConfig(Section):
             if (name := arg.split("=")[0].replace("_", "-")) in ours:
                 raise ValueError(f"{name} is set by {ours[name]}, not by vllm_args")
         return argv
+
+
+class AppConfig(ModelSection):
+    """One model behind one address, or several."""
+
+    more_models: tuple[ModelSection, ...] = ()
+    """Further models, each with engines and a key space of its own; everything else is shared."""
+    name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """Keeps the shared state of several applications apart in one Redis database."""
+    redis_url: SecretStr | None = None
+    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only."""
+    redis_ca_certs: str | None = None
+    """File of CA certificates for rediss://."""
+    mode: Mode = "full"
+    """`full` serves by the policies; `stock` first come, first served, to the replica with the fewest requests;
+    `shadow` serves as stock does and counts what the policies would have done."""
+    router: RouterSection = RouterSection()
+    bins: BinsSection = BinsSection()
+    order: OrderSection = OrderSection()
+    placement: PlacementSection = PlacementSection()
+    keys: KeysSection = KeysSection()
+    classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
+    default_class: str = "standard"
 
     @field_validator("redis_url")
     @classmethod
@@ -278,6 +289,19 @@ class AppConfig(Section):
         if self.engine.autoscaling and own:
             raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
         return self
+
+    @model_validator(mode="after")
+    def _tells_models_apart(self) -> "AppConfig":
+        names = [section.public_name for section in (self, *self.more_models)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"more_models: served model names must differ, got {names}")
+        return self
+
+    def each_model(self) -> list["AppConfig"]:
+        """The configuration of every model by itself."""
+        own = {name: getattr(self, name) for name in ModelSection.model_fields}
+        sections = [own, *({name: getattr(each, name) for name in own} for each in self.more_models)]
+        return [self.model_copy(update={**section, "more_models": ()}) for section in sections]
 
     @property
     def engine_replicas(self) -> int:

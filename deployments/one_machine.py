@@ -135,8 +135,10 @@ def _application(config: AppConfig) -> Iterator[None]:
     from deployments.app import build
 
     _check_gpus(config)
-    engines = f"{config.engine_replicas} engine replica{'s' * (config.engine_replicas > 1)}"
-    with _progress(f"loading {config.served_model_name or config.model} on {engines}"):
+    models = config.each_model()
+    replicas = sum(each.engine_replicas for each in models)
+    names = ", ".join(each.public_name for each in models)
+    with _progress(f"loading {names} on {replicas} engine replica{'s' * (replicas > 1)}"):
         try:
             serve.run(build(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
@@ -148,11 +150,12 @@ def _check_gpus(config: AppConfig) -> None:
     """Ray would wait for ever for GPUs that this machine does not have."""
     import ray
 
-    needed, present = config.engine_replicas * config.engine.num_gpus, ray.cluster_resources().get("GPU", 0.0)
+    needed = sum(each.engine_replicas * each.engine.num_gpus for each in config.each_model())
+    present = ray.cluster_resources().get("GPU", 0.0)
     if needed > present:
         raise StartError(
-            f"{config.engine_replicas} engine replicas of {config.engine.num_gpus:g} GPUs need {needed:g} GPUs, "
-            f"this machine has {present:g}: set --engine-replicas or --num-gpus"
+            f"the engine replicas need {needed:g} GPUs, this machine has {present:g}: "
+            "set --engine-replicas or --num-gpus"
         )
 
 

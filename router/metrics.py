@@ -16,6 +16,9 @@ _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 
 
+LabelledPage = tuple[Mapping[str, str], bytes]
+
+
 class RelayMetrics:
     """What a replica's relay counts, in the registry that it is given."""
 
@@ -139,14 +142,14 @@ class _Families:
         return self._families
 
 
-def merge(expositions: Mapping[str, bytes]) -> bytes:
-    """One page out of the pages of several routers: each family once, its samples labelled with the router's id."""
+def merge(pages: Iterable[LabelledPage]) -> bytes:
+    """One page out of those of routers and models: each family once, its samples with the labels of their page."""
     families: dict[str, Metric] = {}
-    for router_id, exposition in expositions.items():
+    for labels, exposition in pages:
         for family in text_string_to_metric_families(exposition.decode()):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                merged.samples.append(sample._replace(labels={**sample.labels, "router": router_id}))
+                merged.samples.append(sample._replace(labels={**sample.labels, **labels}))
     registry = CollectorRegistry()
     registry.register(_Families(families.values()))
     return generate_latest(registry)

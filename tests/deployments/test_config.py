@@ -169,3 +169,21 @@ def test_the_example_for_serve_deploy_is_valid() -> None:
     (application,) = yaml.safe_load(example.read_text())["applications"]
     assert application["import_path"] == "deployments.app:build"
     AppConfig.model_validate(application["args"])
+
+
+def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
+    made = config(
+        served_model_name="a",
+        more_models=[{"model": "n", "served_model_name": "b", "engine": {"replicas": 3}}],
+        router={"max_wait_s": 8.0},
+    )
+    first, second = made.each_model()
+    assert [each.public_name for each in (first, second)] == ["a", "b"]
+    assert [each.engine.replicas for each in (first, second)] == [1, 3]
+    assert second.router.max_wait_s == 8.0
+    assert first.namespace("v") == config(served_model_name="a").namespace("v") != second.namespace("v")
+    assert not first.more_models
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    assert "must differ" in refused(more_models=[{"model": "m"}])[""]

@@ -21,7 +21,7 @@ def two_routers() -> bytes:
     second.requests.labels("offline", "1", "length").inc()
     first.of("standard").ttft_s.observe(0.02)
     second.replicas_lost.inc(2)
-    return merge({"a": first.exposition(), "b": second.exposition()})
+    return merge([({"router": "a"}, first.exposition()), ({"router": "b"}, second.exposition())])
 
 
 def test_a_merged_page_tells_routers_apart() -> None:
@@ -47,13 +47,15 @@ def test_a_merged_page_keeps_types_and_help() -> None:
 
 
 def test_merging_nothing_gives_an_empty_page() -> None:
-    assert merge({}) == b""
+    assert merge([]) == b""
 
 
 def test_a_label_with_quotes_and_newlines_survives() -> None:
     metrics = RouterMetrics()
     metrics.requests.labels('a "class"\n', "0", "stop").inc()
-    assert sample(merge({"a": metrics.exposition()}), "sluice_requests_total", slo_class='a "class"\n') == 1
+    assert (
+        sample(merge([({"router": "a"}, metrics.exposition())]), "sluice_requests_total", slo_class='a "class"\n') == 1
+    )
 
 
 def test_the_children_of_a_class_are_made_once() -> None:

@@ -1,0 +1,141 @@
+"""One model's front end in a router: vLLM's own OpenAI application over the routed engine client."""
+
+import asyncio
+import math
+import time
+import uuid
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import redis.asyncio as redis
+from fastapi import FastAPI
+
+from deployments.config import AppConfig
+from policies.errors import ReplicaLostError, StateStoreError
+from policies.multi_bin import MultiBin
+from policies.order import VirtualDeadline
+from predictor.histogram import HistogramPredictor
+from router.admission import Door
+from router.classifier import Classifier
+from router.clock import MonotonicClock, SharedClock
+from router.metrics import LabelledPage, RouterMetrics, shared_exposition
+from router.redis_store import RedisStateStore
+from router.routed_client import RoutedClient
+from router.state_store import ReplicaLoad
+
+REPLICA_POLL_S = 0.2
+
+
+class FrontEnd:
+    """Build it with `start`; what it opens is closed with `resources`."""
+
+    def __init__(self, config: AppConfig, client: "redis.Redis") -> None:
+        self._config, self._redis = config, client
+        self.name = config.public_name
+        self.metrics = RouterMetrics()
+
+    async def start(self, resources: AsyncExitStack) -> FastAPI:
+        """vLLM's application, once a replica of this model is there.
+
+        Raises:
+            ReplicaLostError: none registers within the time that loading a model may take.
+            StateStoreError: the shared state cannot be reached.
+        """
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        from deployments.vllm_adapter import ENGINE_VERSION, RoutedAsyncLLM, VllmCodec, parse_vllm_args
+
+        self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
+        args = parse_vllm_args(self._config.vllm_argv())
+        args.max_model_len = await self._max_model_len()
+        self.routed = RoutedClient(
+            router_id=uuid.uuid4().hex[:12],
+            store=self._store,
+            codec=VllmCodec(),
+            classifier=self._classifier(),
+            door=Door({name: section.limits() for name, section in self._config.classes.items()}),
+            clock=MonotonicClock(),
+            shared_clock=SharedClock(),
+            metrics=self.metrics,
+            config=self._config.router.build(),
+        )
+        resources.push_async_callback(self.routed.close)
+        await self.routed.start()
+        self._llm = RoutedAsyncLLM(args, self.routed)
+        tasks = await self._llm.get_supported_tasks()
+        app: FastAPI = build_app(args, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, args, tasks)
+        app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
+        return app
+
+    async def _max_model_len(self) -> int:
+        """As the first replica settled it. Until one of this model is there, a redeploy leaves the old routers on."""
+        give_up_s = time.monotonic() + self._config.engine.start_timeout_s
+        while not (infos := await self._store.replica_infos()):
+            if time.monotonic() > give_up_s:
+                raise ReplicaLostError(
+                    f"no engine replica of {self.name} within {self._config.engine.start_timeout_s} s"
+                )
+            await asyncio.sleep(REPLICA_POLL_S)
+        return min(info.max_model_len for info in infos)
+
+    def _classifier(self) -> Classifier:
+        config = self._config
+        return Classifier(
+            predictor=HistogramPredictor(config.bins.window_requests),
+            bins=MultiBin(config.bins.build()),
+            order=VirtualDeadline(config.order_config()),
+            step_times=config.work.build(),
+            shared_batch_size=config.work.batch_size,
+            default_output_tokens=config.work.default_output_tokens,
+            metrics=self.metrics,
+            prefixes=config.placement.prefixes(),
+            prefix_tie_s=config.placement.prefix_tie_s,
+            mode=config.mode,
+        )
+
+    async def metrics_pages(self) -> list[LabelledPage]:
+        """Of all routers, and of the shared state; of this router alone while that is away."""
+        mine = {self.routed.router_id: self.metrics.exposition()}
+        try:
+            pages = await self._store.all_metrics() | mine
+            shared: list[LabelledPage] = [({"model": self.name}, shared_exposition(await self._store.snapshot()))]
+        except StateStoreError:
+            pages, shared = mine, []
+        mine_and_others: list[LabelledPage] = [
+            ({"model": self.name, "router": router_id}, page) for router_id, page in pages.items()
+        ]
+        return mine_and_others + shared
+
+    async def status(self) -> dict[str, Any]:
+        """Bins, replicas and what each engine says of itself.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        snapshot = await self._store.snapshot()
+        engines = await self.routed.statuses()
+        return {
+            "model": self.name,
+            "routers": snapshot.routers,
+            "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
+            "waiting_s": round(snapshot.waiting_s, 4),
+            "overtaken_s": round(snapshot.overtaken_s, 3),
+            "bin_edges_tokens": [edge if math.isfinite(edge) else None for edge in self.routed.bin_edges],
+            "replicas": {
+                replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
+                for replica_id, load in snapshot.replicas.items()
+            },
+        }
+
+
+def _load(load: ReplicaLoad) -> dict[str, float]:
+    return {
+        "slots": load.slots,
+        "running": load.running,
+        "credit": load.credit,
+        "outstanding_s": round(load.outstanding_s, 4),
+        "slowness": round(load.slowness, 3),
+    }

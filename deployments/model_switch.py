@@ -1,0 +1,114 @@
+"""Several models behind one address: each request goes to the front end of the model that it names.
+
+The name stands in the body, so the body is read before it is passed on. With one model none of this is in the way.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http_layer import error_response
+
+MODELS_PATH = "/v1/models"
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+class ModelSwitch:
+    """`apps` by the name that clients use. A request without a known name goes to the first, which answers for itself:
+    vLLM takes a missing name for its own model and answers 404 to another."""
+
+    def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
+        self._apps = apps
+        self._first = next(iter(apps.values()))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._first(scope, receive, send)
+        elif scope["path"] == MODELS_PATH:
+            await (await self._models(scope))(scope, receive, send)
+        elif scope["path"] == "/health":
+            await (await self._health(scope))(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._first(scope, receive, send)
+        else:
+            try:
+                body, more = await _read(receive)
+            except HTTPException as error:  # too large
+                await error_response(error.status_code, error.detail, "BadRequest")(scope, receive, send)
+                return
+            app = self._apps.get(_name(body) or "", self._first)
+            await app(scope, _replayed(body, more), send)
+
+    async def _models(self, scope: Scope) -> Response:
+        """Every model's own entry."""
+        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps.values()))
+        return JSONResponse({"object": "list", "data": [m for _, body in replies for m in json.loads(body)["data"]]})
+
+    async def _health(self, scope: Scope) -> Response:
+        """Well when every model is."""
+        statuses = [status for status, _ in await asyncio.gather(*(_ask(app, scope) for app in self._apps.values()))]
+        return Response(status_code=max(statuses))
+
+
+def _name(body: bytes) -> str | None:
+    try:
+        return _named.decode(body).model
+    except msgspec.DecodeError:
+        return None  # whoever gets it says what is wrong with it
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body; its size is limited further up."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts), _after(message, receive)
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts), receive
+
+
+def _after(first: Message, receive: Receive) -> Receive:
+    """That message once more, and then what follows."""
+    held = [first]
+
+    async def next_message() -> Message:
+        return held.pop() if held else await receive()
+
+    return next_message
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    return _after({"type": "http.request", "body": body, "more_body": False}, receive)
+
+
+async def _ask(app: ASGIApp, scope: Scope) -> tuple[int, bytes]:
+    """Status and body of one application's answer to a request without a body."""
+    status = 500
+    parts: list[bytes] = []
+
+    async def keep(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    async def nothing() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    await app(dict(scope), nothing, keep)
+    return status, b"".join(parts)

@@ -1,0 +1,92 @@
+"""Several models behind one address, with small applications in the place of vLLM's."""
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from deployments.http_layer import SluiceMiddleware
+from deployments.keys import KeyRing
+from deployments.model_switch import ModelSwitch
+
+LIMIT = 100_000
+
+
+def model_app(name: str, *, healthy: bool = True) -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = await request.json()
+        if body.get("model", name) != name:
+            return JSONResponse({"error": f"no {body['model']}"}, 404)
+        return JSONResponse({"by": name, "prompt_chars": len(body["prompt"])})
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": name}]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if healthy else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"by": name}
+
+    return app
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    switch = ModelSwitch({name: model_app(name, healthy=name != "c") for name in "abc"})
+    keys = KeyRing(file=None, environment=None, client=None, application="app")
+    app = SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+async def test_a_request_goes_to_the_model_that_it_names(client: httpx.AsyncClient, name: str) -> None:
+    long = "x" * 50_000
+    response = await client.post("/v1/completions", json={"prompt": long, "model": name, "more": {"model": "c"}})
+    assert response.json() == {"by": name, "prompt_chars": 50_000}
+
+
+async def test_a_body_in_pieces_arrives_whole(client: httpx.AsyncClient) -> None:
+    body = json.dumps({"model": "b", "prompt": "x" * 2000}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    assert (await client.post("/v1/completions", content=pieces())).json() == {"by": "b", "prompt_chars": 2000}
+
+
+async def test_without_a_name_the_first_model_answers(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/completions", json={"prompt": ""})).json()["by"] == "a"
+    assert (await client.get("/version")).json() == {"by": "a"}
+
+
+async def test_an_unknown_name_gets_404(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/completions", json={"prompt": "", "model": "z"})).status_code == 404
+
+
+async def test_a_body_beyond_the_limit_is_refused_though_its_length_is_not_told(client: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(2000):
+            yield b"x" * 100
+
+    assert (await client.post("/v1/completions", content=endless())).status_code == 413
+
+
+async def test_all_models_are_listed(client: httpx.AsyncClient) -> None:
+    assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["a", "b", "c"]
+
+
+async def test_it_is_well_when_every_model_is(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).status_code == 503
