@@ -184,6 +184,7 @@ class MemoryStateStore:
                     request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class=""
                 )
                 self._places[request_id] = _Place(ticket)
+            if not self._places[request_id].replica_id:
                 self._put_on(self._places[request_id], replica)
         self._dispatch("")
 

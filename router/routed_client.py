@@ -112,6 +112,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     ) -> None:
         self.router_id = router_id
         self.snapshot = Snapshot()
+        self._mine_at_snapshot: dict[str, int] = {}
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
         self._door, self._local = door, LocalCapacity(clock.now)
@@ -257,18 +258,29 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             try:
                 return await self._store.enqueue(ticket, limits)
             except StateStoreError:
-                if not any(map(self._open_connection, self._connections)):
+                if not await self._goes_on_alone():
                     raise
-                await self._go_on_alone()
         return await self._local.enqueue(ticket, limits)
 
-    async def _go_on_alone(self) -> None:
+    async def _goes_on_alone(self) -> bool:
+        """Takes to our own store what runs and what waits; False when no replica is connected."""
+        if self._local.in_use:  # another request was first
+            return True
         connections = [self._open_connection(replica_id) for replica_id in self._connections]
-        running: defaultdict[str, list[str]] = defaultdict(list)
+        infos = [connection.info for connection in connections if connection is not None]
+        if not infos:
+            return False
+        await self._local.begin(infos, self.snapshot, self._mine_at_snapshot, self._mine_by_replica())
+        for entry in [entry for entry in self._entries.values() if self._waits(entry)]:
+            await self._queue_again(entry)
+        return True
+
+    def _mine_by_replica(self) -> dict[str, list[str]]:
+        mine: defaultdict[str, list[str]] = defaultdict(list)
         for entry in self._entries.values():
             if entry.replica_id is not None:
-                running[entry.replica_id].append(entry.request_id)
-        await self._local.begin([c.info for c in connections if c is not None], self.snapshot, running)
+                mine[entry.replica_id].append(entry.request_id)
+        return mine
 
     def _end_locally(self, entry: _Entry[RequestT]) -> None:
         """Its slot goes to the next, while the shared state is away."""
@@ -500,7 +512,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _heartbeat(self) -> None:
         self._fail_expired()
-        await self._beat()
+        try:
+            await self._beat()
+        except StateStoreError:
+            await self._goes_on_alone()
+            raise
         await self._leave_missing()
         await self._look_after_waiting()
 
@@ -512,9 +528,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if lost or routers:
             logger.warning("silent and dropped: replicas %s, routers %s", lost, routers)
         self.snapshot = await self._store.snapshot()
+        self._mine_at_snapshot = {replica_id: len(ids) for replica_id, ids in self._mine_by_replica().items()}
         self._beat_s = self._clock.now()
-        if self._local.in_use:
-            self._local.end()
+        if self._local.in_use and (ended := self._local.end()):
+            self._background.spawn(self._with_retries(lambda: self._store.cancel(ended)), "cancel")
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store)

@@ -126,7 +126,7 @@ class StateStore(Protocol):
     async def register_replica(
         self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
     ) -> None:
-        """A replica joins, holding `running` already when it comes back to a store that lost its tables."""
+        """A replica joins, or comes back; `running` is what it runs already, even if it waits as far as we know."""
 
     async def beat_replica(
         self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0

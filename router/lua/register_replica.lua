@@ -7,8 +7,12 @@ redis.call('HSET', P .. ':serves', replica, ARGV[4])
 redis.call('HSET', P .. ':slowness', replica, ARGV[5])
 redis.call('ZADD', P .. ':beats', now_ms(), replica)
 for i = 6, #ARGV do
-  if not load_ticket(ARGV[i]) then
+  local ticket = load_ticket(ARGV[i])
+  if not ticket then
     put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, '', 0, 0 }, replica)
+  elseif ticket[REPLICA] == '' then -- its router went on alone meanwhile
+    take_from_lane(ARGV[i], ticket)
+    put_on(ARGV[i], ticket, replica)
   end
 end
 offer(replica)

@@ -140,6 +140,14 @@ async def test_a_replica_comes_back_with_what_it_runs(store: StateStore) -> None
     assert (await store.snapshot()).replicas["r"].running == 0
 
 
+async def test_what_a_replica_runs_waits_no_longer(store: StateStore) -> None:
+    await store.enqueue(ticket("x"))
+    await store.enqueue(ticket("y"))
+    await store.register_replica(info("r"), 1, ["y"])
+    assert await store.locate(["x", "y"]) == ["", "r"]
+    assert (await store.snapshot()).lanes == {("standard", 0): 1}
+
+
 async def test_a_draining_replica_gets_nothing_more(store: StateStore) -> None:
     await store.register_replica(info("r"), 2, [])
     await store.beat_replica("r", 0, FOR_EVER_S)

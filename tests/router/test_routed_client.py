@@ -845,14 +845,28 @@ async def test_while_redis_is_away_new_requests_use_the_capacity_known_last(gate
     await until(lambda: all(answer.tokens for answer in first) and not front_end.client.snapshot.waiting)
     await until(lambda: sum(load.running for load in front_end.client.snapshot.replicas.values()) == 4)
     gate.shut()
-    more = await front_end.ask_many(10, 20)
+    more = await asyncio.gather(*(front_end.ask(request(20)) for _ in range(10)))
     await until(lambda: all(answer.outcome == "length" for answer in more))
     assert not front_end.client.is_cut_off
-    late = await front_end.ask_many(10, 60)
+    late = await asyncio.gather(*(front_end.ask(request(60)) for _ in range(10)))
     await until(lambda: any(answer.tokens for answer in late))
+    assert max(replica.engine.most_held for replica in service.replicas) <= 3
     await gate.open()
     await service.finish([*first, *more, *late])
-    assert max(replica.engine.most_held for replica in service.replicas) <= 3
+    await service.close()
+
+
+async def test_what_waited_when_redis_went_away_is_served_without_it(gate: Gate) -> None:
+    service = Service(gate.url)
+    await service.replica(slots=2)
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(8, 60)
+    await until(lambda: sum(bool(answer.tokens) for answer in answers) == 2)
+    gate.shut()
+    await until(lambda: all(answer.outcome == "length" for answer in answers))
+    await gate.open()
+    await service.finish(answers)
+    assert service.replicas[0].engine.taken == 8
     await service.close()
 
 
