@@ -126,7 +126,7 @@ class _Source:
         return self.ended < len(self._requests)
 
 
-def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], None] | None = None) -> Run:
+def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object] | None = None) -> Run:
     """Serve the workload to its end. Requests too long for an engine's cache are refused, not served.
 
     Args:

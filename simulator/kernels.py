@@ -6,9 +6,9 @@ over all layers; tables are interpolated linearly along each axis and go on with
 step is its own measurement: on the GPUs measured it costs 1.2 to 1.7 times what its prefill and its decodes cost apart.
 
 Source: casys-kaist/LLMServingSim, profiler/perf (MIT): vLLM 0.19, bf16, per layer, RTX PRO 6000 and RTX 4090. The
-compact tables in simulator/data are made from it by `python -m simulator.kernels FOLDER`, with these departures: prompts
-are taken for new ones (kv_prefill 0), all chunks of a step for one, and of a mixture of experts the expected number of
-distinct experts is active, 128 * (1 - (1 - 8/128)^tokens).
+compact tables in simulator/data are made from it by `python -m simulator.kernels FOLDER`, with these departures:
+prompts are taken for new ones (kv_prefill 0), all chunks of a step for one, and of a mixture of experts the expected
+number of distinct experts is active, 128 * (1 - (1 - 8/128)^tokens).
 """
 
 import csv
@@ -86,9 +86,7 @@ class KernelClock:
         except KeyError as error:
             raise InputError(f"kernel tables lack {error}") from error
 
-    def step_s(
-        self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0
-    ) -> float:
+    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
         if not prefill_tokens and not decode_requests:
             return 0.0
         tokens, requests = int(prefill_tokens + decode_requests), int(decode_requests) + bool(prefill_tokens)
