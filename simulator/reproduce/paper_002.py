@@ -53,22 +53,22 @@ def offline(setting: Setting) -> list[str]:
     for name in _NAMES:
         results = [_offline(_workload(setting, name, 2048, seed)) for seed in range(setting.runs)]
         for label in results[0]:
-            waste, tokens_per_s, batches = (mean([result[label][at] for result in results]) for at in range(3))
-            rows.append((name, label, f"{waste:.1%}", f"{tokens_per_s:.0f}", f"{batches:.0f}"))
-    return table(("workload", "batches", "padded prompt tokens", "output tokens/s", "batches or steps"), rows)
+            waste, tokens_per_s, batches, buckets = (mean([one[label][at] for one in results]) for at in range(4))
+            rows.append((name, label, f"{buckets:.1f}", f"{waste:.1%}", f"{tokens_per_s:.0f}", f"{batches:.0f}"))
+    return table(("workload", "batches", "buckets", "padding", "output tokens/s", "batches or steps"), rows)
 
 
-def _offline(work: Workload) -> dict[str, tuple[float, float, float]]:
+def _offline(work: Workload) -> dict[str, tuple[float, ...]]:
     edges = {
         "one bucket": (0.0, float("inf")),
         "Algorithm 1": _adjusted(BucketServeBuckets(BucketServeConfig(l_max=_MAX_TOKENS)), work),
         "adaptive": _adjusted(AdaptiveBuckets(AdaptiveBucketsConfig()), work),
     }
-    found = {f"{name} ({len(bounds) - 1})": _in_buckets(work, bounds) for name, bounds in edges.items()}
+    found = {name: _in_buckets(work, bounds) for name, bounds in edges.items()}
     stock = run(ClusterConfig(times=_profile().times, engine=_engine()), work)
     output = sum(request.output_tokens for request in stock.requests)
     steps = float(sum(engine.totals.steps for engine in stock.engines))
-    return {**found, "continuous batching": (0.0, output / stock.makespan_s, steps)}
+    return {**found, "continuous batching": (0.0, output / stock.makespan_s, steps, 1.0)}
 
 
 def _engine() -> EngineConfig:
@@ -83,7 +83,7 @@ def _adjusted(policy: BucketPolicy, work: Workload) -> tuple[float, ...]:
     return policy.edges
 
 
-def _in_buckets(work: Workload, edges: tuple[float, ...]) -> tuple[float, float, float]:
+def _in_buckets(work: Workload, edges: tuple[float, ...]) -> tuple[float, ...]:
     bucket = np.searchsorted(np.array(edges[1:-1]), work.prompt_tokens, side="right")
     requests = work.requests()
     batches: list[list[Request]] = []
@@ -94,7 +94,7 @@ def _in_buckets(work: Workload, edges: tuple[float, ...]) -> tuple[float, float,
     seconds = sum(times.batch_s(batch) for batch in batches)
     padded = sum(len(batch) * max(r.prompt_tokens for r in batch) for batch in batches)
     waste = 1.0 - sum(work.prompt_tokens.tolist()) / padded
-    return waste, float(work.output_tokens.sum()) / seconds, float(len(batches))
+    return waste, float(work.output_tokens.sum()) / seconds, float(len(batches)), float(len(edges) - 1)
 
 
 def online(setting: Setting) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from policies.bin_edges import equal_mass_edges, optimal_edges
 from policies.multi_bin import MultiBinConfig, expected_batch_max
 from policies.step_time import StepTimeConfig
+from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
@@ -29,6 +30,11 @@ _ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
 _SETS = ("azure_conv", "azure_code", "lmsys", "deepseek_r1")
 _SLOTS = 128
 _BINS = 4
+# Lengths and caches, in tokens, small enough to bind.
+_TIGHT = (
+    ("azure_conv", 20_000), ("azure_conv", 40_000), ("azure_conv", 80_000), ("lmsys", 10_000), ("lmsys", 20_000),
+    ("lmsys", 40_000), ("deepseek_r1", 200_000),
+)  # fmt: skip
 
 
 @cache
@@ -135,7 +141,7 @@ class _Batch:
 
 def _saturated(sources: Mapping[str, Workload], job: _Batch) -> tuple[float, int]:
     """Requests per second, and preemptions."""
-    work = drawn(sources[job.name], 3000, job.seed, max_tokens=min(32_768, job.cache_tokens // 2))
+    work = drawn(sources[job.name], 2000, job.seed, max_tokens=min(32_768, job.cache_tokens // 2))
     config = _config(
         job.cache_tokens,
         job.slots,
@@ -149,67 +155,48 @@ def _saturated(sources: Mapping[str, Workload], job: _Batch) -> tuple[float, int
     return steady_rate(finished), sum(engine.totals.preemptions for engine in finished.engines)
 
 
-def continuous_bins(setting: Setting) -> list[str]:
-    """Continuous batching, saturated: forecast admission with 4 bins' own survival curves against one curve for all."""
-    names, caches = ("azure_conv", "lmsys", "deepseek_r1"), (40_000, 100_000, 500_000)
-    sources = {name: setting.workload(name) for name in names}
+def _tight(setting: Setting, kinds: Sequence[tuple[str, dict[str, Any]]]) -> FloatArray:
+    """Rate and preemptions under each kind of policy; shape (tight caches, kinds, runs, 2)."""
+    sources = {name: setting.workload(name) for name in dict(_TIGHT)}
     jobs = [
         _Batch(
-            name=name, cache_tokens=size, batch="forecast_admission", settings={"classes": classes}, classes=classes,
-            seed=seed,
+            name=name, cache_tokens=size, batch=batch, settings=settings, classes=settings.get("classes", 1), seed=seed
         )
-        for name, size, classes, seed in product(names, caches, (1, _BINS), range(setting.runs))
+        for (name, size), (batch, settings), seed in product(_TIGHT, kinds, range(setting.runs))
     ]  # fmt: skip
-    found = np.array(setting.each(partial(_saturated, sources), jobs)).reshape(len(names), len(caches), 2, -1, 2)
-    rows = [
-        (name, size, _percent((found[i, j, 1, :, 0] / found[i, j, 0, :, 0]).tolist()))
-        for i, name in enumerate(names)
-        for j, size in enumerate(caches)
-    ]
+    found = np.array(setting.each(partial(_saturated, sources), jobs), dtype=np.float64)
+    return found.reshape(len(_TIGHT), len(kinds), setting.runs, 2)
+
+
+def continuous_bins(setting: Setting) -> list[str]:
+    """Continuous batching, saturated: forecast admission with 4 bins' own survival curves against one curve for all."""
+    found = _tight(setting, [("forecast_admission", {"classes": classes}) for classes in (1, _BINS)])
+    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
     return table(("lengths", "cache, tokens", "throughput, 4 bins against 1"), rows)
 
 
 def admission(setting: Setting) -> list[str]:
     """Continuous batching, saturated: admission by eq. 12 and by forecast against a plain 128 slots."""
-    names, caches = ("azure_conv", "lmsys", "deepseek_r1"), (20_000, 40_000, 100_000, 500_000)
-    sources = {name: setting.workload(name) for name in names}
-    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+    kinds: list[tuple[str, dict[str, Any]]] = [
         ("stock", {}), ("memory_aware", {}), ("memory_aware", {"basis": "resident"}), ("forecast_admission", {}),
-    )  # fmt: skip
-    jobs = [
-        _Batch(name=name, cache_tokens=size, batch=batch, settings=settings, seed=seed)
-        for name, size, (batch, settings), seed in product(names, caches, kinds, range(setting.runs))
-    ]
-    found = np.array(setting.each(partial(_saturated, sources), jobs)).reshape(len(names), len(caches), 4, -1, 2)
+    ]  # fmt: skip
     rows = []
-    for (i, name), (j, size) in product(enumerate(names), enumerate(caches)):
-        gains = [_percent((found[i, j, m, :, 0] / found[i, j, 0, :, 0]).tolist()) for m in (1, 2, 3)]
-        lost = "/".join(f"{found[i, j, m, :, 1].mean():.0f}" for m in range(4))
-        rows.append((name, size, *gains, lost))
+    for at, each in zip(_TIGHT, _tight(setting, kinds), strict=True):
+        rate = each[:, :, 0]
+        gains = [_percent((rate[m] / rate[0]).tolist()) for m in (1, 2, 3)]
+        lost = "/".join(f"{count:.0f}" for count in each[:, :, 1].mean(axis=1))
+        rows.append((*at, *gains, _percent((rate[3] / rate[1]).tolist()), lost))
     heading = (
-        "lengths",
-        "cache, tokens",
-        "eq. 12",
-        "eq. 12, resident",
-        "forecast",
-        "preemptions: stock/12/12r/forecast",
-    )
+        "lengths", "cache, tokens", "eq. 12", "eq. 12, resident", "forecast", "forecast / eq. 12",
+        "preemptions of 2000 requests: stock, 12, 12 resident, forecast",
+    )  # fmt: skip
     return table(heading, rows)
 
 
 def known_prompts(setting: Setting) -> list[str]:
     """Eq. 12 with the prompts known at admission against eq. 12 as published: throughput."""
-    names, caches = ("azure_conv", "azure_code", "lmsys"), (40_000, 100_000)
-    sources = {name: setting.workload(name) for name in names}
-    jobs = [
-        _Batch(name=name, cache_tokens=size, batch="memory_aware", settings={"known_prompts": known}, seed=seed)
-        for name, size, known, seed in product(names, caches, (False, True), range(setting.runs))
-    ]
-    found = np.array(setting.each(partial(_saturated, sources), jobs)).reshape(len(names), len(caches), 2, -1, 2)
-    rows = [
-        (name, size, _percent((found[i, j, 1, :, 0] / found[i, j, 0, :, 0]).tolist()))
-        for (i, name), (j, size) in product(enumerate(names), enumerate(caches))
-    ]
+    found = _tight(setting, [("memory_aware", {"known_prompts": known}) for known in (False, True)])
+    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
     return table(("lengths", "cache, tokens", "throughput, known against published"), rows)
 
 
@@ -289,7 +276,7 @@ def dedicated_replicas(setting: Setting) -> list[str]:
 
 def _dedicated(sources: Mapping[str, Workload], job: tuple[str, int]) -> float:
     name, seed = job
-    work = drawn(sources[name], 6000, seed)
+    work = drawn(sources[name], 3000, seed)
     inner = equal_mass_edges(work.output_tokens, _BINS)[1:-1]
     labels = tuple(f"bin {index}" for index in np.searchsorted(inner, work.predicted_output_tokens, side="right"))
     labelled = replace(work, slo_class=labels)
@@ -374,7 +361,7 @@ def _latencies(finished: Run) -> list[float]:
 
 def placement(setting: Setting) -> list[str]:
     """Eight replicas of 32 slots, requests handed out at once: latency by predicted work against by count."""
-    names, loads = ("azure_conv", "deepseek_r1"), (0.7, 0.9)
+    names, loads = ("azure_conv", "lmsys"), (0.7, 0.9)
     sources = {name: setting.workload(name) for name in names}
     jobs = list(product(names, loads, range(setting.runs)))
     found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(len(names), len(loads), -1, 2, 3)
