@@ -86,7 +86,7 @@ class Run:
     events: int
 
 
-class _Source:
+class Source:
     """Hands requests to the router: each at its time, or the next one whenever another ends."""
 
     def __init__(
@@ -126,6 +126,17 @@ class _Source:
         return self.ended < len(self._requests)
 
 
+def new_router(config: ClusterConfig) -> Router:
+    return Router(
+        config.router,
+        order=build(config.order, **config.order_settings),
+        placement=build(config.placement),
+        work=LeastOutstandingWork(LeastOutstandingWorkConfig()),
+        step_times=config.times,
+        bins=MultiBin(config.bins) if config.bins else None,
+    )
+
+
 def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object] | None = None) -> Run:
     """Serve the workload to its end. Requests too long for an engine's cache are refused, not served.
 
@@ -136,16 +147,8 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
     capacity = config.engine.capacity_tokens
     served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
     refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
-    work = LeastOutstandingWork(LeastOutstandingWorkConfig())
-    router = Router(
-        config.router,
-        order=build(config.order, **config.order_settings),
-        placement=build(config.placement),
-        work=work,
-        step_times=config.times,
-        bins=MultiBin(config.bins) if config.bins else None,
-    )
-    source = _Source(served, config.clients, router.arrive)
+    router = new_router(config)
+    source = Source(served, config.clients, router.arrive)
 
     def finished(now_s: float, engine: Engine, ended: list[Request]) -> Iterable[Event]:
         if on_progress is not None:
@@ -197,7 +200,7 @@ def run_gang(config: GangConfig, bins: MultiBinConfig, times: GangTimes, workloa
         return events + cluster.flush(now_s) if request is requests[-1] else events
 
     loop = EventLoop()
-    loop.add(_Source(requests, None, arrive).start())
+    loop.add(Source(requests, None, arrive).start())
     loop.run()
     last_s = max(request.finished_s or 0.0 for request in requests)
     return GangRun(requests, cluster, last_s, loop.events)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from policies.errors import ConfigError, InputError
 from simulator import plots
 from simulator.cluster import ClusterConfig, Run, run
+from simulator.disaggregated import TransferConfig, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_names, engine_profile
 from simulator.planner import PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
@@ -55,6 +56,9 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     one.add_argument("--batch", help="another batch policy of the registry, such as memory_aware")
     one.add_argument("--order", help="another order of the queue, such as fcfs")
     one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
+    one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
+    one.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="between the pools (default: %(default)s)")
+    one.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
     one.add_argument("--list-engines", action="store_true", help="list the engines that are built in, and end")
     plan = _command(commands, "plan", "which replicas, and what does each feature add?", _PLAN_EPILOG)
     plan.add_argument("--replicas", default="1,2,4", help="counts to try (default: %(default)s)")
@@ -112,7 +116,7 @@ def simulate(options: argparse.Namespace) -> None:
     profile = engine_profile((options.engine or [DEFAULT_ENGINE])[0])
     config = _config(options, profile)
     with tqdm(total=len(workload), unit="request", disable=None) as bar:
-        finished = run(config, workload, bar.update)
+        finished = _run(options, config, workload, bar.update)
     numbers = {
         "system": options.system,
         "engine": profile.name,
@@ -123,6 +127,20 @@ def simulate(options: argparse.Namespace) -> None:
     print(text)
     _write_json(options.json, numbers)
     _write_plots(options, f"Simulation of {workload.name}", text, lambda path: _draw_run(finished, path))
+
+
+def _run(
+    options: argparse.Namespace, config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object]
+) -> Run:
+    if options.prefill_replicas is None:
+        return run(config, workload, on_progress)
+    if config.clients is not None or options.transfer_gb_per_s <= 0:
+        raise ConfigError("--prefill-replicas goes with arrival times, not --clients, and a positive transfer rate")
+    transfer = TransferConfig(
+        prefill_replicas=options.prefill_replicas,
+        s_per_token=options.kv_bytes_per_token / (options.transfer_gb_per_s * 1e9),
+    )
+    return run_disaggregated(config, transfer, workload, on_progress)
 
 
 def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfig:

@@ -29,7 +29,7 @@ def test_100_000_requests_on_8_replicas(benchmark: BenchmarkFixture, name: str) 
     work = workload(100_000, 300.0, "lognormal:92:1.2", "lognormal:207:0.9", "noise:0.44")
     profile = engine_profile("Llama-3.1-8B@h100_sxm")
     config = system(name, profile, EngineConfig(slots=256, total_blocks=26_000), 8)
-    result: Run = benchmark.pedantic(lambda: run(config, work), rounds=3)
+    result: Run = benchmark.pedantic(lambda: run(config, work), rounds=3)  # type: ignore[no-untyped-call]
     steps = sum(engine.totals.steps for engine in result.engines)
     benchmark.extra_info.update(events=result.events, steps=steps)
     print(f"\n{name}: {result.events} events, {steps} steps")
@@ -40,5 +40,8 @@ def test_128_000_requests_in_gang_batches(benchmark: BenchmarkFixture) -> None:
     edges = tuple(np.linspace(1000, 20_000, 6).tolist())
     bins = MultiBinConfig(bins=5, rule="fixed", initial_edges=edges)
     times = LengthTimes(s_per_token=0.001)
-    result: GangRun = benchmark.pedantic(lambda: run_gang(GangConfig(batch_size=128), bins, times, work), rounds=3)
+    gang = GangConfig(batch_size=128)
+    result: GangRun = benchmark.pedantic(  # type: ignore[no-untyped-call]
+        lambda: run_gang(gang, bins, times, work), rounds=3
+    )
     benchmark.extra_info["events"] = result.events
