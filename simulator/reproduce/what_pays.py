@@ -201,7 +201,7 @@ def known_prompts(setting: Setting) -> list[str]:
 
 
 def phases(setting: Setting) -> list[str]:
-    """Exclusive batching, saturated: the exact phase length and k = 1 against mixed steps without interference."""
+    """Exclusive batching, saturated: the exact phase length and k = 1 against mixed steps."""
     engines = (
         _ENGINE, "Qwen3-8B@H200", "Qwen3-8B@RTX_PRO_6000", "Qwen3-30B-A3B@H200", "Qwen3-30B-A3B@RTX_PRO_6000",
     )  # fmt: skip
@@ -360,24 +360,34 @@ def _latencies(finished: Run) -> list[float]:
 
 
 def placement(setting: Setting) -> list[str]:
-    """Eight replicas of 32 slots, requests handed out at once: latency by predicted work against by count."""
-    names, loads = ("azure_conv", "lmsys"), (0.7, 0.9)
+    """Eight replicas of 32 slots: latency by predicted work against by count, handed out at once or by free slots."""
+    names, loads, ways = ("azure_conv", "lmsys"), (0.7, 0.9), {"at once": None, "by free slots": 0}
     sources = {name: setting.workload(name) for name in names}
-    jobs = list(product(names, loads, range(setting.runs)))
-    found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(len(names), len(loads), -1, 2, 3)
-    rows = [
-        (name, f"{load:.0%}", *(_percent((found[i, j, :, 1, m] / found[i, j, :, 0, m]).tolist()) for m in range(3)))
-        for (i, name), (j, load) in product(enumerate(names), enumerate(loads))
-    ]
-    return table(("lengths", "load", "mean latency", "99th percentile", "mean time to first token"), rows)
+    jobs = list(product(names, loads, ways.values(), ("noise:0.44", "oracle"), range(setting.runs)))
+    found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(-1, setting.runs, 2, 3)
+    rows = []
+    for at, each in zip(product(names, loads, ways, ("predicted", "known")), found, strict=True):
+        name, load, way, lengths = at
+        changes = [_percent((each[:, 1, m] / each[:, 0, m]).tolist()) for m in range(3)]
+        rows.append((name, f"{load:.0%}", way, lengths, *changes))
+    heading = (
+        "lengths",
+        "load",
+        "handed out",
+        "answers",
+        "mean latency",
+        "99th percentile",
+        "mean time to first token",
+    )
+    return table(heading, rows)
 
 
-def _placements(sources: Mapping[str, Workload], job: tuple[str, float, int]) -> list[list[float]]:
-    name, load, seed = job
+def _placements(sources: Mapping[str, Workload], job: tuple[str, float, int | None, str, int]) -> list[list[float]]:
+    name, load, lookahead, predictor, seed = job
     rng = np.random.default_rng(seed)
-    work = drawn(sources[name], 4000, seed)
+    work = drawn(sources[name], 4000, seed, predictor)
     rate = 8.0 * load * _load(_config(slots=32), work.head(1000))
     arriving = work.arriving(poisson(rate, len(work), rng))
-    direct = RouterConfig(credit_lookahead=None)
+    config = _config(slots=32, replicas=8, router=RouterConfig(credit_lookahead=lookahead))
     kinds = ("most_credit", "least_outstanding_work")
-    return [_latencies(run(_config(slots=32, replicas=8, placement=kind, router=direct), arriving)) for kind in kinds]
+    return [_latencies(run(replace(config, placement=kind), arriving)) for kind in kinds]

@@ -193,7 +193,7 @@ class TestSecondsPerToken:
 
 
 def test_a_mixed_step_is_never_shorter_than_its_decodes_alone() -> None:
-    """A fit to few mixed steps may find an interference far below zero; times must not follow it below a decode step."""
+    """A fit to few mixed steps may find an interference far below zero; times must not follow it there."""
     times = StepTimes(
         prefill=StepCoefficients(overhead_s=0.0, prefill_s=1e-3),
         decode=StepCoefficients(overhead_s=2e-3, decode_s=1e-4),
