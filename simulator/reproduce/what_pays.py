@@ -291,7 +291,7 @@ def _dedicated(sources: Mapping[str, Workload], job: tuple[str, int]) -> float:
 def class_replicas(setting: Setting) -> list[str]:
     """Chat beside long summaries on 4 replicas: goodput when chat has 1 or 2 replicas of its own against none."""
     sources = {name: setting.workload(name) for name in ("lmsys", "arxiv")}
-    rates = (8.0, 12.0, 16.0, 20.0)
+    rates = (12.0, 16.0, 20.0, 24.0, 28.0)
     jobs = list(product(rates, range(setting.runs)))
     found = np.array(setting.each(partial(_classes, sources), jobs)).reshape(len(rates), setting.runs, 3)
     rows = [
