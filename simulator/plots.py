@@ -55,22 +55,6 @@ def draw_lines(
     save(made, path)
 
 
-def draw_bars(groups: Mapping[str, Mapping[str, float]], path: Path, *, y: str, title: str) -> None:
-    """A group of bars for each name, a bar for each of its numbers."""
-    made = figure()
-    axes = made.axes[0]
-    names = list(groups)
-    bars = list(dict.fromkeys(bar for group in groups.values() for bar in group))
-    width = 0.8 / len(bars)
-    for index, bar in enumerate(bars):
-        heights = [groups[name].get(bar, 0.0) for name in names]
-        axes.bar(np.arange(len(names)) + index * width, heights, width, label=bar)
-    axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, fontsize=7)
-    axes.set(ylabel=y, title=title)
-    axes.legend(fontsize=7)
-    save(made, path)
-
-
 def draw_distributions(runs: Sequence[tuple[str, FloatArray, FloatArray]], path: Path) -> None:
     """Measured and simulated times to first token, as shares of requests."""
     made = figure(1, len(runs))

@@ -5,7 +5,7 @@ lowest key goes where the placement says. Requests whose class no replica with c
 the others.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -65,10 +65,6 @@ class Router:
         self._queues: dict[str | None, _Queue] = {}
         self._work_s: dict[str, float] = {}
         self._sequence = 0
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return tuple(self._engines.values())
 
     @property
     def ongoing(self) -> int:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO, Self
 
@@ -235,12 +236,12 @@ def _of_rows(
     conversion: Conversion,
     prompt_tokens: int | None,
 ) -> Workload:
-    table: dict[str, list[str]] = {}
-    for number, row in enumerate(rows):
-        if number >= MAX_ROWS:
-            raise InputError(f"more than {MAX_ROWS} rows")
-        for column, value in row.items():
-            table.setdefault(column, []).append(value)
+    listed = list(islice(rows, MAX_ROWS + 1))
+    if len(listed) > MAX_ROWS:
+        raise InputError(f"more than {MAX_ROWS} rows")
+    # JSON rows need not all have the same keys.
+    columns = dict.fromkeys(column for row in listed for column in row)
+    table = {column: [row.get(column, "") for row in listed] for column in columns}
     outputs = _lengths(table, "output", conversion)
     if outputs is None:
         raise InputError(f"needs output_tokens (or _chars, _words), has {', '.join(table) or 'no rows'}")

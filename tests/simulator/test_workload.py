@@ -58,6 +58,13 @@ def test_prompts_as_json_lines_are_counted_by_their_characters(tmp_path: Path, r
     assert (read.prompt_tokens[0], read.output_tokens[0]) == (10, 20)
 
 
+def test_json_lines_of_unequal_keys_take_the_length_that_all_have(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a" * 8, "output_chars": 40, "output_tokens": 7}, {"prompt": "b" * 8, "output_chars": 80}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert read_workload(path, rng=rng).output_tokens.tolist() == [10, 20]
+
+
 def test_sessions_start_within_an_hour_and_keep_their_own_times(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "sessions.csv"
     rows = "".join(f"s{n},{t},10,5\n" for n in range(20) for t in (0.0, 7.5))
