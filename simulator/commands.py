@@ -112,6 +112,7 @@ def simulate(options: argparse.Namespace) -> None:
         return
     if len(options.engine) > 1:
         raise ConfigError("simulate takes one --engine; `sluice plan` compares several")
+    _check_outputs(options)
     workload, targets = _workload(options), _targets(options)
     profile = engine_profile((options.engine or [DEFAULT_ENGINE])[0])
     config = _config(options, profile)
@@ -185,6 +186,15 @@ def _targets(options: argparse.Namespace) -> dict[str, Target]:
     return dict(parse_target(text) for text in options.target or [DEFAULT_TARGET])
 
 
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before anything runs: what comes out must have somewhere to go."""
+    for path in (options.json, options.html, options.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    if options.html or options.plot:
+        plots.figure()
+
+
 def _write_json(path: Path | None, numbers: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
@@ -212,6 +222,7 @@ def _draw_run(finished: Run, path: Path) -> None:
 
 def make_plan(options: argparse.Namespace) -> None:
     """`sluice plan`."""
+    _check_outputs(options)
     workload, config = _workload(options), _plan_config(options)
     points = config.points()
     with tqdm(total=len(points), unit="simulation", disable=None) as bar:

@@ -1,6 +1,7 @@
 """`sluice simulate` and `sluice plan`, from their arguments to what they write."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,21 @@ def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureF
 def test_wrong_arguments_are_refused_with_the_way_out(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises((ConfigError, InputError), match=message):
         run(*argv)
+
+
+def test_without_matplotlib_plots_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"sluice-serve\[plan\]"):
+        run("simulate", *FEW, "--html", str(tmp_path / "report.html"))
+    assert not capsys.readouterr().out
+    run("simulate", *FEW)
+
+
+def test_an_output_without_a_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run("plan", *FEW, "--json", str(tmp_path / "absent" / "plan.json"))
 
 
 def test_the_command_says_what_is_wrong_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
