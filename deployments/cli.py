@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from deployments import keys_command, one_machine
 from deployments.config import AppConfig
 from policies.errors import ConfigError, SluiceError
+from simulator import commands as simulator_commands
 
 DEMO_NAME = "sluice-demo"
 DEMO_ARGS = (
@@ -41,24 +42,27 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="sluice", description="Length-aware LLM serving on Ray Serve and vLLM.")
     root.add_argument("--version", action="version", version=importlib.metadata.version("sluice-serve"))
     commands = root.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser(
+    serving = commands.add_parser(
         "serve",
         help="serve a model on this machine",
         description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
-    serve.add_argument("--served-model-name", help="the name that clients use (default: --model)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
-    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
-    serve.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
-    serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
-    serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
-    serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
-    serve.set_defaults(run=run_serve)
+    serving.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
+    serving.add_argument("--served-model-name", help="the name that clients use (default: --model)")
+    serving.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    serving.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
+    serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
+    serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
+    serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
+    serving.add_argument(
+        "--config", type=Path, help="YAML file of the application's settings; options here go before it"
+    )
+    serving.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
+    serving.set_defaults(run=run_serve)
     keys_command.register(commands)
+    simulator_commands.register(commands)
     return root
 
 

@@ -300,11 +300,18 @@ class StepTimes:
     mixed: StepCoefficients
 
     def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
-        """Seconds of a step with this content; 0 for an empty one."""
-        if not prefill_tokens and not decode_requests:
-            return 0.0
-        form = self.mixed if prefill_tokens and decode_requests else self.prefill if prefill_tokens else self.decode
-        return form.step_s(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)
+        """Seconds of a step with this content; 0 for an empty one.
+
+        A mixed step takes at least as long as its decodes alone: a fitted interference below zero is no licence to
+        go beneath that where few prompt tokens meet many decodes.
+        """
+        if not decode_requests:
+            return self.prefill.step_s(prefill_tokens=prefill_tokens) if prefill_tokens else 0.0
+        alone_s = self.decode.step_s(decode_requests=decode_requests, kv_tokens=kv_tokens)
+        if not prefill_tokens:
+            return alone_s
+        mixed_s = self.mixed.step_s(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)
+        return max(alone_s, mixed_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

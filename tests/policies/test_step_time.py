@@ -190,3 +190,14 @@ class TestSecondsPerToken:
     def test_a_share_above_one_is_refused(self) -> None:
         with pytest.raises(InputError):
             seconds_per_token(TRUE.mixed, decode_fraction=1.1, context_tokens=0)
+
+
+def test_a_mixed_step_is_never_shorter_than_its_decodes_alone() -> None:
+    """A fit to few mixed steps may find an interference far below zero; times must not follow it there."""
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.0, prefill_s=1e-3),
+        decode=StepCoefficients(overhead_s=2e-3, decode_s=1e-4),
+        mixed=StepCoefficients(overhead_s=0.0, prefill_s=1e-3, interference_s=-7e-3),
+    )
+    assert times.step_s(prefill_tokens=20, decode_requests=30) == times.step_s(decode_requests=30)
+    assert times.step_s(prefill_tokens=2000, decode_requests=30) > 1.0

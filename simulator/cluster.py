@@ -1,0 +1,206 @@
+"""Puts a whole serving system together from names and numbers, runs a workload through it, and sums up.
+
+Every decision is made by the objects of `policies`; what is built here is what the live system builds from its
+configuration.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.checks import require_at_least
+from policies.errors import ConfigError
+from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig
+from policies.registry import Family, build, kinds
+from policies.types import BatchPolicy, StepTimes
+from simulator.core import Event, EventLoop, Kind
+from simulator.engine import Engine, EngineConfig, StepClock
+from simulator.fleet import AutoscaleConfig, Failure, Fleet
+from simulator.gang import GangCluster, GangConfig, GangTimes
+from simulator.requests import Request
+from simulator.router import Router, RouterConfig
+from simulator.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A serving system.
+
+    Attributes:
+        times: what policies and router take a step to cost; engines too, unless ``clock`` is finer.
+        batch, order, placement: kinds of the registry; ``*_settings`` their settings.
+        bins: how lengths are binned, or None.
+        replica_classes: per replica the classes it is reserved for; empty reserves none.
+        clients: closed loop: so many requests are kept in the system and arrival times do not count; None is open.
+
+    Raises:
+        ConfigError: a value is out of bounds, or a policy is of another family.
+    """
+
+    times: StepTimes
+    clock: StepClock | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    replicas: int = 1
+    batch: str = "stock"
+    batch_settings: Mapping[str, Any] = field(default_factory=dict)
+    order: str = "fcfs"
+    order_settings: Mapping[str, Any] = field(default_factory=dict)
+    placement: str = "least_outstanding_work"
+    router: RouterConfig = field(default_factory=RouterConfig)
+    bins: MultiBinConfig | None = None
+    replica_classes: tuple[frozenset[str] | None, ...] = ()
+    clients: int | None = None
+    failures: tuple[Failure, ...] = ()
+    autoscale: AutoscaleConfig | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "replicas")
+        if self.clients is not None:
+            require_at_least(1, self, "clients")
+        for family, kind in (
+            (Family.BATCH, self.batch),
+            (Family.ORDER, self.order),
+            (Family.PLACEMENT, self.placement),
+        ):
+            if kind not in kinds(family):
+                raise ConfigError(f"{family.value} policy must be one of {', '.join(kinds(family))}, got {kind!r}")
+        if self.replica_classes and len(self.replica_classes) != self.replicas:
+            raise ConfigError(f"replica_classes must name {self.replicas} replicas, got {len(self.replica_classes)}")
+
+    def batch_policy(self) -> BatchPolicy:
+        """A new policy for one engine."""
+        policy: BatchPolicy = build(self.batch, **self.batch_settings)
+        return policy
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A finished run: the requests with their histories, the engines with their totals."""
+
+    requests: list[Request]
+    refused: list[Request]
+    engines: list[Engine]
+    makespan_s: float
+    replica_s: float
+    events: int
+
+
+class Source:
+    """Hands requests to the router: each at its time, or the next one whenever another ends."""
+
+    def __init__(
+        self, requests: list[Request], clients: int | None, arrive: Callable[[Request, float], Iterable[Event]]
+    ) -> None:
+        self._requests, self._clients, self._arrive = requests, clients, arrive
+        self._next = 0
+        self.ended = 0
+
+    def start(self) -> list[Event]:
+        if self._clients is None:
+            return self._upcoming()
+        return [Event(0.0, Kind.ARRIVAL, self._one) for _ in range(min(self._clients, len(self._requests)))]
+
+    def _upcoming(self) -> list[Event]:
+        if self._next >= len(self._requests):
+            return []
+        return [Event(self._requests[self._next].arrival_s, Kind.ARRIVAL, self._one)]
+
+    def _one(self, now_s: float) -> Iterable[Event]:
+        if self._next >= len(self._requests):
+            return []
+        request = self._requests[self._next]
+        self._next += 1
+        request.arrival_s = now_s
+        events = list(self._arrive(request, now_s))
+        return events + self._upcoming() if self._clients is None else events
+
+    def on_ended(self, count: int, now_s: float) -> list[Event]:
+        self.ended += count
+        if self._clients is None:
+            return []
+        return [Event(now_s, Kind.ARRIVAL, self._one) for _ in range(count)]
+
+    @property
+    def busy(self) -> bool:
+        return self.ended < len(self._requests)
+
+
+def new_router(config: ClusterConfig) -> Router:
+    return Router(
+        config.router,
+        order=build(config.order, **config.order_settings),
+        placement=build(config.placement),
+        work=LeastOutstandingWork(LeastOutstandingWorkConfig()),
+        step_times=config.times,
+        bins=MultiBin(config.bins) if config.bins else None,
+    )
+
+
+def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object] | None = None) -> Run:
+    """Serve the workload to its end. Requests too long for an engine's cache are refused, not served.
+
+    Args:
+        on_progress: told how many requests ended, now and then.
+    """
+    requests = workload.requests()
+    capacity = config.engine.capacity_tokens
+    served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
+    refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
+    router = new_router(config)
+    source = Source(served, config.clients, router.arrive)
+
+    def finished(now_s: float, engine: Engine, ended: list[Request]) -> Iterable[Event]:
+        if on_progress is not None:
+            on_progress(len(ended))
+        return [*router.finished(now_s, engine, ended), *source.on_ended(len(ended), now_s)]
+
+    clock = config.clock or config.times
+    fleet = Fleet(
+        router,
+        lambda replica_id: Engine(replica_id, config.engine, config.batch_policy(), clock, finished),
+        busy=lambda: source.busy,
+        autoscale=config.autoscale,
+    )
+    loop = EventLoop()
+    loop.add(fleet.start(config.replicas, config.replica_classes))
+    loop.add(fleet.failure(failure) for failure in config.failures)
+    loop.add(source.start())
+    loop.run()
+    last_s = max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
+    return Run(served, refused, fleet.engines, last_s, fleet.replica_seconds(last_s), loop.events)
+
+
+@dataclass(slots=True, eq=False)
+class GangRun:
+    """A finished run of gang batches."""
+
+    requests: list[Request]
+    cluster: GangCluster
+    makespan_s: float
+    events: int
+
+    @property
+    def throughput(self) -> float:
+        """Requests per second, from the first arrival to the end."""
+        return len(self.requests) / self.makespan_s
+
+    @property
+    def mean_latency_s(self) -> float:
+        return sum(r.finished_s - r.arrival_s for r in self.requests if r.finished_s is not None) / len(self.requests)
+
+
+def run_gang(config: GangConfig, bins: MultiBinConfig, times: GangTimes, workload: Workload) -> GangRun:
+    """Serve the workload in gang batches to its end."""
+    requests = workload.requests()
+    cluster = GangCluster(config, MultiBin(bins), times)
+
+    def arrive(request: Request, now_s: float) -> list[Event]:
+        events = cluster.arrive(request, now_s)
+        return events + cluster.flush(now_s) if request is requests[-1] else events
+
+    loop = EventLoop()
+    loop.add(Source(requests, None, arrive).start())
+    loop.run()
+    last_s = max(request.finished_s or 0.0 for request in requests)
+    return GangRun(requests, cluster, last_s, loop.events)

@@ -1,0 +1,311 @@
+"""The commands `sluice simulate` and `sluice plan`."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from policies.errors import ConfigError, InputError
+from simulator import plots
+from simulator.cluster import ClusterConfig, Run, run
+from simulator.disaggregated import TransferConfig, run_disaggregated
+from simulator.engine import EngineConfig
+from simulator.engines import EngineProfile, engine_names, engine_profile
+from simulator.planner import PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
+from simulator.predictors import predicted
+from simulator.presets import SYSTEMS, system
+from simulator.report import Target, parse_target, summary, table
+from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
+
+DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
+DEFAULT_TARGET = "*:2:0.1"
+
+_SIMULATE_EPILOG = """\
+examples:
+  sluice simulate                                        2000 made-up requests, one engine
+  sluice simulate --trace mine.csv --engine Llama-3.1-8B@h100_sxm --replicas 4
+  sluice simulate --trace mine.csv --system stock        the same under plain vLLM and a plain balancer
+  sluice simulate --trace mine.csv --speed 2 --html report.html
+  sluice simulate --prompts lognormal:800:1 --outputs exponential:300 --arrivals gamma:8:3 --requests 10000
+  sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
+
+A trace is CSV (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s, slo_class,
+predicted_output_tokens, reusable_prefix_tokens if you have them. `--list-engines` lists the engines that are built in;
+a calibration of your own is a CSV file with a row per step (prefill_tokens, decode_requests, kv_tokens, step_s)."""
+
+_PLAN_EPILOG = """\
+examples:
+  sluice plan --trace mine.csv --engine Llama-3.1-8B@h100_sxm --engine Llama-3.1-8B@l40s \\
+      --price Llama-3.1-8B@h100_sxm=2.5 --price Llama-3.1-8B@l40s=0.8 --replicas 1,2,4 --target '*:1:0.05'
+  sluice plan --trace mine.csv --load 1,1.5,2 --html plan.html --json plan.json
+
+The answer is the cheapest combination in which the given share of every class meets its target, for each load, and what
+each feature of Sluice adds there: the change when it is taken out, 0 where it adds nothing."""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add both commands; what runs one is its default `run`."""
+    one = _command(commands, "simulate", "what would a serving system do with this traffic?", _SIMULATE_EPILOG)
+    one.add_argument("--system", choices=SYSTEMS, default="sluice", help="policies (default: %(default)s)")
+    one.add_argument("--replicas", type=int, default=1, help="engines (default: %(default)s)")
+    one.add_argument("--batch", help="another batch policy of the registry, such as memory_aware")
+    one.add_argument("--order", help="another order of the queue, such as fcfs")
+    one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
+    one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
+    one.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="between the pools (default: %(default)s)")
+    one.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
+    one.add_argument("--list-engines", action="store_true", help="list the engines that are built in, and end")
+    plan = _command(commands, "plan", "which replicas, and what does each feature add?", _PLAN_EPILOG)
+    plan.add_argument("--replicas", default="1,2,4", help="counts to try (default: %(default)s)")
+    plan.add_argument("--systems", default=",".join(SYSTEMS), help="systems to try (default: %(default)s)")
+    plan.add_argument("--load", default="1", help="factors on the arrival rate (default: %(default)s)")
+    plan.add_argument("--price", action="append", default=[], metavar="ENGINE=PRICE", help="per replica (default: 1)")
+    plan.add_argument("--attainment", type=float, default=0.95, help="share that must meet the target (default: 0.95)")
+    plan.add_argument("--processes", type=int, default=workers(64), help="simulations at once (default: %(default)s)")
+    one.set_defaults(run=simulate)
+    plan.set_defaults(run=make_plan)
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, epilog: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=what, description=what, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    traffic = command.add_argument_group("traffic")
+    traffic.add_argument("--trace", type=Path, help="file of requests or of lengths")
+    traffic.add_argument("--prompt-tokens", type=int, help="for files without prompts")
+    traffic.add_argument("--prompts", default="lognormal:600:1", help="law without a trace (default: %(default)s)")
+    traffic.add_argument("--outputs", default="lognormal:250:0.8", help="law without a trace (default: %(default)s)")
+    traffic.add_argument("--requests", type=int, help="so many: the first of a trace, or made up (default: 2000)")
+    traffic.add_argument("--arrivals", help="trace, poisson:RATE, gamma:RATE:CV, square:LOW:HIGH:PERIOD_S or all")
+    traffic.add_argument("--speed", type=float, default=1.0, help="factor on the arrival rate (default: %(default)s)")
+    traffic.add_argument(
+        "--predictor", default="noise:0.44", help="oracle, none, trace, noise:SCALE, neighbour:BINS:P (%(default)s)"
+    )
+    traffic.add_argument("--no-prefix-reuse", action="store_true", help="ignore the trace's reusable prefixes")
+    traffic.add_argument(
+        "--target", action="append", default=[], metavar="CLASS:TTFT_S:TPOT_S", help=f"(default: {DEFAULT_TARGET})"
+    )
+    traffic.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
+    engine = command.add_argument_group("engine")
+    engine.add_argument("--engine", action="append", default=[], help=f"name or file (default: {DEFAULT_ENGINE})")
+    engine.add_argument("--slots", type=int, default=256, help="max_num_seqs (default: %(default)s)")
+    engine.add_argument("--max-batch-tokens", type=int, default=8192, help="per step (default: %(default)s)")
+    engine.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")
+    output = command.add_argument_group("output")
+    output.add_argument("--json", type=Path, help="write all numbers here")
+    output.add_argument("--html", type=Path, help="write a report with plots here")
+    output.add_argument("--plot", type=Path, help="write a PNG here")
+    return command
+
+
+def simulate(options: argparse.Namespace) -> None:
+    """`sluice simulate`."""
+    if options.list_engines:
+        print("\n".join(engine_names()))
+        return
+    if len(options.engine) > 1:
+        raise ConfigError("simulate takes one --engine; `sluice plan` compares several")
+    _check_outputs(options)
+    workload, targets = _workload(options), _targets(options)
+    profile = engine_profile((options.engine or [DEFAULT_ENGINE])[0])
+    config = _config(options, profile)
+    with tqdm(total=len(workload), unit="request", disable=None) as bar:
+        finished = _run(options, config, workload, bar.update)
+    numbers = {
+        "system": options.system,
+        "engine": profile.name,
+        "workload": workload.name,
+        **summary(finished, targets),
+    }
+    text = table(numbers)
+    print(text)
+    _write_json(options.json, numbers)
+    _write_plots(options, f"Simulation of {workload.name}", text, lambda path: _draw_run(finished, path))
+
+
+def _run(
+    options: argparse.Namespace, config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object]
+) -> Run:
+    if options.prefill_replicas is None:
+        return run(config, workload, on_progress)
+    if config.clients is not None or options.transfer_gb_per_s <= 0:
+        raise ConfigError("--prefill-replicas goes with arrival times, not --clients, and a positive transfer rate")
+    transfer = TransferConfig(
+        prefill_replicas=options.prefill_replicas,
+        s_per_token=options.kv_bytes_per_token / (options.transfer_gb_per_s * 1e9),
+    )
+    return run_disaggregated(config, transfer, workload, on_progress)
+
+
+def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfig:
+    changes: dict[str, Any] = {"clients": options.clients}
+    if options.batch:
+        changes |= {"batch": options.batch, "batch_settings": {}}
+    if options.order:
+        changes["order"] = options.order
+    return system(options.system, profile, _engine(options, profile), options.replicas, **changes)
+
+
+def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig:
+    tokens = options.cache_tokens or profile.cache_tokens
+    if tokens is None:
+        raise ConfigError(f"how much KV cache {profile.name} leaves is not known: say it with --cache-tokens")
+    block_size = EngineConfig().block_size
+    return EngineConfig(
+        slots=options.slots, total_blocks=tokens // block_size, max_batch_tokens=options.max_batch_tokens
+    )
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    rng = np.random.default_rng(options.seed)
+    if options.trace:
+        workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens)
+        workload = workload.head(options.requests) if options.requests else workload
+        arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
+    else:
+        laws = length_law(options.prompts), length_law(options.outputs)
+        workload = synthetic("made-up requests", *laws, options.requests or 2000, rng)
+        arrivals = options.arrivals or "poisson:4"
+    if arrivals != "trace":
+        workload = workload.arriving(arrival_law(arrivals)(len(workload), rng))
+    if options.no_prefix_reuse:
+        workload = workload.without_prefixes()
+    if not options.speed > 0:
+        raise InputError(f"--speed must be positive, got {options.speed}")
+    return predicted(workload.faster(options.speed), options.predictor, rng)
+
+
+def _targets(options: argparse.Namespace) -> dict[str, Target]:
+    return dict(parse_target(text) for text in options.target or [DEFAULT_TARGET])
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before anything runs: what comes out must have somewhere to go."""
+    for path in (options.json, options.html, options.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    if options.html or options.plot:
+        plots.figure()
+
+
+def _write_json(path: Path | None, numbers: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
+
+
+def _write_plots(options: argparse.Namespace, title: str, text: str, draw: Callable[[Path], None]) -> None:
+    if options.plot is None and options.html is None:
+        return
+    picture = options.plot or options.html.with_suffix(".png")
+    draw(picture)
+    if options.html is not None:
+        options.html.write_text(plots.page(title, text, [picture]))
+        if options.plot is None:
+            picture.unlink()
+
+
+def _draw_run(finished: Run, path: Path) -> None:
+    kinds = {
+        "time to first token": [r.ttft_s for r in finished.requests],
+        "time per output token": [r.tpot_s for r in finished.requests],
+        "latency": [r.latency_s for r in finished.requests],
+    }
+    plots.draw_requests({name: np.array([x for x in xs if x is not None]) for name, xs in kinds.items()}, path)
+
+
+def make_plan(options: argparse.Namespace) -> None:
+    """`sluice plan`."""
+    _check_outputs(options)
+    workload, config = _workload(options), _plan_config(options)
+    points = config.points()
+    with tqdm(total=len(points), unit="simulation", disable=None) as bar:
+        tried = try_all(config, points, workload, bar.update, options.processes)
+    lines = [_heading(), *(_line(each) for each in tried), ""]
+    answers: dict[str, Any] = {}
+    added: dict[str, dict[str, dict[str, float | None]]] = {}
+    for load in config.loads:
+        best = cheapest(tried, config.attainment, load)
+        answers[str(load)] = None if best is None else asdict(best)
+        lines.append(_answer(load, best, config))
+        at = (best or max(tried, key=lambda each: (each.point.load == load, each.attainment))).point
+        changes = contributions(
+            try_all(config, tqdm(ablations(at), disable=None), workload, _nothing, options.processes)
+        )
+        added[str(load)] = changes
+        lines += _contribution_lines(at.replicas, at.engine, changes)
+    text = "\n".join(lines)
+    print(text)
+    _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
+    _write_plots(options, f"Plan for {workload.name}", text, lambda path: _draw_plan(tried, path))
+
+
+def _nothing() -> None:
+    """A second sweep that shows its own bar."""
+
+
+def _plan_config(options: argparse.Namespace) -> PlanConfig:
+    profiles = [engine_profile(name) for name in options.engine or [DEFAULT_ENGINE]]
+    try:
+        prices = {name: float(price) for name, price in (text.rsplit("=", 1) for text in options.price)}
+        replicas = [int(count) for count in options.replicas.split(",")]
+        loads = [float(load) for load in options.load.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--price takes ENGINE=NUMBER, --replicas and --load numbers with commas: {error}") from error
+    if unknown := prices.keys() - {profile.name for profile in profiles}:
+        raise ConfigError(f"prices of engines that are not planned with: {', '.join(sorted(unknown))}")
+    return PlanConfig(
+        profiles={profile.name: (profile, _engine(options, profile)) for profile in profiles},
+        prices=prices,
+        targets=_targets(options),
+        replicas=replicas,
+        systems=options.systems.split(","),
+        loads=loads,
+        attainment=options.attainment,
+    )
+
+
+def _heading() -> str:
+    engine = f"{'engine':<36}{'system':<9}{'replicas':>9}{'load':>6}"
+    return f"{engine}{'cost':>8}{'attained':>10}{'goodput/s':>11}{'TTFT p99':>10}"
+
+
+def _line(each: Tried) -> str:
+    at, ttft_s = each.point, each.numbers["ttft_s"]["p99"]
+    shown = "-" if ttft_s is None else f"{ttft_s:.2f}"
+    return (
+        f"{at.engine:<36}{at.system:<9}{at.replicas:>9}{at.load:>6g}{each.cost:>8.2f}"
+        f"{each.attainment:>10.1%}{each.goodput_per_s:>11.2f}{shown:>10}"
+    )
+
+
+def _answer(load: float, best: Tried | None, config: PlanConfig) -> str:
+    wanted = f"{config.attainment:.0%} of every class within its target at load {load:g}"
+    if best is None:
+        return f"{wanted}: nothing that was tried does it"
+    at = best.point
+    return f"{wanted}: {at.replicas} x {at.engine} with {at.system}, cost {best.cost:.2f}"
+
+
+def _contribution_lines(replicas: int, engine: str, changes: dict[str, dict[str, float | None]]) -> Sequence[str]:
+    lines = [f"  what each feature adds there ({replicas} x {engine}):"]
+    for feature, change in changes.items():
+        shown = "  ".join(f"{name} {'-' if x is None else f'{x:+.1%}'}" for name, x in change.items())
+        lines.append(f"    {feature:<28} {shown}")
+    return lines
+
+
+def _draw_plan(tried: Sequence[Tried], path: Path) -> None:
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for each in tried:
+        at = each.point
+        xs, ys = series.setdefault(f"{at.engine} {at.system} load {at.load:g}", ([], []))
+        xs.append(each.cost)
+        ys.append(each.attainment)
+    plots.draw_lines(series, path, x="cost", y="attainment of the worst class", title="what it takes")

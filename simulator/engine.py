@@ -1,0 +1,283 @@
+"""An engine with continuous batching: plan a step, schedule it, account for it.
+
+The plan comes from a `BatchPolicy`; the engine only applies it, in vLLM's order: decodes first, then prompts already
+begun, then admissions while slots, token budget and blocks last. A step that had to preempt admits nobody. Departures
+from vLLM: tokens are accounted for at the end of the step (no step is in flight while the next is planned), and only
+the whole prompt's room is asked for at admission.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from policies.checks import require_at_least
+from policies.types import BatchPolicy, BatchState, FinishedRequest, Phase, RequestView, StepPlan, StepResult
+from simulator.batch import Batch, Rows
+from simulator.core import Event, Kind
+from simulator.metrics import EngineTotals
+from simulator.requests import Request
+
+# How long an engine sleeps that could schedule nothing, as vLLM's loop does.
+_IDLE_STEP_S = 1e-3
+
+
+class StepClock(Protocol):
+    """What a step costs: `StepTimes`, or anything finer."""
+
+    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    Attributes:
+        slots: most requests that run at once (vLLM's max_num_seqs).
+        total_blocks, block_size: the KV cache; block_size in tokens.
+        max_batch_tokens: most tokens per step (vLLM's max_num_batched_tokens).
+
+    Raises:
+        ConfigError: a value is below 1.
+    """
+
+    slots: int = 256
+    total_blocks: int = 27_000
+    block_size: int = 16
+    max_batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "slots", "total_blocks", "block_size", "max_batch_tokens")
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.total_blocks * self.block_size
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step holds while it runs."""
+
+    plan: StepPlan
+    decoding: Rows
+    decodes: int = 0
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_requests: int = 0
+    completed: tuple[int, ...] = ()
+    preempted: int = 0
+    step_s: float = 0.0
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not self.prefill_tokens
+
+
+class Engine:
+    """One replica's engine; ``on_finished`` is told at the end of the step that finished requests."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        config: EngineConfig,
+        policy: BatchPolicy,
+        times: StepClock,
+        on_finished: Callable[[float, "Engine", list[Request]], Iterable[Event]],
+    ) -> None:
+        self.replica_id = replica_id
+        self.config = config
+        self.policy = policy
+        self.totals = EngineTotals()
+        self._times = times
+        self._on_finished = on_finished
+        self._batch = Batch(config.slots, config.total_blocks, config.block_size)
+        self._waiting: deque[tuple[RequestView, Request]] = deque()
+        self._views: tuple[RequestView, ...] | None = ()
+        self._step: _Step | None = None
+        self._awake = False
+        self._stopped = False
+
+    @property
+    def holds(self) -> int:
+        return len(self._batch) + len(self._waiting)
+
+    def submit(self, request: Request, now_s: float) -> list[Event]:
+        self._waiting.append((request.view(), request))
+        self._views = None
+        return self._wake(now_s)
+
+    def _wake(self, now_s: float) -> list[Event]:
+        if self._awake:
+            return []
+        self._awake = True
+        return [Event(now_s, Kind.STEP, self._on_step)]
+
+    def stop(self) -> list[Request]:
+        """Fail: everything it held, oldest first, keeps its tokens, those of the step under way too, but no KV."""
+        self._stopped, self._step = True, None
+        running = [self._batch.preempt() for _ in range(len(self._batch))][::-1]
+        held = running + [request for _, request in self._waiting]
+        self._waiting.clear()
+        return held
+
+    def _on_step(self, now_s: float) -> Iterable[Event]:
+        """Close the step that ran until now and open the next one."""
+        if self._stopped:
+            return []
+        events = list(self._close(self._step, now_s)) if self._step else []
+        if not self.holds:
+            self._awake, self._step = False, None
+            return events
+        self._step = self._open(now_s)
+        events.append(Event(now_s + self._step.step_s, Kind.STEP, self._on_step))
+        return events
+
+    def _open(self, now_s: float) -> _Step:
+        plan = self.policy.plan(self._state(now_s))
+        step = self._schedule(plan, now_s)
+        step.step_s = _IDLE_STEP_S if step.empty else self._seconds(step)
+        return step
+
+    def _seconds(self, step: _Step) -> float:
+        return self._times.step_s(
+            prefill_tokens=step.prefill_tokens, decode_requests=step.decodes, kv_tokens=step.kv_tokens
+        )
+
+    def _state(self, now_s: float) -> BatchState:
+        if self._views is None:
+            self._views = tuple(view for view, _ in islice(self._waiting, self.config.slots))
+        return BatchState(
+            now_s=now_s,
+            running=self._batch.view(),
+            waiting=self._views,
+            waiting_count=len(self._waiting),
+            slots=self.config.slots,
+            free_blocks=self._batch.free_blocks,
+            total_blocks=self.config.total_blocks,
+            block_size=self.config.block_size,
+            max_batch_tokens=self.config.max_batch_tokens,
+        )
+
+    def _schedule(self, plan: StepPlan, now_s: float) -> _Step:
+        step = _Step(plan, slice(0, 0))
+        budget = plan.max_batch_tokens
+        if plan.phase is not Phase.PREFILL:
+            self._preempt(step, self._batch.make_room(budget))
+            step.decoding, step.decodes, step.kv_tokens = self._batch.decode(budget)
+            budget -= step.decodes
+        if plan.phase is not Phase.DECODE:
+            budget = self._continue_prompts(step, budget)
+            if not step.preempted and plan.admit:
+                self._admit(step, budget, now_s)
+        return step
+
+    def _preempt(self, step: _Step, lost: list[Request]) -> None:
+        for request in lost:
+            request.preemptions += 1
+            self.totals.recomputed_tokens += request.prompt_tokens + request.generated_tokens
+            self._waiting.appendleft((request.view(), request))
+        if lost:
+            step.preempted += len(lost)
+            self._views = None
+
+    def _continue_prompts(self, step: _Step, budget: int) -> int:
+        """Chunks of the prompts that were begun, oldest first; without a free block the youngest gives way."""
+        for row in self._batch.prefilling_rows():
+            if budget <= 0 or row >= len(self._batch):
+                break
+            while not (tokens := self._compute(step, row, budget)) and row < len(self._batch) - 1:
+                if not step.decodes:
+                    self._preempt(step, [self._batch.preempt()])
+                else:
+                    break
+            budget -= tokens
+        return budget
+
+    def _compute(self, step: _Step, row: int, budget: int) -> int:
+        tokens, complete = self._batch.prefill(row, budget)
+        if tokens:
+            step.prefill_tokens += tokens
+            step.prefill_requests += 1
+            if complete:
+                step.completed += (row,)
+        return tokens
+
+    def _admit(self, step: _Step, budget: int, now_s: float) -> None:
+        """Start what the plan names, in its order, until slots, budget or blocks run out."""
+        for request_id in step.plan.admit:
+            full = len(self._batch) >= min(step.plan.max_batch_size, self.config.slots)
+            if full or budget <= 0 or not self._batch.fits(self._waiting_request(request_id)):
+                return
+            request = self._take(request_id)
+            if request.started_s is None:
+                request.started_s = now_s
+            self._batch.admit(request)
+            budget -= self._compute(step, len(self._batch) - 1, budget)
+
+    def _waiting_request(self, request_id: str) -> Request:
+        head = self._waiting[0][1]
+        if head.request_id == request_id:
+            return head
+        return next(request for view, request in self._waiting if view.request_id == request_id)
+
+    def _take(self, request_id: str) -> Request:
+        self._views = None
+        if self._waiting[0][0].request_id == request_id:
+            return self._waiting.popleft()[1]
+        place = next(i for i, (view, _) in enumerate(self._waiting) if view.request_id == request_id)
+        request = self._waiting[place][1]
+        del self._waiting[place]
+        return request
+
+    def _close(self, step: _Step, now_s: float) -> Iterable[Event]:
+        batch_size, waiting = len(self._batch), len(self._waiting)
+        self._note_tokens(step, now_s)
+        self.totals.add(
+            step.plan.phase,
+            step_s=step.step_s,
+            prefill_tokens=step.prefill_tokens,
+            decodes=step.decodes,
+            preempted=step.preempted,
+            batch_size=batch_size,
+            used_blocks=self._batch.total_blocks - self._batch.free_blocks,
+        )
+        finished = self._batch.finish(now_s)
+        self.policy.observe(self._result(step, now_s, batch_size, waiting, finished))
+        return self._on_finished(now_s, self, finished) if finished else ()
+
+    def _note_tokens(self, step: _Step, now_s: float) -> None:
+        if step.decodes:
+            self.totals.gaps.add(self._batch.gaps_s(step.decoding, now_s))
+        for row in step.completed:
+            request = self._batch.requests[row]
+            gap_s = self._batch.gaps_s(slice(row, row + 1), now_s)
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            else:
+                self.totals.gaps.add(gap_s)
+
+    def _result(self, step: _Step, now_s: float, batch_size: int, waiting: int, finished: list[Request]) -> StepResult:
+        return StepResult(
+            now_s=now_s,
+            step_s=0.0 if step.empty else step.step_s,
+            phase=step.plan.phase,
+            prefill_tokens=step.prefill_tokens,
+            prefill_requests=step.prefill_requests,
+            decode_requests=step.decodes,
+            kv_tokens=step.kv_tokens,
+            max_batch_size=step.plan.max_batch_size,
+            running_count=batch_size,
+            waiting_count=waiting,
+            preempted=step.preempted,
+            finished=tuple(_finished(request) for request in finished),
+        )
+
+
+def _finished(request: Request) -> FinishedRequest:
+    return FinishedRequest(
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        class_index=request.class_index,
+        predicted_output_tokens=request.predicted_output_tokens,
+    )

@@ -1,0 +1,145 @@
+"""Engines by name: step times, and how many tokens of KV cache the GPU's memory leaves.
+
+A name is one of the kernel tables that come with Sluice (`kernels_...`), MODEL@GPU or MODEL@GPU/TP of the published
+profiles, or the path of a calibration of one's own engine: a JSON file with the coefficients of `StepTimes`, or a CSV
+file with a row per step (prefill_tokens, decode_requests, kv_tokens, step_s), to which `StepTimeModel` is fitted.
+
+    cache tokens = (0.9 * GPU memory * TP - weights) / bytes per token
+
+after vLLM's default share of memory; what activations and CUDA graphs take is not subtracted.
+"""
+
+import csv
+import gzip
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from policies.errors import ConfigError, InputError
+from policies.step_time import StepTimeConfig, StepTimeModel
+from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+from simulator.engine import StepClock
+from simulator.kernels import DATA, built_in, built_in_clock, linear_fit
+from simulator.profiles import ProfileRow, read_profile, step_times
+
+_MEMORY_SHARE = 0.9
+_GIGABYTES = {
+    "a100": 80e9, "h100": 80e9, "h200": 141e9, "b300": 288e9, "l40s": 48e9, "rtxpro6000": 96e9, "rtx4090": 24e9,
+}  # fmt: skip
+# Bytes of weights and of KV per token, 16 bits each, as the models' configurations give them.
+_MODELS = {
+    "llama-3.1-8b": (16.1e9, 131_072), "qwen3-8b": (16.4e9, 147_456), "qwen3-32b": (65.5e9, 262_144),
+    "qwen3-30b-a3b": (61.1e9, 98_304), "llama2-70b": (138e9, 327_680), "opt-13b": (25.7e9, 819_200),
+    "opt-66b": (132e9, 2_359_296), "qwen2.5-coder-7b": (15.2e9, 57_344), "qwen-7b": (15.2e9, 57_344),
+    "mathstral-7b": (14.5e9, 131_072), "mistral-7b": (14.5e9, 131_072),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    """An engine to simulate; cache_tokens is None where memory or model are not known."""
+
+    name: str
+    times: StepTimes
+    clock: StepClock
+    cache_tokens: int | None
+
+
+def engine_profile(name: str) -> EngineProfile:
+    """Raises ConfigError for an unknown name, InputError for a calibration file that cannot be read."""
+    path = Path(name)
+    if path.suffix in {".json", ".csv", ".gz"}:
+        times, cache_tokens = read_calibration(path)
+        return EngineProfile(name=path.name, times=times, clock=times, cache_tokens=cache_tokens)
+    if name in built_in():
+        clock = built_in_clock(name)
+        _, gpu, model = name.split("_", 2)
+        return EngineProfile(
+            name=name, times=linear_fit(clock), clock=clock, cache_tokens=cache_tokens_of(model, gpu, 1)
+        )
+    row = _published().get(name)
+    if row is None:
+        known = ", ".join([*built_in(), *sorted(_published())])
+        raise ConfigError(f"unknown engine {name!r}; a calibration file (.json, .csv), or one of {known}")
+    model, gpu, tp = row.model, row.gpu, row.tensor_parallel
+    times = step_times(list(_rows()), model=model, gpu=gpu, tensor_parallel=tp, source=row.source)
+    return EngineProfile(name=name, times=times, clock=times, cache_tokens=cache_tokens_of(model, gpu, tp))
+
+
+def engine_names() -> list[str]:
+    return [*built_in(), *sorted(_published())]
+
+
+@cache
+def _rows() -> tuple[ProfileRow, ...]:
+    return tuple(read_profile(DATA / "step_times.csv"))
+
+
+@cache
+def _published() -> dict[str, ProfileRow]:
+    """A row for each name; sources that measured the same engine are told apart by a suffix."""
+    named: dict[str, ProfileRow] = {}
+    for row in _rows():
+        tp = f"/{row.tensor_parallel}" if row.tensor_parallel > 1 else ""
+        name = f"{row.model.split('/')[-1]}@{row.gpu.replace(' ', '_')}{tp}"
+        if name in named and named[name].source != row.source:
+            name += "+" + row.source.split("(")[-1].split()[0]
+        named.setdefault(name, row)
+    return named
+
+
+def cache_tokens_of(model: str, gpu: str, tensor_parallel: int) -> int | None:
+    """KV cache of a model on a GPU, or None where one of them is not known here."""
+    plain = gpu.lower().replace(" ", "").replace("_", "")
+    memory = next((size for key, size in _GIGABYTES.items() if plain.startswith(key)), None)
+    known = next((sizes for key, sizes in _MODELS.items() if key in model.lower().replace("meta-", "")), None)
+    if memory is None or known is None:
+        return None
+    left = _MEMORY_SHARE * memory * tensor_parallel - known[0]
+    return int(left / known[1]) if left > 0 else None
+
+
+def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
+    """Step times of one's own engine, and its cache if the file (JSON: cache_tokens) names it.
+
+    Raises:
+        InputError: the file cannot be read, or holds neither coefficients nor steps.
+    """
+    try:
+        if path.suffix == ".json":
+            return _coefficients(json.loads(path.read_text()))
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            return _fitted(list(csv.DictReader(file))), None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"cannot read the calibration {path}: {error!r}") from error
+
+
+def _coefficients(found: dict[str, dict[str, float]]) -> tuple[StepTimes, int | None]:
+    forms = {phase.value: StepCoefficients(**found[phase.value]) for phase in Phase}
+    cache_tokens = found.get("cache_tokens")
+    return StepTimes(**forms), None if cache_tokens is None else int(str(cache_tokens))
+
+
+def _fitted(rows: list[dict[str, str]]) -> StepTimes:
+    model = StepTimeModel(StepTimeConfig(forgetting=1.0))
+    for row in rows:
+        prefill, decodes, kv_tokens = (int(row[name]) for name in ("prefill_tokens", "decode_requests", "kv_tokens"))
+        model.observe(
+            StepResult(
+                now_s=0.0,
+                step_s=float(row["step_s"]),
+                phase=Phase.MIXED,
+                prefill_tokens=prefill,
+                prefill_requests=int(prefill > 0),
+                decode_requests=decodes,
+                kv_tokens=kv_tokens,
+                max_batch_size=1,
+                running_count=decodes,
+                waiting_count=0,
+            )
+        )
+    times = model.times()
+    if times is None:
+        raise InputError(f"{len(rows)} steps are too few to fit step times to")
+    return times

@@ -1,0 +1,165 @@
+"""What a run comes to, as plain numbers: the same run gives the same bytes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from policies.errors import InputError
+from policies.types import Phase
+from simulator.cluster import Run
+from simulator.metrics import EngineTotals, GapHistogram
+from simulator.requests import Request
+
+_PERCENTILES = (50, 90, 99)
+EVERY_CLASS = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def met(self, request: Request) -> bool:
+        ttft_s, tpot_s = request.ttft_s, request.tpot_s
+        return ttft_s is not None and ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
+
+
+def parse_target(text: str) -> tuple[str, Target]:
+    """CLASS:TTFT_S:TPOT_S; the class * stands for every one not named.
+
+    Raises:
+        InputError: it is not of that form.
+    """
+    slo_class, *numbers = text.rsplit(":", 2)
+    try:
+        ttft_s, tpot_s = (float(number) for number in numbers)
+    except ValueError:
+        raise InputError(f"a target is CLASS:TTFT_S:TPOT_S, such as *:1:0.05, got {text!r}") from None
+    return slo_class, Target(ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def summary(run: Run, targets: Mapping[str, Target] | None = None) -> dict[str, Any]:
+    """The numbers of a run, times in seconds, shares between 0 and 1; None where there is nothing to count."""
+    totals = _sum([engine.totals for engine in run.engines])
+    span_s = run.makespan_s
+    blocks = run.engines[0].config.total_blocks
+    output_tokens = sum(request.output_tokens for request in run.requests)
+    prompt_tokens = sum(request.prompt_tokens for request in run.requests)
+    return {
+        "requests": len(run.requests),
+        "refused": len(run.refused),
+        "makespan_s": span_s,
+        "requests_per_s": _per(len(run.requests), span_s),
+        "output_tokens_per_s": _per(output_tokens, span_s),
+        "total_tokens_per_s": _per(prompt_tokens + output_tokens, span_s),
+        "classes": _classes(run, targets or {}),
+        "ttft_s": _spread([r.ttft_s for r in run.requests]),
+        "tpot_s": _spread([r.tpot_s for r in run.requests]),
+        "latency_s": _spread([r.latency_s for r in run.requests]),
+        "itl_s": _gaps(totals.gaps),
+        "preemptions": totals.preemptions,
+        "moved": sum(request.moves for request in run.requests),
+        "batch_size_mean": _per(totals.batch_s, totals.busy_s),
+        "kv_used_mean_fraction": _per(totals.blocks_s, totals.busy_s * blocks),
+        "kv_used_peak_fraction": totals.peak_blocks / blocks,
+        "phase_fractions": {phase.value: _per(totals.phase_s[phase], totals.busy_s) for phase in Phase},
+        "busy_fraction": _per(totals.busy_s, run.replica_s),
+        "recomputed_fraction": _per(totals.recomputed_tokens, totals.prefill_tokens),
+        "prefix_reuse_fraction": _reused(run.requests, totals),
+        "replica_s": run.replica_s,
+        "steps": totals.steps,
+        "events": run.events,
+    }
+
+
+def _sum(all_totals: Sequence[EngineTotals]) -> EngineTotals:
+    total = EngineTotals()
+    for each in all_totals:
+        for name in ("steps", "busy_s", "prefill_tokens", "decode_tokens", "preemptions", "recomputed_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(each, name))
+        total.batch_s += each.batch_s
+        total.blocks_s += each.blocks_s
+        total.peak_blocks = max(total.peak_blocks, each.peak_blocks)
+        for phase in Phase:
+            total.phase_s[phase] += each.phase_s[phase]
+        total.gaps.merge(each.gaps)
+    return total
+
+
+def _per(amount: float, of: float) -> float | None:
+    return amount / of if of else None
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    known = np.array([value for value in values if value is not None])
+    if not len(known):
+        return {name: None for name in ("mean", *(f"p{p}" for p in _PERCENTILES))}
+    points = np.percentile(known, _PERCENTILES)
+    return {"mean": float(known.mean()), **{f"p{p}": float(x) for p, x in zip(_PERCENTILES, points, strict=True)}}
+
+
+def _gaps(gaps: GapHistogram) -> dict[str, float | None]:
+    return {"mean": gaps.mean(), **{f"p{p}": gaps.percentile(p) for p in _PERCENTILES}}
+
+
+def _reused(requests: Sequence[Request], totals: EngineTotals) -> float | None:
+    """Share of the prompts' tokens that a cached prefix spared, recomputation aside."""
+    prompts = sum(request.prompt_tokens for request in requests)
+    return _per(max(0, prompts + totals.recomputed_tokens - totals.prefill_tokens), prompts)
+
+
+def _classes(run: Run, targets: Mapping[str, Target]) -> dict[str, dict[str, float | None]]:
+    by_class: dict[str, list[Request]] = {}
+    for request in run.requests + run.refused:
+        by_class.setdefault(request.slo_class or EVERY_CLASS, []).append(request)
+    return {
+        name: _class(requests, run.makespan_s, _target(name, targets)) for name, requests in sorted(by_class.items())
+    }
+
+
+def _target(slo_class: str, targets: Mapping[str, Target]) -> Target | None:
+    return targets.get(slo_class, targets.get(EVERY_CLASS))
+
+
+def _class(requests: Sequence[Request], span_s: float, target: Target | None) -> dict[str, float | None]:
+    met = None if target is None else sum(target.met(request) for request in requests)
+    return {
+        "requests": len(requests),
+        "ttft_p99_s": _spread([r.ttft_s for r in requests])["p99"],
+        "tpot_mean_s": _spread([r.tpot_s for r in requests])["mean"],
+        "attainment": None if met is None else met / len(requests),
+        "goodput_per_s": None if met is None else _per(met, span_s),
+    }
+
+
+def table(numbers: Mapping[str, Any]) -> str:
+    """The summary for reading."""
+    lines = [f"{'requests':<22}{numbers['requests']} served, {numbers['refused']} refused (longer than the cache)"]
+    for name, unit in (
+        ("makespan_s", "s"), ("requests_per_s", "/s"), ("output_tokens_per_s", "/s"), ("total_tokens_per_s", "/s"),
+    ):  # fmt: skip
+        lines.append(f"{name.removesuffix('_s').removesuffix('_per'):<22}{_shown(numbers[name])} {unit}")
+    lines.append(f"{'':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
+    for name in ("ttft_s", "tpot_s", "itl_s", "latency_s"):
+        lines.append(f"{name:<22}" + "".join(f"{_shown(numbers[name][x]):>10}" for x in ("mean", "p50", "p90", "p99")))
+    for name in (
+        "batch_size_mean", "kv_used_mean_fraction", "kv_used_peak_fraction", "busy_fraction", "preemptions", "moved",
+        "recomputed_fraction", "prefix_reuse_fraction",
+    ):  # fmt: skip
+        lines.append(f"{name:<22} {_shown(numbers[name])}")
+    phases = ", ".join(f"{name} {_shown(share)}" for name, share in numbers["phase_fractions"].items() if share)
+    lines.append(f"{'phases':<22} {phases}")
+    for name, one in numbers["classes"].items():
+        lines.append(
+            f"{'class ' + name:<22} {one['requests']} requests, attainment {_shown(one['attainment'])}, "
+            f"goodput {_shown(one['goodput_per_s'])} /s, TTFT p99 {_shown(one['ttft_p99_s'])} s"
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

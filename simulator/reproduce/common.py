@@ -1,0 +1,106 @@
+"""What the experiments share: where data and figures are, traces by name, repetition over cores, tables."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from policies.errors import InputError
+from simulator.cluster import ClusterConfig, Run, run
+from simulator.predictors import predicted
+from simulator.workload import Workload, read_workload
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+# Where the files of `--data` come from: name, file, source and licence.
+SOURCES = {
+    "azure_conv": ("azure2023_conv.csv.gz", "Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (CC BY 4.0)"),
+    "azure_code": ("azure2023_code.csv.gz", "Azure/AzurePublicDataset, AzureLLMInferenceTrace_code (CC BY 4.0)"),
+    "lmsys": ("lmsys_chat_lengths.csv.gz", "efeslab/Nanoflow, LMSYS-Chat-1M token counts (Apache-2.0)"),
+    "sharegpt": ("sharegpt_8k_lengths_llama2tok.csv.gz", "project-etalon/etalon, ShareGPT lengths (Apache-2.0)"),
+    "arxiv": ("arxiv_summarization_lengths.csv.gz", "microsoft/vidur, arXiv summarization lengths (MIT)"),
+    "alpaca": ("halueval_general_train.jsonl.gz", "RUCAIBox/HaluEval, general_data (MIT)"),
+    "gsm8k": ("gsm8k_models_train.jsonl.gz", "openai/grade-school-math (MIT), lm-sys/RouteLLM (Apache-2.0)"),
+    "deepseek_r1": ("servegen_deepseek_r1_1h.csv.gz", "alibaba/ServeGen, deepseek-r1 (Apache-2.0)"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How an experiment is run.
+
+    Attributes:
+        data: folder that holds the files of SOURCES, at any depth; None for experiments that need none.
+        figures: folder for plots, or None for none.
+        runs: repetitions with seeds 0, 1, ...
+        processes: at once.
+    """
+
+    data: Path | None = None
+    figures: Path | None = None
+    runs: int = 3
+    processes: int = 1
+
+    def workload(self, name: str) -> Workload:
+        """Raises InputError where the data are not at hand, naming their source."""
+        file, source = SOURCES[name]
+        found = sorted(self.data.rglob(file)) if self.data else []
+        if not found:
+            raise InputError(f"needs {file} in the folder of --data; it is from {source}")
+        return read_workload(found[0], rng=np.random.default_rng(0))
+
+    def figure(self, name: str) -> Path | None:
+        return None if self.figures is None else self.figures / f"{name}.png"
+
+    def each(self, task: Callable[[Argument], Result], arguments: Iterable[Argument]) -> list[Result]:
+        """The task for every argument, in order, with a progress bar."""
+        listed = list(arguments)
+        bar = partial(tqdm, total=len(listed), unit="run", disable=None)
+        if self.processes == 1:
+            return [task(argument) for argument in bar(listed)]
+        with ProcessPoolExecutor(max_workers=self.processes) as pool:
+            return list(bar(pool.map(task, listed)))
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{np.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    return lines + ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+
+
+def _cell(cell: object) -> str:
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def steady_rate(run: Run) -> float:
+    """Requests per second while the middle 60 % of them end: without filling up and running empty."""
+    ends = np.sort([request.finished_s for request in run.requests if request.finished_s is not None])
+    low, high = int(0.2 * len(ends)), int(0.8 * len(ends))
+    return float((high - low) / (ends[high] - ends[low]))
+
+
+def saturated(config: ClusterConfig, workload: Workload) -> Run:
+    """Served with twice as many clients as there are slots."""
+    clients = 2 * config.engine.slots * config.replicas
+    return run(replace(config, clients=clients), workload)
+
+
+def drawn(source: Workload, count: int, seed: int, predictor: str = "noise:0.44", max_tokens: int = 32_768) -> Workload:
+    """Requests out of a set, without the few that are longer than max_tokens, with predictions; all at once."""
+    rng = np.random.default_rng(seed)
+    return predicted(source.shorter_than(max_tokens).sample(count, rng).without_prefixes(), predictor, rng)

@@ -1,0 +1,207 @@
+"""Paper 000 (Guldogan et al., Multi-Bin Batching), figures 3, 4, 6, 8 and 9."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from policies.multi_bin import (
+    MultiBinConfig,
+    equal_mass_edges,
+    exponential_edges,
+    exponential_service_bound,
+    latency_uniform,
+    throughput_uniform,
+    throughput_uniform_with_errors,
+)
+from policies.types import FloatArray
+from simulator import plots
+from simulator.cluster import GangRun, run_gang
+from simulator.gang import GangConfig, LengthTimes
+from simulator.predictors import predicted
+from simulator.reproduce.common import Setting, mean, table
+from simulator.workload import Workload, length_law, poisson, synthetic
+
+# Tokens per unit of the paper's time: lengths are whole tokens here.
+UNIT = 1000
+_TIMES = LengthTimes(s_per_token=1.0 / UNIT)
+_REQUESTS = 128_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    k: int
+    rate: float
+    seed: int
+    error: float = 0.0
+
+
+def _edges(inner: Sequence[float]) -> tuple[float, ...]:
+    return (0.0, *(float(edge) for edge in inner), float("inf"))
+
+
+def _uniform_bins(k: int) -> MultiBinConfig:
+    inner = np.linspace(UNIT, 20 * UNIT, k + 1)[1:-1]
+    return MultiBinConfig(bins=k, rule="fixed", initial_edges=_edges(inner.tolist()))
+
+
+def _uniform(case: _Case) -> Workload:
+    rng = np.random.default_rng(case.seed)
+    law = length_law(f"uniform:{UNIT}:{20 * UNIT}")
+    drawn = synthetic("uniform", length_law("constant:1"), law, _REQUESTS, rng)
+    arriving = drawn.arriving(poisson(case.rate, _REQUESTS, rng))
+    named = f"neighbour:{case.k}:{case.error}" if case.error and case.k > 1 else "oracle"
+    return predicted(arriving, named, rng)
+
+
+def _run_uniform(case: _Case) -> GangRun:
+    return run_gang(GangConfig(batch_size=128), _uniform_bins(case.k), _TIMES, _uniform(case))
+
+
+def _throughput(case: _Case) -> float:
+    return _run_uniform(case).throughput
+
+
+def _latency(case: _Case) -> float:
+    return _run_uniform(case).mean_latency_s
+
+
+def figure_3(setting: Setting) -> list[str]:
+    """Throughput against arrival rate; B = 128, lengths uniform on [1, 20], one server."""
+    bins, rates = (1, 2, 3, 4, 5), (2.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0)
+    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
+    found = np.array(setting.each(_throughput, cases)).reshape(len(bins), len(rates), setting.runs).mean(axis=2)
+    _draw(setting, "000_figure_3", bins, rates, found, "throughput", _throughput_line)
+    rows = [
+        (k, float(line.max()), _most(k), f"{line.max() / _most(k) - 1:+.2%}")
+        for k, line in zip(bins, found, strict=True)
+    ]
+    return table(("k", "highest throughput, simulated", "Theorem 4.2", "difference"), rows)
+
+
+def _most(k: int) -> float:
+    return throughput_uniform(k, 128, 1.0, 20.0)
+
+
+def _throughput_line(k: int, rate: float) -> float:
+    return min(rate, _most(k))
+
+
+def _draw(
+    setting: Setting,
+    name: str,
+    bins: Sequence[int],
+    rates: Sequence[float],
+    found: FloatArray,
+    y: str,
+    formula: Callable[[int, float], float] | None,
+) -> None:
+    path = setting.figure(name)
+    if path is None:
+        return
+    series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    for k, line in zip(bins, found, strict=True):
+        series[f"k = {k}"] = (rates, line.tolist())
+        if formula is not None:
+            series[f"formula, k = {k}"] = (rates, [formula(k, rate) for rate in rates])
+    plots.draw_lines(series, path, x="arrival rate", y=y, title=name.replace("_", " "))
+
+
+def figure_4(setting: Setting) -> list[str]:
+    """Latency against arrival rate; B = 128, lengths uniform on [1, 20], one server, k = 1, 2, 3."""
+    bins, rates = (1, 2, 3), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
+    found = np.array(setting.each(_latency, cases)).reshape(len(bins), len(rates), setting.runs).mean(axis=2)
+    _draw(setting, "000_figure_4", bins, rates, np.minimum(found, 300.0), "latency (cut at 300)", _latency_line)
+    rows = [
+        (k, rate, float(latency), _latency_line(k, rate), f"{latency / _latency_line(k, rate) - 1:+.1%}")
+        for k, line in zip(bins, found, strict=True)
+        for rate, latency in zip(rates, line, strict=True)
+        if rate in (1.0, 3.0, 6.0)
+    ]
+    return table(("k", "arrival rate", "latency, simulated", "Lemma 5.1", "difference"), rows)
+
+
+def _latency_line(k: int, rate: float) -> float:
+    return latency_uniform(k, 128, 1.0, 20.0, rate)
+
+
+def figure_6(setting: Setting) -> list[str]:
+    """Throughput and latency of 8 servers with B = 8 on answers to GSM8K, equiprobable bins, oracle lengths."""
+    source = setting.workload("gsm8k")
+    bins, rates = (1, 2, 4, 8, 16, 32), (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0)
+    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
+    found = setting.each(partial(_gsm8k, source), cases)
+    shape = (len(bins), len(rates), setting.runs)
+    throughput, latency = (np.array([pair[at] for pair in found]).reshape(shape).mean(axis=2) for at in (0, 1))
+    _draw(setting, "000_figure_6_throughput", bins, rates, throughput, "requests per second", None)
+    _draw(setting, "000_figure_6_latency", bins, rates, np.minimum(latency, 60.0), "latency, s (cut at 60)", None)
+    best, most = latency.argmin(axis=1), throughput.max(axis=1)
+    rows = [
+        (k, float(most[i]), f"x{most[i] / most[0]:.2f}", float(latency[i].min()), rates[best[i]])
+        for i, k in enumerate(bins)
+    ]
+    return table(("k", "highest requests/s", "against k = 1", "least mean latency, s", "at rate"), rows)
+
+
+def _gsm8k(source: Workload, case: _Case) -> tuple[float, float]:
+    rng = np.random.default_rng(case.seed)
+    count = 16_000
+    work = predicted(source.sample(count, rng).arriving(poisson(case.rate, count, rng)), "oracle", rng)
+    edges = tuple(equal_mass_edges(work.output_tokens, case.k).tolist())
+    bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=edges)
+    result = run_gang(GangConfig(batch_size=8, servers=8), bins, LengthTimes(s_per_token=0.025), work)
+    return result.throughput, result.mean_latency_s
+
+
+def figure_8(setting: Setting) -> list[str]:
+    """Throughput against the error probability; B = 128, lengths uniform on [1, 20], all requests at once."""
+    bins, errors = (1, 2, 3, 4, 5), (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+    cases = [
+        _Case(k=k, rate=1e6, seed=seed, error=error) for k, error, seed in product(bins, errors, range(setting.runs))
+    ]
+    found = np.array(setting.each(_throughput, cases)).reshape(len(bins), len(errors), setting.runs).mean(axis=2)
+    _draw(setting, "000_figure_8", bins, errors, found, "throughput", _error_line)
+    rows = []
+    for k, line in zip(bins, found, strict=True):
+        off = max(abs(value / _error_line(k, error) - 1) for error, value in zip(errors, line, strict=True))
+        rows.append((k, *(float(line[errors.index(error)]) for error in (0.01, 0.1, 0.5)), f"{off:.2%}"))
+    return table(("k", "p_e = 0.01", "p_e = 0.1", "p_e = 0.5", "largest distance from the closed form"), rows)
+
+
+def _error_line(k: int, error: float) -> float:
+    return throughput_uniform_with_errors(k, 128, 1.0, 20.0, error)
+
+
+def figure_9(setting: Setting) -> list[str]:
+    """Throughput and latency for exponential lengths, mu = 0.1, B = 200, N = 200 000, edges of Lemma A.1."""
+    bins, rates = (1, 2, 3, 4, 5), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
+    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
+    found = setting.each(_exponential, cases)
+    shape = (len(bins), len(rates), setting.runs)
+    throughput, latency = (np.array([pair[at] for pair in found]).reshape(shape).mean(axis=2) for at in (0, 1))
+    _draw(setting, "000_figure_9a", bins, rates, throughput, "throughput", _exponential_line)
+    _draw(setting, "000_figure_9b", bins, rates, np.minimum(latency, 1500.0), "latency (cut at 1500)", None)
+    rows = [
+        (k, float(line.max()), 200.0 / exponential_service_bound(k, 0.1, 200), mean(latency[i][:2].tolist()))
+        for i, (k, line) in enumerate(zip(bins, throughput, strict=True))
+    ]
+    heading = ("k", "highest throughput, simulated", "bound of equation 60 (corrected)", "latency at rates 1, 2")
+    return table(heading, rows)
+
+
+def _exponential_line(k: int, rate: float) -> float:
+    return min(rate, 200.0 / exponential_service_bound(k, 0.1, 200))
+
+
+def _exponential(case: _Case) -> tuple[float, float]:
+    rng = np.random.default_rng(case.seed)
+    count = 200_000
+    drawn = synthetic("exponential", length_law("constant:1"), length_law(f"exponential:{10 * UNIT}"), count, rng)
+    work = predicted(drawn.arriving(poisson(case.rate, count, rng)), "oracle", rng)
+    edges = exponential_edges(case.k, 0.1 / UNIT, 200)
+    bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    result = run_gang(GangConfig(batch_size=200), bins, _TIMES, work)
+    return result.throughput, result.mean_latency_s

@@ -1,0 +1,383 @@
+"""Where each policy pays, and where it does not: ratios of paired runs on real lengths and arrivals.
+
+Engine, unless an experiment says otherwise: Llama-3.1-8B on an RTX PRO 6000, by measured kernel times. Predictions have
+the accuracy of paper 000's Table 1 (`simulator.predictors`). Saturated runs keep twice as many clients as slots and
+count the middle 60 % of the requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from policies.bin_edges import equal_mass_edges, optimal_edges
+from policies.multi_bin import MultiBinConfig, expected_batch_max
+from policies.step_time import StepTimeConfig
+from policies.types import FloatArray
+from simulator.cluster import ClusterConfig, Run, run, run_gang
+from simulator.engine import EngineConfig
+from simulator.engines import EngineProfile, engine_profile
+from simulator.gang import GangConfig, LengthTimes
+from simulator.predictors import predicted
+from simulator.reproduce.common import Setting, drawn, saturated, spread, steady_rate, table
+from simulator.router import RouterConfig
+from simulator.workload import Workload, gamma_bursts, length_law, mixed, poisson, synthetic
+
+_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
+_SETS = ("azure_conv", "azure_code", "lmsys", "deepseek_r1")
+_SLOTS = 128
+_BINS = 4
+# Lengths and caches, in tokens, small enough to bind.
+_TIGHT = (
+    ("azure_conv", 20_000), ("azure_conv", 40_000), ("azure_conv", 80_000), ("lmsys", 10_000), ("lmsys", 20_000),
+    ("lmsys", 40_000), ("deepseek_r1", 200_000),
+)  # fmt: skip
+
+
+@cache
+def _profile(name: str = _ENGINE) -> EngineProfile:
+    return engine_profile(name)
+
+
+def _config(cache_tokens: int = 500_000, slots: int = _SLOTS, engine: str = _ENGINE, **changes: Any) -> ClusterConfig:
+    profile = _profile(engine)
+    sizes = EngineConfig(slots=slots, total_blocks=cache_tokens // 16, max_batch_tokens=2048)
+    return ClusterConfig(times=profile.times, clock=profile.clock, engine=sizes, **changes)
+
+
+def _percent(ratios: Sequence[float]) -> str:
+    """Median and range of relative changes."""
+    changes = [100.0 * (ratio - 1.0) for ratio in ratios]
+    return f"{np.median(changes):+.1f} % [{min(changes):+.1f}, {max(changes):+.1f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gang:
+    name: str
+    k: int
+    rule: str
+    predictor: str
+    seed: int
+
+
+def gang_bins(setting: Setting) -> list[str]:
+    """Gang batches of 8, saturated: throughput with bins against without, edges cut on another half of the set."""
+    sources = {name: setting.workload(name) for name in _SETS}
+    kinds = [("oracle", "equal_mass"), ("oracle", "optimal"), ("noise:0.44", "equal_mass"), ("noise:0.44", "optimal")]
+    jobs = [
+        _Gang(name=name, k=k, rule=rule, predictor=predictor, seed=seed)
+        for name, k, (predictor, rule), seed in product(_SETS, (2, 4, 8), kinds, range(setting.runs))
+    ]
+    found = np.array(setting.each(partial(_gang_gain, sources), jobs)).reshape(len(_SETS), 3, 4, setting.runs)
+    rows = [
+        (name, k, *(f"x{spread(found[i, j, m].tolist())}" for m in range(4)))
+        for i, name in enumerate(_SETS)
+        for j, k in enumerate((2, 4, 8))
+    ]
+    heading = ("lengths", "bins", "known, equal mass", "known, optimal", "predicted, equal mass", "predicted, optimal")
+    return table(heading, rows)
+
+
+def _gang_gain(sources: Mapping[str, Workload], job: _Gang) -> float:
+    rng = np.random.default_rng(job.seed)
+    source = sources[job.name]
+    halves = np.array_split(rng.permutation(len(source)), 2)
+    past, served = (source.rows(np.sort(half)) for half in halves)
+    work = predicted(replace(served, arrival_s=np.zeros(len(served))).head(12_000), job.predictor, rng)
+    plain, binned = (_gang_rate(work, past, k, job.rule) for k in (1, job.k))
+    return binned / plain
+
+
+def _gang_rate(work: Workload, past: Workload, k: int, rule: str) -> float:
+    sample = past.output_tokens[:8192]
+    edges = optimal_edges(sample, k, 8, resolution=512) if rule == "optimal" else equal_mass_edges(sample, k)
+    bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    return run_gang(GangConfig(batch_size=8), bins, LengthTimes(s_per_token=0.025), work).throughput
+
+
+def gang_low_load(setting: Setting) -> list[str]:
+    """Gang batches of 8, 64 servers: mean latency of 2 and 4 bins against none, by load around the critical rate."""
+    source = setting.workload("lmsys")
+    lengths = source.output_tokens * 0.025
+    critical = 7.0 / (expected_batch_max(lengths, 8) - float(lengths.mean()))
+    factors = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+    jobs = [(k, critical * factor, seed) for k, factor, seed in product((1, 2, 4), factors, range(setting.runs))]
+    found = np.array(setting.each(partial(_gang_latency, source), jobs)).reshape(3, len(factors), setting.runs)
+    rows = [
+        (
+            f"{factor} x critical ({factor * critical:.2f}/s)",
+            *(_percent((found[i, j] / found[0, j]).tolist()) for i in (1, 2)),
+        )
+        for j, factor in enumerate(factors)
+    ]
+    return table(("arrival rate", "latency, 2 bins", "latency, 4 bins"), rows)
+
+
+def _gang_latency(source: Workload, job: tuple[int, float, int]) -> float:
+    k, rate, seed = job
+    rng = np.random.default_rng(seed)
+    work = predicted(source.sample(4000, rng).arriving(poisson(rate, 4000, rng)), "oracle", rng)
+    edges = equal_mass_edges(source.output_tokens, k)
+    bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    return run_gang(GangConfig(batch_size=8, servers=64), bins, LengthTimes(s_per_token=0.025), work).mean_latency_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A batch policy on one engine, saturated."""
+
+    name: str
+    cache_tokens: int
+    batch: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    classes: int = 1
+    seed: int = 0
+    slots: int = _SLOTS
+    engine: str = _ENGINE
+
+
+def _saturated(sources: Mapping[str, Workload], job: _Batch) -> tuple[float, int]:
+    """Requests per second, and preemptions."""
+    work = drawn(sources[job.name], 2000, job.seed, max_tokens=min(32_768, job.cache_tokens // 2))
+    config = _config(
+        job.cache_tokens,
+        job.slots,
+        job.engine,
+        batch=job.batch,
+        batch_settings=job.settings,
+        bins=MultiBinConfig(bins=job.classes, rule="equal_mass"),
+        router=RouterConfig(classes=job.classes, credit_lookahead=job.slots),
+    )
+    finished = saturated(config, work)
+    return steady_rate(finished), sum(engine.totals.preemptions for engine in finished.engines)
+
+
+def _tight(setting: Setting, kinds: Sequence[tuple[str, dict[str, Any]]]) -> FloatArray:
+    """Rate and preemptions under each kind of policy; shape (tight caches, kinds, runs, 2)."""
+    sources = {name: setting.workload(name) for name in dict(_TIGHT)}
+    jobs = [
+        _Batch(
+            name=name, cache_tokens=size, batch=batch, settings=settings, classes=settings.get("classes", 1), seed=seed
+        )
+        for (name, size), (batch, settings), seed in product(_TIGHT, kinds, range(setting.runs))
+    ]  # fmt: skip
+    found = np.array(setting.each(partial(_saturated, sources), jobs), dtype=np.float64)
+    return found.reshape(len(_TIGHT), len(kinds), setting.runs, 2)
+
+
+def continuous_bins(setting: Setting) -> list[str]:
+    """Continuous batching, saturated: forecast admission with 4 bins' own survival curves against one curve for all."""
+    found = _tight(setting, [("forecast_admission", {"classes": classes}) for classes in (1, _BINS)])
+    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
+    return table(("lengths", "cache, tokens", "throughput, 4 bins against 1"), rows)
+
+
+def admission(setting: Setting) -> list[str]:
+    """Continuous batching, saturated: admission by eq. 12 and by forecast against a plain 128 slots."""
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("stock", {}), ("memory_aware", {}), ("memory_aware", {"basis": "resident"}), ("forecast_admission", {}),
+    ]  # fmt: skip
+    rows = []
+    for at, each in zip(_TIGHT, _tight(setting, kinds), strict=True):
+        rate = each[:, :, 0]
+        gains = [_percent((rate[m] / rate[0]).tolist()) for m in (1, 2, 3)]
+        lost = "/".join(f"{count:.0f}" for count in each[:, :, 1].mean(axis=1))
+        rows.append((*at, *gains, _percent((rate[3] / rate[1]).tolist()), lost))
+    heading = (
+        "lengths", "cache, tokens", "eq. 12", "eq. 12, resident", "forecast", "forecast / eq. 12",
+        "preemptions of 2000 requests: stock, 12, 12 resident, forecast",
+    )  # fmt: skip
+    return table(heading, rows)
+
+
+def known_prompts(setting: Setting) -> list[str]:
+    """Eq. 12 with the prompts known at admission against eq. 12 as published: throughput."""
+    found = _tight(setting, [("memory_aware", {"known_prompts": known}) for known in (False, True)])
+    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
+    return table(("lengths", "cache, tokens", "throughput, known against published"), rows)
+
+
+def phases(setting: Setting) -> list[str]:
+    """Exclusive batching, saturated: the exact phase length and k = 1 against mixed steps."""
+    engines = (
+        _ENGINE, "Qwen3-8B@H200", "Qwen3-8B@RTX_PRO_6000", "Qwen3-30B-A3B@H200", "Qwen3-30B-A3B@RTX_PRO_6000",
+    )  # fmt: skip
+    names = ("azure_conv", "lmsys")
+    sources = {name: setting.workload(name) for name in names}
+    jobs = [
+        _Batch(name=name, cache_tokens=500_000, batch=batch, settings=settings, seed=seed, engine=engine)
+        for engine in engines
+        for name, (batch, settings), seed in product(names, _phase_kinds(engine), range(setting.runs))
+    ]
+    found = np.array(setting.each(partial(_saturated, sources), jobs)).reshape(len(engines), len(names), 4, -1, 2)
+    rows = []
+    for (i, engine), (j, name) in product(enumerate(engines), enumerate(names)):
+        rate = found[i, j, :, :, 0]
+        pairs = (rate[1] / rate[0], rate[2] / rate[0], rate[3] / rate[0], rate[2] / rate[1])
+        rows.append((engine, name, *(_percent(pair.tolist()) for pair in pairs)))
+    heading = ("engine", "lengths", "k = 1 / mixed", "exact / mixed", "auto / mixed", "exact / k = 1")
+    return table(heading, rows)
+
+
+def _phase_kinds(engine: str) -> list[tuple[str, dict[str, Any]]]:
+    prior = {"step_times": StepTimeConfig(prior=_profile(engine).times)}
+    return [
+        ("stock", {}),
+        ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 1}),
+        ("exclusive_mixed", {"mode": "exclusive", **prior}),
+        ("exclusive_mixed", {"mode": "auto", **prior}),
+    ]
+
+
+def equal_lengths(setting: Setting) -> list[str]:
+    """A tight cache and answers of equal length: cache in use and throughput against answers with a spread."""
+    laws = {"equal": "constant:300", "uniform 200-400": "uniform:200:400", "exponential": "exponential:300"}
+    jobs = [
+        (law, batch, seed)
+        for law, batch, seed in product(laws.values(), ("stock", "forecast_admission"), range(setting.runs))
+    ]
+    found = np.array(setting.each(_equal, jobs)).reshape(len(laws), 2, setting.runs, 2)
+    rows = [
+        (name, batch, f"{found[i, j, :, 0].mean():.0%}", f"{found[i, j, :, 1].mean():.2f}")
+        for (i, name), (j, batch) in product(enumerate(laws), enumerate(("stock", "forecast")))
+    ]
+    return table(("answers", "admission", "cache in use", "requests/s"), rows)
+
+
+def _equal(job: tuple[str, str, int]) -> tuple[float, float]:
+    law, batch, seed = job
+    rng = np.random.default_rng(seed)
+    work = predicted(synthetic("equal", length_law("constant:100"), length_law(law), 3000, rng), "none", rng)
+    router = RouterConfig(credit_lookahead=_SLOTS)
+    finished = saturated(_config(20_000, batch=batch, router=router), work)
+    totals = finished.engines[0].totals
+    return totals.blocks_s / totals.busy_s / finished.engines[0].config.total_blocks, steady_rate(finished)
+
+
+def _load(config: ClusterConfig, work: Workload) -> float:
+    """Requests per second that the system serves when saturated."""
+    return steady_rate(saturated(config, work))
+
+
+def dedicated_replicas(setting: Setting) -> list[str]:
+    """Four replicas, one for each bin of predicted length, against four for all: requests per second, saturated."""
+    names = ("azure_conv", "lmsys", "deepseek_r1")
+    sources = {name: setting.workload(name) for name in names}
+    jobs = list(product(names, range(setting.runs)))
+    found = np.array(setting.each(partial(_dedicated, sources), jobs)).reshape(len(names), setting.runs)
+    return table(
+        ("lengths", "throughput, dedicated against shared"),
+        [(name, _percent(ratios.tolist())) for name, ratios in zip(names, found, strict=True)],
+    )
+
+
+def _dedicated(sources: Mapping[str, Workload], job: tuple[str, int]) -> float:
+    name, seed = job
+    work = drawn(sources[name], 3000, seed)
+    inner = equal_mass_edges(work.output_tokens, _BINS)[1:-1]
+    labels = tuple(f"bin {index}" for index in np.searchsorted(inner, work.predicted_output_tokens, side="right"))
+    labelled = replace(work, slo_class=labels)
+    reserved = tuple(frozenset({f"bin {index}"}) for index in range(_BINS))
+    # All at once, so that no reserved replica waits for clients of another: what counts is when the last one ends.
+    shared, dedicated = (
+        run(_config(replicas=_BINS, replica_classes=classes), labelled).makespan_s for classes in ((), reserved)
+    )
+    return shared / dedicated
+
+
+def class_replicas(setting: Setting) -> list[str]:
+    """Chat beside long summaries on 4 replicas: goodput when chat has 1 or 2 replicas of its own against none."""
+    sources = {name: setting.workload(name) for name in ("lmsys", "arxiv")}
+    rates = (12.0, 16.0, 20.0, 24.0, 28.0)
+    jobs = list(product(rates, range(setting.runs)))
+    found = np.array(setting.each(partial(_classes, sources), jobs)).reshape(len(rates), setting.runs, 3)
+    rows = [
+        (rate, f"{found[i, :, 0].mean():.2f}", *(_percent((found[i, :, m] / found[i, :, 0]).tolist()) for m in (1, 2)))
+        for i, rate in enumerate(rates)
+    ]
+    return table(("requests/s", "goodput, shared", "1 replica for chat", "2 replicas for chat"), rows)
+
+
+def _classes(sources: Mapping[str, Workload], job: tuple[float, int]) -> list[float]:
+    """Goodput: chat within 0.5 s and 40 ms per token, summaries within 10 s and 200 ms."""
+    rate, seed = job
+    rng = np.random.default_rng(seed)
+    parts = [
+        replace(drawn(sources[name], 1500, seed), name=label).arriving(poisson(rate / 2.0, 1500, rng))
+        for name, label in (("lmsys", "chat"), ("arxiv", "batch"))
+    ]
+    work = mixed("chat and batch", *parts)
+    chat, batch = frozenset({"chat"}), frozenset({"batch"})
+    kinds = ((), (chat, batch, batch, batch), (chat, chat, batch, batch))
+    return [_goodput(run(_config(replicas=4, replica_classes=kind), work)) for kind in kinds]
+
+
+def _goodput(finished: Run) -> float:
+    limits = {"chat": (0.5, 0.040), "batch": (10.0, 0.2)}
+    good = 0
+    for request in finished.requests:
+        ttft_s, tpot_s = limits[request.slo_class or "batch"]
+        good += (request.ttft_s or 0.0) <= ttft_s and (request.tpot_s or 0.0) <= tpot_s
+    return good / finished.makespan_s
+
+
+def queue_order(setting: Setting) -> list[str]:
+    """Bursts (gaps with a cv of 3) at 80 and 95 % load, 64 slots: latency by the order of the queue against FCFS."""
+    source = {"azure_conv": setting.workload("azure_conv")}
+    orders: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("fcfs", {}), ("virtual_deadline", {}), ("estimated_work", {}), ("sjf", {}),
+    )  # fmt: skip
+    loads = (0.8, 0.95)
+    jobs = list(product(loads, range(setting.runs)))
+    found = np.array(setting.each(partial(_orders, source, orders), jobs)).reshape(len(loads), setting.runs, 4, 3)
+    rows = []
+    for (i, load), (j, (order, _)) in product(enumerate(loads), enumerate(orders)):
+        changes = [_percent((found[i, :, j, m] / found[i, :, 0, m]).tolist()) for m in range(3)]
+        rows.append((f"{load:.0%}", order, *changes))
+    return table(("load", "order", "mean latency", "99th percentile", "mean time to first token"), rows)
+
+
+def _orders(
+    sources: Mapping[str, Workload], orders: Sequence[tuple[str, Mapping[str, Any]]], job: tuple[float, int]
+) -> list[list[float]]:
+    load, seed = job
+    rng = np.random.default_rng(seed)
+    work = drawn(sources["azure_conv"], 6000, seed)
+    rate = load * _load(_config(slots=64), work.head(2500))
+    arriving = work.arriving(gamma_bursts(rate, 3.0, len(work), rng))
+    return [
+        _latencies(run(_config(slots=64, order=order, order_settings=settings), arriving)) for order, settings in orders
+    ]
+
+
+def _latencies(finished: Run) -> list[float]:
+    latency = np.array([request.latency_s for request in finished.requests])
+    ttft = np.array([request.ttft_s for request in finished.requests])
+    return [float(latency.mean()), float(np.percentile(latency, 99)), float(ttft.mean())]
+
+
+def placement(setting: Setting) -> list[str]:
+    """Eight replicas of 32 slots, 90 % load: latency by predicted work against by count, at once or by free slots."""
+    names, ways = ("azure_conv", "lmsys"), {"at once": None, "by free slots": 0}
+    sources = {name: setting.workload(name) for name in names}
+    jobs = list(product(names, ways.values(), range(setting.runs)))
+    found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(-1, setting.runs, 2, 3)
+    rows = []
+    for (name, way), each in zip(product(names, ways), found, strict=True):
+        changes = [_percent((each[:, 1, m] / each[:, 0, m]).tolist()) for m in range(3)]
+        rows.append((name, way, *changes))
+    return table(("lengths", "handed out", "mean latency", "99th percentile", "mean time to first token"), rows)
+
+
+def _placements(sources: Mapping[str, Workload], job: tuple[str, int | None, int]) -> list[list[float]]:
+    name, lookahead, seed = job
+    rng = np.random.default_rng(seed)
+    work = drawn(sources[name], 2500, seed)
+    rate = 8.0 * 0.9 * _load(_config(slots=32), work.head(800))
+    arriving = work.arriving(poisson(rate, len(work), rng))
+    config = _config(slots=32, replicas=8, router=RouterConfig(credit_lookahead=lookahead))
+    kinds = ("most_credit", "least_outstanding_work")
+    return [_latencies(run(replace(config, placement=kind), arriving)) for kind in kinds]

@@ -1,0 +1,67 @@
+"""A request on its way through the simulator: what it is, and what became of it."""
+
+from dataclasses import dataclass
+
+from policies.types import RequestView
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One request with its true length and its history.
+
+    Attributes:
+        output_tokens: the true length of the answer, unknown to every policy.
+        predicted_output_tokens: what a predictor says, or None.
+        cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
+        class_index: which length statistics it belongs to (the bin, where there are bins).
+        generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
+    """
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    predicted_output_tokens: float | None = None
+    cached_tokens: int = 0
+    class_index: int = 0
+    slo_class: str | None = None
+    generated_tokens: int = 0
+    replica_id: str | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    preemptions: int = 0
+    moves: int = 0
+
+    def view(self) -> RequestView:
+        return RequestView(
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.generated_tokens,
+            cached_tokens=self.prefix_tokens,
+            predicted_output_tokens=self.predicted_output_tokens,
+            class_index=self.class_index,
+            slo_class=self.slo_class,
+        )
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Cached tokens that spare work: the last token of a prompt is computed in any case."""
+        return min(self.cached_tokens, self.prompt_tokens - 1)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last - first token) / (output_tokens - 1); None for one token."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def latency_s(self) -> float | None:
+        return None if self.finished_s is None else self.finished_s - self.arrival_s

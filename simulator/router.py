@@ -1,0 +1,157 @@
+"""A router: bins, order and placement by the policies, credit by the engines' slots.
+
+It does what the live router's dispatch does: while something waits and a replica has credit, the request with the
+lowest key goes where the placement says. Requests whose class no replica with credit serves stay, and do not hold up
+the others.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from policies.checks import require_at_least
+from policies.multi_bin import MultiBin
+from policies.order import Order
+from policies.placement import LeastOutstandingWork, Placement
+from policies.types import ReplicaView, StepTimes
+from simulator.core import Event
+from simulator.engine import Engine
+from simulator.requests import Request
+
+_Queue = list[tuple[float, int, int, Request]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How requests are handed out.
+
+    Attributes:
+        credit_lookahead: requests a replica is given beyond its slots; None sets no limit, so that nothing waits in
+            the router (a plain load balancer).
+        classes: length classes that the engines' policies tell apart: the bin, if above 1.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    credit_lookahead: int | None = 0
+    classes: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "classes")
+        if self.credit_lookahead is not None:
+            require_at_least(0, self, "credit_lookahead")
+
+
+class Router:
+    """Queues and hands out requests, and keeps the books of what each replica holds."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        order: Order,
+        placement: Placement,
+        work: LeastOutstandingWork,
+        step_times: StepTimes,
+        bins: MultiBin | None = None,
+    ) -> None:
+        self.config = config
+        self.waiting = 0
+        self._order, self._placement, self._work, self._bins = order, placement, work, bins
+        self._step_times = step_times
+        self._engines: dict[str, Engine] = {}
+        self._views: dict[str, ReplicaView] = {}
+        self._queues: dict[str | None, _Queue] = {}
+        self._work_s: dict[str, float] = {}
+        self._sequence = 0
+
+    @property
+    def ongoing(self) -> int:
+        """Requests that wait here or are held by a replica."""
+        return self.waiting + len(self._work_s)
+
+    def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
+        """A replica offers its slots from now on."""
+        ahead = self.config.credit_lookahead
+        self._engines[engine.replica_id] = engine
+        self._views[engine.replica_id] = ReplicaView(
+            replica_id=engine.replica_id,
+            credit=1 << 40 if ahead is None else engine.config.slots + ahead,
+            step_times=self._step_times,
+            slo_classes=slo_classes,
+        )
+        return self._dispatch(now_s)
+
+    def leave(self, replica_id: str) -> None:
+        """Give a replica nothing more; what it holds it ends."""
+        self._views.pop(replica_id, None)
+
+    def lose(self, replica_id: str, now_s: float) -> list[Event]:
+        """A replica is gone; what it held waits again, with the tokens that were sent."""
+        self.leave(replica_id)
+        for request in self._engines.pop(replica_id).stop():
+            self._work_s.pop(request.request_id)
+            request.moves += 1
+            self._enqueue(request)
+        return self._dispatch(now_s)
+
+    def arrive(self, request: Request, now_s: float) -> list[Event]:
+        if self._bins is not None:
+            bin_index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
+            if self.config.classes > 1:
+                request.class_index = bin_index
+        self._enqueue(request)
+        return self._dispatch(now_s)
+
+    def _enqueue(self, request: Request) -> None:
+        work_s = self._estimated_work_s(request)
+        key = self._order.key(request.arrival_s, request.slo_class, work_s, request.prompt_tokens)
+        self._sequence += 1
+        queue = self._queues.setdefault(request.slo_class, [])
+        heappush(queue, (key, request.class_index, self._sequence, request))
+        self.waiting += 1
+
+    def _estimated_work_s(self, request: Request) -> float:
+        view = ReplicaView(replica_id="", credit=0, step_times=self._step_times)
+        return self._work.request_work_s(view, request.view())
+
+    def _dispatch(self, now_s: float) -> list[Event]:
+        events: list[Event] = []
+        while self.waiting and (placed := self._place()):
+            request, replica_id = placed
+            events += self._engines[replica_id].submit(request, now_s)
+        return events
+
+    def _place(self) -> tuple[Request, str] | None:
+        """Take the lowest key that some replica with credit serves."""
+        for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue[0][:3]):
+            request = queue[0][-1]
+            replica_id = self._placement.choose(list(self._views.values()), request.view())
+            if replica_id is not None:
+                heappop(queue)
+                self.waiting -= 1
+                self._put_on(request, replica_id)
+                return request, replica_id
+        return None
+
+    def _put_on(self, request: Request, replica_id: str) -> None:
+        view = self._views[replica_id]
+        work_s = self._work.request_work_s(view, request.view())
+        request.replica_id = replica_id
+        self._work_s[request.request_id] = work_s
+        self._views[replica_id] = replace(view, credit=view.credit - 1, outstanding_s=view.outstanding_s + work_s)
+
+    def finished(self, now_s: float, engine: Engine, requests: Iterable[Request]) -> list[Event]:
+        """A replica ended requests: their slots and work are free again."""
+        work_s, count = 0.0, 0
+        for request in requests:
+            work_s += self._work_s.pop(request.request_id)
+            count += 1
+            if self._bins is not None:
+                self._bins.observe(request.output_tokens, slo_class=request.slo_class)
+        view = self._views.get(engine.replica_id)
+        if view is not None:
+            left_s = max(0.0, view.outstanding_s - work_s)
+            self._views[engine.replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
+        return self._dispatch(now_s)

@@ -1,0 +1,376 @@
+"""What arrives: traces and length sets from files, and synthetic laws, all as columns of one table.
+
+One reader takes every file whose columns it can name: CSV (gzipped or not) with a row per request, CSV of length
+probabilities (`kind,tokens_upto,probability`), and JSON Lines of prompts. Lengths in words or characters become tokens
+by plain factors, which are guesses: files with token counts go before. What a file does not have, arrivals or prompts,
+comes from a law.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import IO, Self
+
+import numpy as np
+from numpy.random import Generator
+
+from policies.checks import require_positive
+from policies.errors import InputError
+from policies.types import FloatArray, IntArray
+from simulator.requests import Request
+
+MAX_ROWS = 5_000_000
+_ARRIVAL = ("arrival_s", "t_in_session_s")
+_CLASS = ("slo_class", "class", "client", "agent_kind", "source")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Tokens for lengths counted otherwise: 1.33 per word holds for plain English only, 4 characters more widely."""
+
+    tokens_per_word: float = 1.33
+    characters_per_token: float = 4.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tokens_per_word", "characters_per_token")
+
+    def factors(self) -> tuple[tuple[str, float], ...]:
+        """Suffix of a column and tokens per unit, the surest first."""
+        return ("tokens", 1.0), ("chars", 1.0 / self.characters_per_token), ("words", self.tokens_per_word)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """Requests as columns of one length n, in the order of arrival.
+
+    Attributes:
+        arrival_s: float64, from 0, not decreasing.
+        prompt_tokens, output_tokens: int64, at least 1.
+        cached_tokens: int64, leading prompt tokens that some request before had (0 where unknown).
+        predicted_output_tokens: float64, NaN where there is no prediction.
+        slo_class: labels, or None.
+    """
+
+    name: str
+    arrival_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    cached_tokens: IntArray
+    predicted_output_tokens: FloatArray
+    slo_class: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, arrival_s: FloatArray, prompt_tokens: IntArray, output_tokens: IntArray, **columns: object
+    ) -> Self:
+        """Sorted by arrival, from 0, with lengths of at least 1.
+
+        Raises:
+            InputError: there are no requests, or columns of unequal length.
+        """
+        order = np.argsort(arrival_s, kind="stable")
+        n = len(order)
+        if not n or not n == len(prompt_tokens) == len(output_tokens):
+            raise InputError(f"workload {name} needs equal columns, got {n} arrivals and {len(prompt_tokens)} prompts")
+        labels = columns.get("slo_class")
+        cached, predicted = columns.get("cached_tokens"), columns.get("predicted_output_tokens")
+        return cls(
+            name=name,
+            arrival_s=np.asarray(arrival_s[order] - arrival_s[order[0]], dtype=np.float64),
+            prompt_tokens=np.maximum(np.asarray(prompt_tokens, dtype=np.int64)[order], 1),
+            output_tokens=np.maximum(np.asarray(output_tokens, dtype=np.int64)[order], 1),
+            cached_tokens=np.zeros(n, np.int64) if cached is None else np.asarray(cached, dtype=np.int64)[order],
+            predicted_output_tokens=(
+                np.full(n, np.nan) if predicted is None else np.asarray(predicted, dtype=np.float64)[order]
+            ),
+            slo_class=None if labels is None else tuple(np.asarray(labels)[order].tolist()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second over the whole of it; None when all arrive at once."""
+        span_s = float(self.arrival_s[-1])
+        return len(self) / span_s if span_s > 0 else None
+
+    def requests(self) -> list[Request]:
+        """Fresh requests, one per row."""
+        labels = self.slo_class or (None,) * len(self)
+        predicted = self.predicted_output_tokens.tolist()
+        columns = zip(
+            self.arrival_s.tolist(),
+            self.prompt_tokens.tolist(),
+            self.output_tokens.tolist(),
+            self.cached_tokens.tolist(),
+            predicted,
+            labels,
+            strict=True,
+        )
+        return [
+            Request(
+                request_id=f"r{index}",
+                arrival_s=arrival_s,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                cached_tokens=cached,
+                predicted_output_tokens=prediction if prediction == prediction else None,
+                slo_class=label,
+            )
+            for index, (arrival_s, prompt, output, cached, prediction, label) in enumerate(columns)
+        ]
+
+    def arriving(self, arrival_s: FloatArray) -> "Workload":
+        """The same requests in the same order at other times."""
+        return replace(self, arrival_s=np.sort(arrival_s))
+
+    def faster(self, factor: float) -> "Workload":
+        """Arrivals compressed in time: twice the factor is twice the load."""
+        return replace(self, arrival_s=self.arrival_s / factor)
+
+    def head(self, count: int) -> "Workload":
+        return self.rows(np.arange(min(count, len(self))))
+
+    def rows(self, chosen: IntArray) -> "Workload":
+        labels = None if self.slo_class is None else [self.slo_class[row] for row in chosen.tolist()]
+        return Workload.of(
+            self.name,
+            self.arrival_s[chosen],
+            self.prompt_tokens[chosen],
+            self.output_tokens[chosen],
+            cached_tokens=self.cached_tokens[chosen],
+            predicted_output_tokens=self.predicted_output_tokens[chosen],
+            slo_class=labels,
+        )
+
+    def sample(self, count: int, rng: Generator) -> "Workload":
+        """Rows drawn with replacement, all arriving at once: give them arrivals."""
+        chosen = replace(self, arrival_s=np.zeros(len(self)))
+        return chosen.rows(rng.integers(0, len(self), count))
+
+    def shorter_than(self, max_tokens: int) -> "Workload":
+        """Without the requests whose prompt and answer together are longer."""
+        return self.rows(np.flatnonzero(self.prompt_tokens + self.output_tokens <= max_tokens))
+
+    def without_prefixes(self) -> "Workload":
+        return replace(self, cached_tokens=np.zeros(len(self), np.int64))
+
+
+def mixed(name: str, *parts: Workload) -> Workload:
+    """Several workloads at once, each request labelled with the name of its part."""
+    join = np.concatenate
+    return Workload.of(
+        name,
+        join([part.arrival_s for part in parts]),
+        join([part.prompt_tokens for part in parts]),
+        join([part.output_tokens for part in parts]),
+        cached_tokens=join([part.cached_tokens for part in parts]),
+        predicted_output_tokens=join([part.predicted_output_tokens for part in parts]),
+        slo_class=[part.name for part in parts for _ in range(len(part))],
+    )
+
+
+def drifting(before: Workload, after: Workload, rng: Generator) -> Workload:
+    """Lengths that change from one set's to the other's, evenly over the span of the first's arrivals."""
+    n = len(before)
+    late = rng.random(n) < np.linspace(0.0, 1.0, n)
+    drawn = rng.integers(0, len(after), n)
+    return replace(
+        before,
+        name=f"{before.name} to {after.name}",
+        prompt_tokens=np.where(late, after.prompt_tokens[drawn], before.prompt_tokens),
+        output_tokens=np.where(late, after.output_tokens[drawn], before.output_tokens),
+        cached_tokens=np.where(late, 0, before.cached_tokens),
+        predicted_output_tokens=np.full(n, np.nan),
+    )
+
+
+def read_workload(
+    path: Path, *, rng: Generator, conversion: Conversion | None = None, prompt_tokens: int | None = None
+) -> Workload:
+    """Any file of requests or of lengths. Without arrival times in it, all arrive at once.
+
+    Sessions of unknown start begin evenly over the first hour, drawn by rng.
+
+    Args:
+        prompt_tokens: for files without prompts.
+
+    Raises:
+        InputError: the file cannot be read, or lacks a column that is needed; the message says which.
+    """
+    name = path.name.split(".")[0]
+    try:
+        with _opened(path) as file:
+            if ".jsonl" in path.name:
+                return _of_rows(name, _json_rows(file), rng, conversion or Conversion(), prompt_tokens)
+            reader = csv.DictReader(file)
+            if reader.fieldnames and "probability" in reader.fieldnames:
+                return _of_probabilities(name, list(reader), rng)
+            return _of_rows(name, reader, rng, conversion or Conversion(), prompt_tokens)
+    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[str]]:
+    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+
+
+def _json_rows(file: IO[str]) -> Iterator[dict[str, str]]:
+    for line in file:
+        row = json.loads(line)
+        yield {**row, "prompt_chars": str(len(row.get("prompt", "")))}
+
+
+def _of_rows(
+    name: str,
+    rows: Iterable[Mapping[str, str]],
+    rng: Generator,
+    conversion: Conversion,
+    prompt_tokens: int | None,
+) -> Workload:
+    listed = list(islice(rows, MAX_ROWS + 1))
+    if len(listed) > MAX_ROWS:
+        raise InputError(f"more than {MAX_ROWS} rows")
+    # JSON rows need not all have the same keys.
+    columns = dict.fromkeys(column for row in listed for column in row)
+    table = {column: [row.get(column, "") for row in listed] for column in columns}
+    outputs = _lengths(table, "output", conversion)
+    if outputs is None:
+        raise InputError(f"needs output_tokens (or _chars, _words), has {', '.join(table) or 'no rows'}")
+    prompts = _lengths(table, "prompt", conversion)
+    prompts = _lengths(table, "context", conversion) if prompts is None else prompts
+    if prompts is None:
+        if prompt_tokens is None:
+            raise InputError("has no prompt lengths: name one with prompt_tokens (--prompt-tokens)")
+        prompts = np.full(len(outputs), prompt_tokens)
+    label = next((column for column in _CLASS if column in table), None)
+    return Workload.of(
+        name,
+        _arrivals(table, len(outputs), rng),
+        prompts,
+        outputs,
+        cached_tokens=_column(table, "reusable_prefix_tokens"),
+        predicted_output_tokens=_column(table, "predicted_output_tokens"),
+        slo_class=table[label] if label else None,
+    )
+
+
+def _column(table: Mapping[str, list[str]], name: str) -> FloatArray | None:
+    return np.array([float(value) for value in table[name]]) if name in table else None
+
+
+def _lengths(table: Mapping[str, list[str]], what: str, conversion: Conversion) -> IntArray | None:
+    for suffix, factor in conversion.factors():
+        values = table.get(f"{what}_{suffix}")
+        if values is not None and all(value not in (None, "") for value in values):
+            return np.rint(np.array([float(value) for value in values]) * factor).astype(np.int64)
+    return None
+
+
+def _arrivals(table: Mapping[str, list[str]], count: int, rng: Generator) -> FloatArray:
+    column = next((name for name in _ARRIVAL if name in table), None)
+    if column is None:
+        return np.zeros(count)
+    times = np.array([float(value) for value in table[column]])
+    if column == "arrival_s":
+        return times
+    _, session = np.unique(np.array(table["session"]), return_inverse=True)
+    starts = rng.uniform(0.0, 3600.0, int(session.max()) + 1)
+    return np.asarray(times + starts[session])
+
+
+def _of_probabilities(name: str, rows: list[dict[str, str]], rng: Generator, count: int = 100_000) -> Workload:
+    """Prompts and outputs drawn independently of each other from published probabilities."""
+    drawn = {}
+    for kind in ("prompt", "output"):
+        mine = [row for row in rows if row["kind"] == kind]
+        upto = np.array([int(float(row["tokens_upto"])) for row in mine])
+        weight = np.array([float(row["probability"]) for row in mine])
+        cell = rng.choice(len(upto), size=count, p=weight / weight.sum())
+        low = np.concatenate(([0], upto[:-1]))
+        drawn[kind] = low[cell] + 1 + (rng.random(count) * (upto - low)[cell]).astype(np.int64)
+    return Workload.of(name, np.zeros(count), drawn["prompt"], drawn["output"])
+
+
+Law = Callable[[Generator, int], FloatArray]
+
+
+def length_law(text: str) -> Law:
+    """A law of lengths from its name and numbers, as `--output-law` takes it.
+
+    constant:N  uniform:LOW:HIGH  exponential:MEAN  lognormal:MEAN:SIGMA (sigma of the logarithm)
+
+    Raises:
+        InputError: it is none of these.
+    """
+    kind, *numbers = text.split(":")
+    try:
+        given = [float(number) for number in numbers]
+        return _LAWS[kind](*given)
+    except (KeyError, TypeError, ValueError):
+        known = "constant:N, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEAN:SIGMA"
+        raise InputError(f"unknown length law {text!r}; there are {known}") from None
+
+
+_LAWS: dict[str, Callable[..., Law]] = {
+    "constant": lambda n: lambda rng, count: np.full(count, n),
+    "uniform": lambda low, high: lambda rng, count: rng.uniform(low, high, count),
+    "exponential": lambda mean: lambda rng, count: rng.exponential(mean, count),
+    "lognormal": lambda mean, sigma: lambda rng, count: rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count),
+}
+
+
+def synthetic(name: str, prompt_law: Law, output_law: Law, count: int, rng: Generator) -> Workload:
+    """Prompts and outputs from laws, rounded, all arriving at once."""
+    prompts, outputs = np.rint(prompt_law(rng, count)), np.rint(output_law(rng, count))
+    return Workload.of(name, np.zeros(count), prompts.astype(np.int64), outputs.astype(np.int64))
+
+
+def poisson(rate: float, count: int, rng: Generator) -> FloatArray:
+    """Arrivals independent of each other, ``rate`` per second."""
+    return np.cumsum(rng.exponential(1.0 / rate, count))
+
+
+def gamma_bursts(rate: float, cv: float, count: int, rng: Generator) -> FloatArray:
+    """Gaps by the gamma law with that coefficient of variation: 1 is Poisson, above come bursts."""
+    shape = 1.0 / cv**2
+    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), count))
+
+
+def square_wave(low: float, high: float, period_s: float, count: int, rng: Generator) -> FloatArray:
+    """Poisson at the low and the high rate in turns of half a period, the low one first."""
+    unit = np.cumsum(rng.exponential(1.0, count))
+    half = period_s / 2.0
+    cycles, left = np.divmod(unit, (low + high) * half)
+    within = np.where(left < low * half, left / low, half + (left - low * half) / high)
+    return np.asarray(cycles * period_s + within)
+
+
+def arrival_law(text: str) -> Callable[[int, Generator], FloatArray]:
+    """Arrival times from a name and numbers, as `--arrivals` takes them.
+
+    poisson:RATE  gamma:RATE:CV  square:LOW:HIGH:PERIOD_S  all (at once)
+
+    Raises:
+        InputError: it is none of these.
+    """
+    kind, *numbers = text.split(":")
+    try:
+        given = [float(number) for number in numbers]
+        laws: dict[str, Callable[..., FloatArray]] = {"poisson": poisson, "gamma": gamma_bursts, "square": square_wave}
+        if kind == "all" and not given:
+            return lambda count, rng: np.zeros(count)
+        law = laws[kind]
+        law(*given, 1, np.random.default_rng(0))
+        return lambda count, rng: law(*given, count, rng)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        known = "poisson:RATE, gamma:RATE:CV, square:LOW:HIGH:PERIOD_S, all, trace"
+        raise InputError(f"unknown arrivals {text!r}; there are {known}") from None

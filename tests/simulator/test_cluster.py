@@ -1,0 +1,245 @@
+"""Whole runs: nothing is lost, nothing overflows, the same seed gives the same run, and closed forms are met."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.errors import ConfigError
+from policies.multi_bin import MultiBinConfig
+from policies.step_time import StepTimeConfig
+from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
+from simulator.cluster import ClusterConfig, Run, run
+from simulator.core import Event, EventLoop, Kind
+from simulator.engine import Engine, EngineConfig
+from simulator.fleet import AutoscaleConfig, Failure
+from simulator.predictors import predicted
+from simulator.requests import Request
+from simulator.router import RouterConfig
+from simulator.workload import Workload, length_law, poisson, synthetic
+from tests.toy_engine import check_plan
+
+TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
+    decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4, kv_s=5e-8),
+    mixed=StepCoefficients(overhead_s=0.012, prefill_s=5e-5, decode_s=1e-4, kv_s=5e-8),
+)
+SMALL = EngineConfig(slots=16, total_blocks=120, max_batch_tokens=512)
+PRIOR = StepTimeConfig(prior=TIMES)
+BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stock": ("stock", {}),
+    "memory_aware": ("memory_aware", {"min_samples": 4}),
+    "memory_aware resident": ("memory_aware", {"basis": "resident", "min_samples": 4}),
+    "sla_constrained": ("sla_constrained", {"itl_target_s": 0.03}),
+    "sla_constrained_literal": ("sla_constrained_literal", {"itl_target_s": 0.03, "max_batch_size": 8}),
+    "chunk_size": ("chunk_size", {"itl_target_s": 0.03}),
+    "forecast_admission": ("forecast_admission", {"min_samples": 8, "classes": 3}),
+    "exclusive": ("exclusive_mixed", {"mode": "exclusive", "step_times": PRIOR, "min_samples": 8, "replan_steps": 16}),
+    "exclusive fixed": ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}),
+    "auto": ("auto", {"itl_target_s": 0.05, "itl_budget_s": 0.2, "step_times": TIMES}),
+}
+
+
+def workload(
+    count: int, rate: float, seed: int, prompt: str = "uniform:1:400", output: str = "exponential:60"
+) -> Workload:
+    rng = np.random.default_rng(seed)
+    drawn = synthetic("drawn", length_law(prompt), length_law(output), count, rng)
+    return predicted(drawn.arriving(poisson(rate, count, rng)), "noise:0.44", rng)
+
+
+def small(batch: str, **changes: Any) -> ClusterConfig:
+    kind, batch_settings = BATCHES[batch]
+    bins = MultiBinConfig(bins=3, refit_every=16)
+    router = RouterConfig(classes=3)
+    given = {"replicas": 2, "order": "virtual_deadline", "bins": bins, "router": router, **changes}
+    return ClusterConfig(times=TIMES, engine=SMALL, batch=kind, batch_settings=batch_settings, **given)
+
+
+def history(result: Run) -> list[tuple[object, ...]]:
+    return [
+        (r.request_id, r.replica_id, r.started_s, r.first_token_s, r.finished_s, r.preemptions) for r in result.requests
+    ]
+
+
+def assert_all_served(result: Run) -> None:
+    for request in result.requests:
+        assert request.generated_tokens == request.output_tokens
+        assert request.started_s is not None and request.first_token_s is not None and request.finished_s is not None
+        assert request.arrival_s <= request.started_s < request.first_token_s <= request.finished_s
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_under_every_batch_policy_each_request_ends_once_with_all_its_tokens(batch: str) -> None:
+    given_work = workload(300, 12.0, seed=1)
+    result = run(small(batch), given_work)
+    assert len(result.requests) + len(result.refused) == 300
+    assert_all_served(result)
+    decoded = sum(engine.totals.decode_tokens for engine in result.engines)
+    prefills = sum(1 + request.preemptions for request in result.requests)
+    # A prefill that was preempted before its end gave no token.
+    assert 0 <= decoded + prefills - sum(r.output_tokens for r in result.requests) <= prefills - len(result.requests)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.sampled_from(list(BATCHES)),
+    slots=st.integers(1, 12),
+    blocks=st.integers(40, 90),
+    budget=st.integers(1, 300),
+    rate=st.floats(1.0, 200.0),
+    seed=st.integers(0, 2**16),
+)
+def test_cache_slots_and_budget_hold_at_every_step_and_every_plan_keeps_its_contract(
+    batch: str, slots: int, blocks: int, budget: int, rate: float, seed: int
+) -> None:
+    config = small(batch, replicas=1)
+    engine = EngineConfig(slots=slots, total_blocks=blocks, block_size=8, max_batch_tokens=budget)
+    policy = _Watched(replace(config, engine=engine))
+    ended: list[Request] = []
+
+    def finished(now_s: float, engine: Engine, requests: list[Request]) -> Iterable[Event]:
+        ended.extend(requests)
+        return ()
+
+    _serve(policy.engine(finished), workload(40, rate, seed, "uniform:1:200", "exponential:20"), blocks * 8)
+    assert len(ended) == policy.submitted
+    assert policy.states
+
+
+class _Watched:
+    """A batch policy that looks over another's shoulder."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config, self.inner = config, config.batch_policy()
+        self.states = 0
+        self.submitted = 0
+        self.budget = 0
+
+    def engine(self, finished: Any) -> Engine:
+        return Engine("watched", self.config.engine, self, TIMES, finished)
+
+    def plan(self, state: BatchState) -> StepPlan:
+        plan = self.inner.plan(state)
+        check_plan(state, plan)
+        assert 0 <= state.free_blocks <= state.total_blocks
+        assert state.running_count <= self.config.engine.slots
+        held = state.running.prompt_tokens + state.running.output_tokens - state.running.prefill_tokens_left
+        assert state.total_blocks - state.free_blocks <= int(-(-held // state.block_size).sum()) + state.running_count
+        self.states += 1
+        self.budget = plan.max_batch_tokens
+        return plan
+
+    def observe(self, result: StepResult) -> None:
+        assert result.scheduled_tokens <= self.budget <= self.config.engine.max_batch_tokens
+        self.inner.observe(result)
+
+
+def _serve(engine: Engine, given_work: Workload, capacity: int) -> None:
+    watched = engine.policy
+    assert isinstance(watched, _Watched)
+    loop = EventLoop()
+    for request in given_work.requests():
+        if request.prompt_tokens + request.output_tokens <= capacity:
+            watched.submitted += 1
+            loop.add([Event(request.arrival_s, Kind.ARRIVAL, partial(engine.submit, request))])
+    loop.run()
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first, second = (run(small("auto"), workload(200, 15.0, seed=7)) for _ in range(2))
+    assert history(first) == history(second)
+    assert first.events == second.events
+
+
+def test_what_does_not_fit_the_cache_is_refused_and_the_rest_served() -> None:
+    given_work = workload(50, 5.0, seed=2, prompt="uniform:100:3000")
+    result = run(small("stock"), given_work)
+    capacity = SMALL.capacity_tokens
+    assert result.refused and all(r.prompt_tokens + r.output_tokens > capacity for r in result.refused)
+    assert_all_served(result)
+
+
+def test_one_slot_and_constant_lengths_are_the_queue_m_d_1() -> None:
+    """Mean wait rho / (2 (1 - rho)) service times (Pollaczek and Khinchine)."""
+    steps = StepCoefficients(overhead_s=0.01)
+    times = StepTimes(prefill=steps, decode=steps, mixed=steps)
+    given_work = workload(30_000, 35.0, seed=3, prompt="constant:10", output="constant:2")
+    config = ClusterConfig(times=times, engine=EngineConfig(slots=1))
+    result = run(config, given_work)
+    waits = [r.started_s - r.arrival_s for r in result.requests if r.started_s is not None]
+    service_s, load = 0.02, 0.7
+    assert np.mean(waits) == pytest.approx(load / (2 * (1 - load)) * service_s, rel=0.06)
+
+
+def test_a_full_batch_takes_a_prefill_step_and_then_a_decode_step_per_token() -> None:
+    """16 equal requests at once: alpha_p + beta_p 16 P + sum over n of (alpha_d + 16 beta_d + kv 16 (P + n))."""
+    given_work = workload(16, 1.0, seed=0, prompt="constant:30", output="constant:50").arriving(np.zeros(16))
+    result = run(ClusterConfig(times=TIMES, engine=EngineConfig(slots=16)), given_work)
+    steps = sum(0.01 + 16e-4 + 5e-8 * 16 * (30 + n) for n in range(1, 50))
+    assert result.makespan_s == pytest.approx(0.004 + 5e-5 * 480 + steps)
+
+
+def test_a_lost_replica_costs_time_but_no_request() -> None:
+    given_work = workload(200, 10.0, seed=4)
+    calm = run(small("stock"), given_work)
+    hit = run(small("stock", failures=(Failure(replica=0, at_s=5.0, replaced_after_s=3.0),)), given_work)
+    assert_all_served(hit)
+    moved = [r for r in hit.requests if r.moves]
+    assert moved and len(hit.engines) == 3
+    assert hit.makespan_s >= calm.makespan_s
+
+
+def test_without_any_replica_left_requests_wait_for_the_next() -> None:
+    given_work = workload(30, 10.0, seed=4)
+    hit = run(small("stock", replicas=1, failures=(Failure(replica=0, at_s=1.0, replaced_after_s=30.0),)), given_work)
+    assert_all_served(hit)
+    assert min(r.finished_s for r in hit.requests if r.moves and r.finished_s is not None) > 31.0
+
+
+def test_scaling_follows_the_load_and_pays_for_fewer_replicas_than_the_most() -> None:
+    scale = AutoscaleConfig(max_replicas=4, target_ongoing=8, interval_s=2.0, start_s=4.0, hold_s=6.0)
+    result = run(small("stock", replicas=1, autoscale=scale), workload(600, 12.0, seed=5))
+    assert_all_served(result)
+    assert len(result.engines) > 1
+    assert result.makespan_s < result.replica_s < 4 * result.makespan_s
+
+
+def test_a_closed_loop_never_holds_more_than_its_clients() -> None:
+    result = run(small("stock", clients=5), workload(100, 1.0, seed=6))
+    assert_all_served(result)
+    edges = sorted([(r.arrival_s, 1) for r in result.requests] + [(r.finished_s or 0.0, -1) for r in result.requests])
+    assert max(np.cumsum([step for _, step in edges])) == 5
+
+
+def test_a_replica_reserved_for_a_class_takes_no_other() -> None:
+    reserved = (frozenset({"chat"}), None)
+    labels = tuple("chat" if n % 2 else "batch" for n in range(80))
+    given_work = replace(workload(80, 5.0, seed=8), slo_class=labels)
+    result = run(small("stock", replica_classes=reserved), given_work)
+    assert_all_served(result)
+    assert {r.slo_class for r in result.requests if r.replica_id == "replica-0"} == {"chat"}
+
+
+def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
+    given_work = workload(40, 0.4, seed=9, prompt="constant:300")
+    cached = replace(given_work, cached_tokens=np.full(40, 256))
+    plain, reused = (run(small("stock", replicas=1), each) for each in (given_work, cached))
+    assert sum(e.totals.prefill_tokens for e in plain.engines) == 40 * 300
+    assert sum(e.totals.prefill_tokens for e in reused.engines) == 40 * 44
+    assert reused.engines[0].totals.peak_blocks >= 300 // 16
+
+
+def test_a_policy_of_another_family_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="batch policy must be one of auto, stock"):
+        ClusterConfig(times=TIMES, batch="fcfs")
+
+
+def test_views_handed_to_policies_are_those_of_waiting_requests() -> None:
+    request = Request(request_id="r", arrival_s=0.0, prompt_tokens=10, output_tokens=5, cached_tokens=99)
+    assert request.view() == RequestView(request_id="r", arrival_s=0.0, prompt_tokens=10, cached_tokens=9)

@@ -1,0 +1,153 @@
+"""`sluice simulate` and `sluice plan`, from their arguments to what they write."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments import cli
+from policies.errors import ConfigError, InputError, SluiceError
+from simulator.metrics import GapHistogram
+from simulator.presets import FEATURES
+from simulator.report import Target, parse_target
+
+FEW = ("--requests", "60", "--arrivals", "poisson:20")
+
+
+def run(*argv: str) -> None:
+    options = cli.parser().parse_args(argv)
+    options.run(options)
+
+
+def test_a_simulation_writes_the_same_bytes_for_the_same_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, seed in zip(paths, ("3", "3", "4"), strict=True):
+        run("simulate", *FEW, "--seed", seed, "--json", str(path))
+    first, second, other = (path.read_bytes() for path in paths)
+    assert first == second != other
+    assert "TTFT p99" in capsys.readouterr().out
+
+
+def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run("simulate", *FEW, "--system", "stock", "--json", str(path))
+    numbers = json.loads(path.read_text())
+    assert numbers["requests"] == numbers["classes"]["*"]["requests"] == 60
+    assert sum(numbers["phase_fractions"].values()) == pytest.approx(1.0)
+    assert numbers["ttft_s"]["p50"] <= numbers["ttft_s"]["p90"] <= numbers["ttft_s"]["p99"] <= numbers["makespan_s"]
+    assert numbers["itl_s"]["mean"] == pytest.approx(numbers["tpot_s"]["mean"], rel=0.2)
+
+
+def test_a_report_needs_no_other_file(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    run("simulate", *FEW, "--html", str(page))
+    text = page.read_text()
+    assert "data:image/png;base64," in text and "http" not in text
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> None:
+    trace, out = tmp_path / "mine.csv", tmp_path / "out.json"
+    rows = [f"{0.1 * n},200,{20 + n},{'chat' if n % 2 else 'batch'}" for n in range(40)]
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
+    run("simulate", "--trace", str(trace), "--target", "chat:1:0.05", "--json", str(out))
+    classes = json.loads(out.read_text())["classes"]
+    assert classes["chat"]["attainment"] == 1.0
+    assert classes["batch"]["attainment"] is None
+
+
+def plan(path: Path, *argv: str) -> Any:
+    run("plan", *FEW, "--json", str(path), *argv)
+    return json.loads(path.read_text())
+
+
+def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_adds(tmp_path: Path) -> None:
+    engines = ("Llama-3.1-8B@h100_sxm", "Llama-3.1-8B@l40s")
+    argv = [item for name in engines for item in ("--engine", name)]
+    prices = ["--price", f"{engines[0]}=3", "--price", f"{engines[1]}=1"]
+    found = plan(tmp_path / "plan.json", *argv, *prices, "--replicas", "1,2", "--target", "*:10:1")
+    assert len(found["tried"]) == 2 * 2 * 2
+    assert found["cheapest"]["1.0"]["point"]["engine"] == engines[1]
+    assert found["cheapest"]["1.0"]["cost"] == pytest.approx(1.0)
+    assert set(found["features"]["1.0"]) == {*FEATURES, "everything (against stock)"}
+
+
+def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> None:
+    one, two = (
+        plan(tmp_path / f"{n}.json", "--replicas", "1", "--processes", n, "--engine", "Llama-3.1-8B@h100_sxm")
+        for n in ("1", "2")
+    )
+    assert one == two
+
+
+def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path / "plan.json", "--replicas", "1", "--target", "*:0.000001:0.000001")
+    assert found["cheapest"] == {"1.0": None}
+    assert "nothing that was tried does it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("simulate", "--target", "chat"), "CLASS:TTFT_S:TPOT_S"),
+        (("simulate", "--engine", "bloom-176b@a100-80gb/8"), "--cache-tokens"),
+        (("simulate", "--engine", "a", "--engine", "b"), "sluice plan"),
+        (("simulate", "--speed", "0"), "--speed"),
+        (("simulate", "--batch", "fcfs"), "batch policy"),
+        (("plan", "--price", "cheap"), "ENGINE=NUMBER"),
+        (("plan", "--price", "other=3"), "not planned with"),
+        (("plan", "--replicas", "0"), "must be positive"),
+        (("plan", "--systems", "magic"), "unknown system"),
+        (("plan", "--processes", "0"), "processes"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_way_out(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises((ConfigError, InputError), match=message):
+        run(*argv)
+
+
+def test_without_matplotlib_plots_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"sluice-serve\[plan\]"):
+        run("simulate", *FEW, "--html", str(tmp_path / "report.html"))
+    assert not capsys.readouterr().out
+    run("simulate", *FEW)
+
+
+def test_an_output_without_a_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run("plan", *FEW, "--json", str(tmp_path / "absent" / "plan.json"))
+
+
+def test_the_command_says_what_is_wrong_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="sluice: unknown predictor"):
+        cli.main(["simulate", "--predictor", "psychic"])
+    assert issubclass(ConfigError, SluiceError)
+
+
+def test_engines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    run("simulate", "--list-engines")
+    assert "Qwen3-8B@H200" in capsys.readouterr().out.split()
+
+
+def test_a_target_is_read_from_its_end_so_that_classes_may_hold_colons() -> None:
+    assert parse_target("a:b:1:0.05") == ("a:b", Target(ttft_s=1.0, tpot_s=0.05))
+
+
+def test_percentiles_of_gaps_are_right_to_a_percent() -> None:
+    rng = np.random.default_rng(0)
+    gaps_s = rng.lognormal(-4.0, 1.0, 100_000)
+    histogram = GapHistogram()
+    for part in np.split(gaps_s, 100):
+        histogram.add(part)
+    histogram.add(np.full(10, 0.02))
+    for percent in (1, 50, 90, 99.9):
+        assert histogram.percentile(percent) == pytest.approx(float(np.percentile(gaps_s, percent)), rel=0.015)
+    assert histogram.mean() == pytest.approx(gaps_s.mean(), rel=0.01)

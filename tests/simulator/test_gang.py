@@ -1,0 +1,69 @@
+"""Gang batches against paper 000's closed forms."""
+
+import numpy as np
+import pytest
+
+from policies.multi_bin import MultiBinConfig, latency_uniform, throughput_uniform
+from policies.types import StepCoefficients, StepTimes
+from simulator.cluster import GangRun, run_gang
+from simulator.gang import GangConfig, LengthTimes, PaddedTimes
+from simulator.predictors import predicted
+from simulator.requests import Request
+from simulator.workload import Workload, length_law, poisson, synthetic
+
+UNIT = 1000  # tokens per unit of time, so that whole tokens are fine enough for lengths uniform on [1, 20]
+
+
+def uniform(count: int, rate: float, seed: int = 0) -> Workload:
+    rng = np.random.default_rng(seed)
+    drawn = synthetic("uniform", length_law("constant:1"), length_law(f"uniform:{UNIT}:{20 * UNIT}"), count, rng)
+    return predicted(drawn.arriving(poisson(rate, count, rng)), "oracle", rng)
+
+
+def bins(k: int) -> MultiBinConfig:
+    edges = tuple(np.linspace(UNIT, 20 * UNIT, k + 1).tolist())
+    return MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
+
+
+def served(k: int, batch_size: int, workload: Workload, **settings: float) -> GangRun:
+    config = GangConfig(batch_size=batch_size, **settings)  # type: ignore[arg-type]
+    return run_gang(config, bins(k), LengthTimes(s_per_token=1 / UNIT), workload)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_throughput_is_that_of_theorem_4_2_within_half_a_percent(k: int) -> None:
+    """All at once, so the server never idles; B divides what each bin gets but for the last batches."""
+    result = served(k, 32, uniform(128_000, rate=1e6))
+    assert result.throughput == pytest.approx(throughput_uniform(k, 32, 1.0, 20.0), rel=0.005)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_latency_with_servers_to_spare_is_that_of_lemma_5_1(k: int) -> None:
+    result = served(k, 16, uniform(40_000, rate=4.0), servers=1000)
+    assert result.mean_latency_s == pytest.approx(latency_uniform(k, 16, 1.0, 20.0, 4.0), rel=0.01)
+
+
+def test_a_partial_batch_goes_when_its_head_has_waited_long_enough() -> None:
+    result = served(2, 64, uniform(50, rate=0.2), servers=50, max_wait_s=3.0)
+    assert max((r.started_s or 0.0) - r.arrival_s for r in result.requests) <= 3.0 + 1e-9
+    assert all(r.generated_tokens == r.output_tokens for r in result.requests)
+
+
+def test_what_is_left_after_the_last_arrival_is_served_in_partial_batches() -> None:
+    result = served(5, 64, uniform(100, rate=5.0))
+    assert all(r.finished_s is not None for r in result.requests)
+    assert result.cluster.batches >= 5
+
+
+def test_steps_of_a_padded_batch_sum_up_to_the_closed_form() -> None:
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.01, prefill_s=1e-4),
+        decode=StepCoefficients(overhead_s=0.02, decode_s=1e-3, kv_s=1e-6),
+        mixed=StepCoefficients(overhead_s=0.02),
+    )
+    batch = [
+        Request(request_id=str(n), arrival_s=0.0, prompt_tokens=p, output_tokens=o)
+        for n, (p, o) in enumerate([(100, 7), (40, 30), (250, 12)])
+    ]
+    steps = sum(times.decode.step_s(decode_requests=3, kv_tokens=3 * (250 + n)) for n in range(1, 30))
+    assert PaddedTimes(times=times).batch_s(batch) == pytest.approx(0.01 + 1e-4 * 750 + steps)

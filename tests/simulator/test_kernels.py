@@ -1,0 +1,101 @@
+"""Step times from kernel tables, and engines by name."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policies.errors import ConfigError, InputError
+from simulator.engines import cache_tokens_of, engine_names, engine_profile, read_calibration
+from simulator.kernels import Grid, KernelClock, Row, built_in, built_in_clock, linear_fit
+
+LINEAR: list[Row] = [
+    *(("dense", n, 0, 0, 5000.0 + 20.0 * n) for n in (1, 1024)),
+    *(("sequence", n, 0, 0, 3.0 * n) for n in (1, 64)),
+    *(("prefill", n, 0, 0, 1.0 * n) for n in (16, 1024)),
+    *(("decode", n, kv, 0, 0.05 * n * kv) for n, kv in product((1, 64), (16, 4096))),
+    *(("mixed", c, n, kv, 1.0 * c + 0.1 * n * kv) for c, n, kv in product((16, 1024), (1, 64), (16, 4096))),
+]
+
+
+def test_a_grid_is_exact_for_what_is_linear_in_each_axis_and_beyond_its_end() -> None:
+    grid = Grid([[1, 2, 4], [0, 10]], np.array([[x * y + 1.0 for y in (0, 10)] for x in (1, 2, 4)]))
+    for x, y in ((1, 5), (3, 7), (4, 10), (8, 20)):
+        assert grid.at(x, y) == pytest.approx(x * y + 1)
+
+
+def test_a_step_is_the_sum_of_its_kernels() -> None:
+    clock = KernelClock(LINEAR)
+    assert clock.step_s() == 0.0
+    assert clock.step_s(prefill_tokens=100) == pytest.approx((5000 + 2000 + 3 + 100) * 1e-6)
+    assert clock.step_s(decode_requests=8, kv_tokens=8000) == pytest.approx((5000 + 160 + 24 + 400) * 1e-6)
+    mixed = clock.step_s(prefill_tokens=100, decode_requests=8, kv_tokens=8000)
+    assert mixed == pytest.approx((5000 + 2160 + 27 + 100 + 800) * 1e-6)
+
+
+def test_what_a_policy_learns_of_linear_kernels_is_those_lines() -> None:
+    times = linear_fit(KernelClock(LINEAR))
+    assert times.decode.overhead_s == pytest.approx(5e-3, rel=0.01)
+    assert times.decode.decode_s == pytest.approx(23e-6, rel=0.05)
+    assert times.decode.kv_s == pytest.approx(0.05e-6, rel=0.01)
+
+
+def test_kernel_tables_with_a_hole_are_refused() -> None:
+    with pytest.raises(InputError, match="no value"):
+        KernelClock([row for row in LINEAR if row[:3] != ("decode", 64, 4096)])
+    with pytest.raises(InputError, match="sequence"):
+        KernelClock([row for row in LINEAR if row[0] != "sequence"])
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_built_in_tables_cost_more_for_more_work(name: str) -> None:
+    clock = built_in_clock(name)
+    by_chunk = [clock.step_s(prefill_tokens=n, decode_requests=16, kv_tokens=16_000) for n in (256, 512, 1024, 2048)]
+    by_context = [clock.step_s(decode_requests=64, kv_tokens=64 * n) for n in (256, 1024, 4096, 8192, 30_000)]
+    assert by_chunk == sorted(by_chunk) and by_context == sorted(by_context)
+
+
+def test_every_engine_that_is_listed_can_be_had() -> None:
+    for name in engine_names():
+        profile = engine_profile(name)
+        assert profile.clock.step_s(decode_requests=8, kv_tokens=8000) > 0.0
+
+
+def test_an_unknown_engine_is_refused_with_a_list() -> None:
+    with pytest.raises(ConfigError, match="Llama-3.1-8B@h100_sxm"):
+        engine_profile("Llama-9@abacus")
+
+
+def test_the_cache_is_what_memory_leaves_beside_the_weights() -> None:
+    assert cache_tokens_of("Llama-3.1-8B", "h100_sxm", 1) == int((0.9 * 80e9 - 16.1e9) / 131_072)
+    assert cache_tokens_of("Llama2-70b", "A100-80gb", 1) is None
+    assert cache_tokens_of("Llama2-70b", "abacus", 8) is None
+
+
+def test_a_calibration_of_steps_is_fitted_and_one_of_coefficients_taken_as_it_is(tmp_path: Path) -> None:
+    steps = tmp_path / "steps.csv"
+    lines = [f"0,{n},{n * kv},{0.01 + 1e-4 * n + 1e-7 * n * kv}" for n in range(1, 65) for kv in (100, 900)]
+    lines += [f"{p},0,0,{0.004 + 5e-5 * p}" for p in range(16, 1024, 16)]
+    steps.write_text("\n".join(["prefill_tokens,decode_requests,kv_tokens,step_s", *lines]))
+    fitted, cache_tokens = read_calibration(steps)
+    assert cache_tokens is None
+    assert fitted.decode.overhead_s == pytest.approx(0.01, rel=0.01)
+    assert fitted.prefill.prefill_s == pytest.approx(5e-5, rel=0.01)
+    given = tmp_path / "given.json"
+    form = {"overhead_s": 0.02, "decode_s": 1e-4}
+    given.write_text(json.dumps({"prefill": form, "decode": form, "mixed": form, "cache_tokens": 4096}))
+    times, cache_tokens = read_calibration(given)
+    assert times.decode.step_s(decode_requests=10) == pytest.approx(0.021)
+    assert cache_tokens == 4096
+
+
+def test_a_calibration_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    for name, text in (("a.json", "{}"), ("b.csv", "prefill_tokens\n1\n"), ("c.json", "not json")):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(InputError, match=name):
+            read_calibration(path)
+    with pytest.raises(InputError, match="absent"):
+        read_calibration(tmp_path / "absent.csv")

@@ -1,0 +1,80 @@
+"""The experiments' own arithmetic, and that each can be found; their results stand in docs/."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policies.errors import InputError
+from simulator.cluster import ClusterConfig
+from simulator.engine import EngineConfig
+from simulator.engines import engine_profile
+from simulator.reproduce.__main__ import EXPERIMENTS, main
+from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
+from simulator.reproduce.paper_003 import _POLYNOMIALS, _times
+from simulator.reproduce.paper_004 import _gains
+from simulator.validate import cache_blocks
+from simulator.workload import length_law, synthetic
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_experiment_stands_in_the_docs() -> None:
+    text = (DOCS / "reproduction.md").read_text() + (DOCS / "what-pays.md").read_text()
+    assert not [name for name in EXPERIMENTS if f"`{name}`" not in text]
+
+
+def test_an_experiment_without_its_data_says_where_they_come_from(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Azure/AzurePublicDataset"):
+        Setting(data=tmp_path).workload("azure_conv")
+    with pytest.raises(SystemExit, match="needs halueval_general_train.jsonl.gz"):
+        main(["004-packing"])
+
+
+def test_data_are_found_in_any_folder_below(tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "azure2023_conv.csv.gz").write_bytes(gzip.compress(b"arrival_s,prompt_tokens,output_tokens\n0,5,6\n"))
+    assert Setting(data=tmp_path).workload("azure_conv").output_tokens.tolist() == [6]
+
+
+def test_the_published_polynomial_is_the_cost_per_token_of_a_mixed_step() -> None:
+    for engine, (a, b, c) in _POLYNOMIALS.items():
+        mixed = _times(engine, "polynomial").mixed
+        for share in (0.0, 0.3, 0.8, 1.0):
+            decodes, prefill = 1000 * share, 1000 * (1 - share)
+            step_s = mixed.step_s(prefill_tokens=prefill, decode_requests=decodes)
+            assert step_s / 1000 == pytest.approx(a + b * share + c * share**2)
+
+
+def test_packing_gains_are_those_of_the_rows_and_nothing_against_full_ones() -> None:
+    tokens, _, against_varlen, waste = _gains([100, 50, 50, 25, 25, 25, 25])
+    assert tokens == pytest.approx(7 / 3)
+    assert against_varlen == pytest.approx(1.0)
+    assert waste == pytest.approx(1 - 300 / 700)
+
+
+def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
+    """Eight slots, each taken for 40 decode steps on the mean."""
+    profile = engine_profile("Llama-3.1-8B@h100_sxm")
+    config = ClusterConfig(times=profile.times, engine=EngineConfig(slots=8))
+    source = synthetic("equal", length_law("constant:10"), length_law("exponential:40"), 2000, np.random.default_rng(0))
+    finished = saturated(config, drawn(source, 2000, 0))
+    decode_s = profile.times.step_s(decode_requests=8, kv_tokens=8 * 50)
+    assert steady_rate(finished) == pytest.approx(8 / (40 * decode_s), rel=0.15)
+
+
+def test_the_cache_of_a_recorded_run_follows_from_its_use() -> None:
+    record = {
+        "first_token_s": np.array([0.0, 0.0]),
+        "last_token_s": np.array([10.0, 20.0]),
+        "output_tokens": np.array([101.0, 201.0]),
+        "prompt_tokens": np.array([500.0, 700.0]),
+    }
+    series = {"t": np.array([2.0, 15.0]), "kv_cache_pct": np.array([10.0, 90.0]), "waiting": np.array([0.0, 0.0])}
+    assert cache_blocks(record, series) == (500 + 700 + 20 + 20) * 10 // 16
+
+
+def test_tables_are_markdown() -> None:
+    assert table(("a", "b"), [(1, 2.0)]) == ["| a | b |", "|---|---|", "| 1 | 2.000 |"]
