@@ -23,7 +23,7 @@ from policies.errors import ConfigError, InputError
 from policies.types import FloatArray, Phase, StepCoefficients, StepResult, StepTimes
 
 # Steps are absorbed in blocks: a solve per step would cost more than the step plan.
-_BLOCK = 8
+_BLOCK = 16
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
