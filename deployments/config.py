@@ -8,11 +8,13 @@
 Unknown keys are refused with their path. Every default is what `sluice serve` uses.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings
 from policies.multi_bin import MultiBinConfig
 from policies.order import VirtualDeadlineConfig
 from policies.types import StepCoefficients, StepTimes
@@ -78,6 +80,8 @@ class EngineSection(Section):
     """Address on which a replica listens for routers; None is the node's own address in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """What each engine step may do; `mode: stock` is plain vLLM."""
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
     drain_timeout_s: Seconds = 3600.0
@@ -189,6 +193,13 @@ class AppConfig(Section):
         return argv
 
     @model_validator(mode="after")
+    def _has_one_scheduler(self) -> "AppConfig":
+        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
+            raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
+        return self
+
+    @model_validator(mode="after")
     def _knows_its_default_class(self) -> "AppConfig":
         if self.default_class not in self.classes:
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
@@ -199,6 +210,14 @@ class AppConfig(Section):
         model = str(DEMO_MODEL) if self.model == "demo" else self.model
         name = ["--served-model-name", self.served_model_name] if self.served_model_name else []
         return ["--model", model, *name, "--disable-log-stats", "--no-enable-log-requests", *self.vllm_args]
+
+    def engine_argv(self) -> list[str]:
+        """The arguments for vLLM on an engine replica."""
+        settings = self.engine.scheduler
+        if settings.mode == "stock":
+            return self.vllm_argv()
+        told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
+        return [*self.vllm_argv(), "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
 
     def order_config(self) -> VirtualDeadlineConfig:
         targets = {name: section.ttft_s for name, section in self.classes.items()}

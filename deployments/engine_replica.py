@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from typing import Any
 
 import ray
 from prometheus_client import REGISTRY
@@ -14,11 +15,14 @@ from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ReplicaLostError
+from router.background import BackgroundTasks
 from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 
 logger = logging.getLogger(__name__)
+
+WATCH_TIMEOUT_S = 60.0
 
 
 class EngineReplica:
@@ -34,9 +38,10 @@ class EngineReplica:
         from deployments.vllm_adapter import VllmEngine, parse_vllm_args
 
         self._config = config
-        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.vllm_argv()))
+        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.engine_argv()))
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         self._store = RedisStateStore(connect(redis_url, config.redis_ca_certs), config.name)
+        metrics = RelayMetrics(REGISTRY)
         self._relay = Relay(
             engine=self._engine,
             store=self._store,
@@ -52,14 +57,26 @@ class EngineReplica:
                 credit_lookahead=config.engine.credit_lookahead,
                 heartbeat_s=config.router.heartbeat_s,
             ),
-            metrics=RelayMetrics(REGISTRY),
+            metrics=metrics,
         )
+        await self._watch()
         await self._relay.start(host)
+        self._background = BackgroundTasks(metrics.task_failures)
+        self._background.repeat(self._watch, config.router.heartbeat_s, "watch engine")
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
     async def max_model_len(self) -> int:
         """As the engine settled it: it may be less than configured, to fit the memory."""
         return self._engine.max_model_len
+
+    async def _watch(self) -> None:
+        """What the engine would admit is what the relay offers with its next heartbeat."""
+        async with asyncio.timeout(WATCH_TIMEOUT_S):
+            await self._engine.status()
+
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change settings of the engine's scheduler between two steps; returns those in force."""
+        return await self._engine.control(changes)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -75,6 +92,7 @@ class EngineReplica:
                 await self._relay.drain()
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")
+        await self._background.close()
         await self._relay.close()
         await self._store.close()
         await asyncio.to_thread(self._engine.shutdown)

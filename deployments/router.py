@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from deployments.config import AppConfig
+from deployments.engine_metrics import engine_exposition
 from deployments.http_layer import SluiceMiddleware, error_response
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
@@ -99,6 +100,7 @@ class Router:
         try:
             pages = await self._store.all_metrics()
             shared = shared_exposition(await self._store.snapshot())
+            shared += engine_exposition(await self._routed.statuses())
         except StateStoreError as error:
             logger.warning("metrics of this router only: %s", error)
             pages, shared = {}, b""

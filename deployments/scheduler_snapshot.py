@@ -85,7 +85,7 @@ class SnapshotTaker:
         self._known, self._fresh = [], False
 
     def take(self, now_s: float, wall_s: float, *, in_flight: bool) -> Snapshot:
-        """now_s: the driver's clock; wall_s: Unix time, as arrival times; in_flight: whether steps have no result yet."""
+        """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = tuple(request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING)
         running, ending = self._running(chunks, in_flight)

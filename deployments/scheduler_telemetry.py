@@ -55,6 +55,7 @@ class Telemetry:
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
         return {
             "exclusive": policy.phases.exclusive,
+            "overcommit": policy.overcommit,
             "phase_steps": policy.phases.phase_length.steps,
             "refill": policy.config.refill or policy.phases.phase_length.refill(state.slots),
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},

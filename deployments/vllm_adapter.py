@@ -33,6 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
@@ -55,7 +56,6 @@ _LOOKS_BACK = (
     "bad_words",
     "thinking_token_budget",
     "repetition_detection",
-    "extra_args",
 )
 _DEFAULTS = SamplingParams()
 
@@ -132,6 +132,13 @@ class VllmCodec:
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)])
 
 
+def tell_engine(request: EngineCoreRequest, metadata: RequestMetadata) -> None:
+    """Put into a request what the engine's scheduler should know of it."""
+    params = request.sampling_params
+    if params is not None:
+        params.extra_args = (without_metadata(params.extra_args) or {}) | metadata.as_extra_args()
+
+
 def _resumable(request: EngineCoreRequest) -> bool:
     params = request.sampling_params
     return (
@@ -139,6 +146,7 @@ def _resumable(request: EngineCoreRequest) -> bool:
         and not request.mm_features
         and params is not None
         and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
+        and without_metadata(params.extra_args) is None
     )
 
 
@@ -164,6 +172,7 @@ class RoutedEngineCore(EngineCoreClient):
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
+        tell_engine(request, RequestMetadata(slo_class=context.slo_class))
         try:
             await self._routed.submit(request, slo_class=context.slo_class, timing=timing)
         except AdmissionError as error:
@@ -248,13 +257,16 @@ class VllmEngine:
         """Starts the engine and blocks until it is ready: run it in a thread."""
         self._config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         self.codec = VllmCodec()
+        self._admits: int | None = None
         self._core: AsyncMPClient = EngineCoreClient.make_async_mp_client(
             self._config, Executor.get_class(self._config), log_stats=False
         )
 
     @property
     def slots(self) -> int:
-        return int(self._config.scheduler_config.max_num_seqs)
+        """What the engine would admit at once, by its last status; the slots of vLLM where nothing else is said."""
+        slots = int(self._config.scheduler_config.max_num_seqs)
+        return min(slots, self._admits or slots)
 
     @property
     def max_model_len(self) -> int:
@@ -274,9 +286,15 @@ class VllmEngine:
         """Raises EngineDeadError when the engine core has died."""
         return await self._core.get_output_async()
 
-    async def status(self) -> dict[str, int]:
-        """The engine core's own counts: running, waiting, free_blocks, total_blocks."""
-        return dict(await self._core.call_utility_async("sluice_status"))
+    async def status(self) -> dict[str, Any]:
+        """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
+        status = dict(await self._core.call_utility_async("sluice_status"))
+        self._admits = status.get("batch_size")
+        return status
+
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""
+        return dict(await self._core.call_utility_async("sluice_control", changes))
 
     @property
     def dead(self) -> bool:
@@ -296,19 +314,10 @@ def register_plugin() -> None:
         return
     from vllm.v1.engine.core import EngineCore
 
-    EngineCore.sluice_status = _engine_status
+    from deployments.vllm_scheduler import core_control, core_status
+
+    EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
-
-
-def _engine_status(core: Any) -> dict[str, int]:
-    running, waiting = core.scheduler.get_request_counts()
-    pool = core.scheduler.kv_cache_manager.block_pool
-    return {
-        "running": running,
-        "waiting": waiting,
-        "free_blocks": pool.get_num_free_blocks(),
-        "total_blocks": pool.num_gpu_blocks,
-    }
 
 
 def _end_with(sentinel: int) -> None:
