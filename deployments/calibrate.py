@@ -7,11 +7,10 @@ CSV that `simulator.profiles` reads; the engine's scheduler, the router and the 
 
 import argparse
 import csv
-import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from policies.phases import (
     exclusive_throughput,
     mixed_steps_throughput,
 )
-from policies.step_time import StepTimeConfig, StepTimeModel
+from policies.step_time import fit_step_times
 from policies.types import StepResult, StepTimes
 from simulator.profiles import COLUMNS, MIXED_COLUMNS
 
@@ -62,19 +61,18 @@ class Load:
 
 @dataclass(slots=True)
 class Measured:
-    """Every step that was timed, and the model fitted to them."""
+    """The median step of every load, and the model fitted to them."""
 
     steps: list[StepResult] = field(default_factory=list)
 
+    def add(self, steps: Sequence[StepResult]) -> None:
+        """The median by duration stands for all: what else the machine does must not bend the fit."""
+        if steps:
+            self.steps.append(sorted(steps, key=lambda step: step.step_s)[len(steps) // 2])
+
     def times(self) -> StepTimes:
-        """Raises ConfigError when a kind of step was not measured often enough."""
-        model = StepTimeModel(StepTimeConfig(forgetting=1.0))
-        for step in self.steps:
-            model.observe(step)
-        times = model.times()
-        if times is None:
-            raise ConfigError(f"only {len(self.steps)} steps were measured: give more --steps")
-        return times
+        """Raises InputError when a kind of step was not measured often enough."""
+        return fit_step_times(self.steps)
 
     def explained_fraction(self, times: StepTimes) -> float:
         """R squared of the fit over all steps."""
@@ -94,7 +92,7 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="measure step times of a model on this machine",
-        description="Measure what prefill, decode and mixed steps cost here, and say whether exclusive batching can pay.",
+        description="Measure what steps cost here, and say whether exclusive batching can pay.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,13 +135,11 @@ class _Bench:
     """An engine in this process whose batches are made to order."""
 
     def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         from deployments.config import DEMO_MODEL
         from deployments.vllm_adapter import calibration_engine
 
         name = str(DEMO_MODEL) if model == "demo" else model
-        self._engine: LLMEngine = calibration_engine(name, vllm_args, SCHEDULER_CLASS)
+        self._engine = calibration_engine(name, vllm_args, SCHEDULER_CLASS)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         config = self._engine.vllm_config
         self.slots = config.scheduler_config.max_num_seqs
@@ -160,13 +156,16 @@ class _Bench:
         batches = [batch for batch in (1, 4, 16, 64, 128, 256) if batch <= most]
         contexts = [context for context in (64, 256, 1024, 4096) if context <= self._longest // 2]
         prompts = [prompt for prompt in (32, 128, 512, 2048) if prompt < min(self._budget, self._longest) - 256]
-        loads = [Load(0, 0, prompt) for prompt in prompts]
-        for batch in batches:
-            for context in contexts:
-                if batch * (context + 64) < 0.8 * self._cache_tokens:
-                    loads.append(Load(batch, context, 0))
-        loads += [Load(b, contexts[0], p) for b in batches for p in prompts if b + p <= self._budget]
-        return loads
+        alone = [Load(0, 0, prompt) for prompt in prompts]
+        decodes = [Load(b, c, 0) for b in batches for c in contexts if b * (c + 64) < 0.8 * self._cache_tokens]
+        # At several contexts, or what a request costs and what its context costs cannot be told apart.
+        mixed = [
+            Load(load.batch, load.context, prompt)
+            for load in decodes
+            for prompt in prompts
+            if load.context in (contexts[0], contexts[-1]) and load.batch + prompt <= self._budget
+        ]
+        return alone + decodes + mixed
 
     def measure(self, steps: int, most_batch: int | None) -> Measured:
         from tqdm import tqdm
@@ -175,11 +174,11 @@ class _Bench:
         with tqdm(loads, unit="load", desc="measuring", disable=None) as bar:
             for load in bar:
                 bar.set_postfix_str(f"batch {load.batch}, context {load.context}, prompt {load.prompt}")
-                measured.steps += self._steps_of(load, steps)
+                measured.add(self._steps_of(load, steps))
         return measured
 
-    def _steps_of(self, load: Load, steps: int) -> Iterator[StepResult]:
-        """The steps with exactly this load; the first two of each only warm up."""
+    def _steps_of(self, load: Load, steps: int) -> list[StepResult]:
+        """Steps with exactly this load; the first two of each only warm up."""
         seen: list[StepResult] = []
         ids = [self._add(load.context, 4 * steps + 64) for _ in range(load.batch)]
         while self._scheduler.waiting or self._scheduler._inflight_prefills:
@@ -193,7 +192,7 @@ class _Bench:
         self._engine.abort_request(ids, internal=True)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        return (s for s in seen[2:] if s.decode_requests == load.batch and (s.prefill_tokens > 0) == (load.prompt > 0))
+        return [s for s in seen[2:] if s.decode_requests == load.batch and (s.prefill_tokens > 0) == (load.prompt > 0)]
 
     def _add(self, prompt_tokens: int, output_tokens: int) -> str:
         from vllm import SamplingParams
@@ -233,7 +232,7 @@ def in_words(times: StepTimes, explained: float, *, slots: int) -> list[str]:
         f"decode:  {1e3 * d.overhead_s:.2f} ms + {1e6 * d.decode_s:.1f} us per request + {1e9 * d.kv_s:.1f} ns per "
         "token of context",
         f"mixed:   {1e3 * m.overhead_s:.2f} ms + {1e6 * m.prefill_s:.1f} us per prompt token + "
-        f"{1e6 * m.decode_s:.1f} us per request",
+        f"{1e6 * m.decode_s:.1f} us per request + {1e9 * m.kv_s:.1f} ns per token of context",
         f"the fit explains {100 * explained:.1f} % of the spread of the steps measured",
     ]
     gains = {n: exclusive_gain(times, n) for n in (16, 64, 256) if n <= slots} or {slots: exclusive_gain(times, slots)}
@@ -273,7 +272,7 @@ def draw(path: Path, measured: Measured, times: StepTimes) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'sluice-serve[plots]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install 'sluice-serve[plan]'") from None
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()
     kinds = {"prefill": (True, False), "decode": (False, True), "mixed": (True, True)}
@@ -284,6 +283,6 @@ def draw(path: Path, measured: Measured, times: StepTimes) -> None:
     longest = 1e3 * max(step.step_s for step in measured.steps)
     least = 1e3 * min(step.step_s for step in measured.steps)
     axes.loglog([least, longest], [least, longest], "k-", linewidth=0.8, label="as fitted")
-    axes.set(xlabel="fitted, ms", ylabel="measured, ms", title=f"Step times, R² {measured.explained_fraction(times):.3f}")
+    axes.set(xlabel="fitted, ms", ylabel="measured, ms", title=f"R² {measured.explained_fraction(times):.3f}")
     axes.legend()
-    figure.savefig(path, dpi=math.floor(150))
+    figure.savefig(path, dpi=150)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deployments import one_machine
+from deployments import calibrate, one_machine
 from deployments.config import AppConfig
 from policies.errors import ConfigError, SluiceError
 
@@ -41,22 +41,24 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="sluice", description="Length-aware LLM serving on Ray Serve and vLLM.")
     root.add_argument("--version", action="version", version=importlib.metadata.version("sluice-serve"))
     commands = root.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser(
+    command = commands.add_parser(
         "serve",
         help="serve a model on this machine",
         description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
-    serve.add_argument("--served-model-name", help="the name that clients use (default: --model)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
-    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
-    serve.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
-    serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
-    serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
-    serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
+    command.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
+    command.add_argument("--served-model-name", help="the name that clients use (default: --model)")
+    command.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    command.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
+    command.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
+    command.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
+    command.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
+    command.add_argument("--config", type=Path, help="YAML file of settings; options here go before it")
+    command.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
+    command.set_defaults(run=serve)
+    calibrate.register(commands)
     return root
 
 
@@ -154,7 +156,7 @@ def example(address: str, model: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     try:
-        serve(options)
+        options.run(options)
     except SluiceError as error:
         sys.exit(f"sluice: {error}")
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ its engine-core client. On an engine replica `VllmEngine` is vLLM's engine core 
 travel between them are vLLM's, packed by vLLM's codec, so both sides must run the same vLLM (the handshake checks it).
 """
 
+import json
 import os
 import signal
 import threading
@@ -30,6 +31,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -302,6 +304,17 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self._core.shutdown()
+
+
+# For `sluice calibrate`
+
+
+def calibration_engine(model: str, vllm_args: Sequence[str], scheduler_cls: str) -> LLMEngine:
+    """An engine in this process, one step at a time, under the scheduler plug-in. Raises ConfigError."""
+    argv = ["--model", model, *vllm_args, "--disable-log-stats", "--no-async-scheduling", "--no-enable-prefix-caching"]
+    settings = json.dumps({"sluice": {"mode": "mixed", "admission": "slots"}})
+    args = parse_vllm_args([*argv, "--scheduler-cls", scheduler_cls, "--additional-config", settings])
+    return LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 
 # In the engine-core process of a replica
