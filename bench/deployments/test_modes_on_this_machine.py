@@ -51,6 +51,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "static cap 12": {"mode": "mixed", "admission": "slots", "max_batch_size": 12},
     "eq. 12": {"mode": "mixed", "admission": "memory_aware", "max_batch_size": None},
 }
+HEADER = "mode, tokens/s to stock, tokens/s, mean TTFT s, ITL p99 s, TPOT p99 s, preempted"
 _FRESH = {"admission": "forecast", "max_batch_size": None, "refill": None}
 
 
@@ -160,14 +161,12 @@ def compared(
 @pytest.mark.parametrize("slots", [16, 48])
 def test_modes_with_room(slots: int, tmp_path: Path) -> None:
     llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
-    print(
-        f"\n{slots} slots, {2 * slots} clients\n| mode | tokens/s to stock | tokens/s | TTFT | ITL p99 | TPOT p99 | lost |"
-    )
+    print(f"\n{slots} slots, {2 * slots} clients; {HEADER}")
     compared(llm, MODES, workload(6 * slots), clients=2 * slots)
 
 
 def test_modes_in_a_tight_cache(tmp_path: Path) -> None:
     tight = {"num_gpu_blocks_override": 150} if "SLUICE_BENCH_MODEL" not in os.environ else {}
     llm = engine(tmp_path, max_num_seqs=48, max_num_batched_tokens=2048, **tight)
-    print("\n48 slots, 64 clients, a cache for a third of them")
+    print(f"\n48 slots, 64 clients, a cache for a third of them; {HEADER}")
     compared(llm, TIGHT, workload(200), clients=64)
