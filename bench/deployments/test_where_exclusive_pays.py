@@ -2,8 +2,8 @@
 
 Not collected by default; run with `pytest bench/deployments/test_where_exclusive_pays.py -s`. vLLM's real scheduler
 over step times that are made up: x is what a token costs more in a mixed step, a the ratio of the fixed cost of a
-prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock: by then
-auto has tried both modes.
+prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock: by
+then auto has tried both modes.
 """
 
 import random
