@@ -109,7 +109,9 @@ def workload(count: int) -> list[tuple[list[int], int]]:
 
 def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int) -> Run:
     """A closed loop: as many requests in the engine as there are clients."""
-    queue, asked, seen = deque(enumerate(requests)), {}, {}
+    queue = deque(enumerate(requests))
+    asked: dict[str, float] = {}
+    seen: dict[str, tuple[list[float], bool]] = {}
     scheduler = llm.engine_core.engine_core.scheduler
     began, preempted = now(), 0
     while queue or llm.has_unfinished_requests():
