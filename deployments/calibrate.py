@@ -103,7 +103,6 @@ def register(commands: Any) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("profile.csv"), help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="draw the fit there, as PNG or SVG (needs matplotlib)")
     parser.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -41,23 +41,22 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="sluice", description="Length-aware LLM serving on Ray Serve and vLLM.")
     root.add_argument("--version", action="version", version=importlib.metadata.version("sluice-serve"))
     commands = root.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
+    serve = commands.add_parser(
         "serve",
         help="serve a model on this machine",
         description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
-    command.add_argument("--served-model-name", help="the name that clients use (default: --model)")
-    command.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    command.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
-    command.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
-    command.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
-    command.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
-    command.add_argument("--config", type=Path, help="YAML file of settings; options here go before it")
-    command.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
-    command.set_defaults(run=serve)
+    serve.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
+    serve.add_argument("--served-model-name", help="the name that clients use (default: --model)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
+    serve.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
+    serve.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
+    serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
+    serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
+    serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
     calibrate.register(commands)
     return root
 
@@ -156,7 +155,7 @@ def example(address: str, model: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     try:
-        options.run(options)
+        {"serve": serve, "calibrate": calibrate.run}[options.command](options)
     except SluiceError as error:
         sys.exit(f"sluice: {error}")
     except KeyboardInterrupt:
