@@ -6,7 +6,8 @@ Not collected by default; run with `pytest bench/deployments/test_modes_on_this_
     SLUICE_BENCH_ARGS      further vLLM arguments as JSON, such as {"load_format": "dummy"}
     SLUICE_BENCH_REPEATS   rounds over all modes (default 3)
     SLUICE_BENCH_SLOTS     batch sizes, by default "16 48"
-    SLUICE_BENCH_SCALE     factor on prompts, answers and requests (default 1)
+    SLUICE_BENCH_REQUESTS  requests of a run for each slot (default 6)
+    SLUICE_BENCH_SCALE     factor on prompts and answers (default 1)
     SLUICE_BENCH_CLOCK     "cpu" counts this process's CPU seconds, steadier where cores are shared; "wall" otherwise
 
 Modes take turns in one engine, in an order that rotates, each with the same requests; ratios are to stock in the same
@@ -40,6 +41,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 REPEATS = int(os.environ.get("SLUICE_BENCH_REPEATS", "3"))
 SLOTS = tuple(map(int, os.environ.get("SLUICE_BENCH_SLOTS", "16 48").split()))
+REQUESTS = float(os.environ.get("SLUICE_BENCH_REQUESTS", "6"))
 SCALE = float(os.environ.get("SLUICE_BENCH_SCALE", "1"))
 MODES: dict[str, dict[str, Any]] = {
     "stock": {"mode": "stock"},
@@ -166,11 +168,11 @@ def compared(
 def test_modes_with_room(slots: int, tmp_path: Path) -> None:
     llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
     print(f"\n{slots} slots, {2 * slots} clients; {HEADER}")
-    compared(llm, MODES, workload(6 * slots), clients=2 * slots)
+    compared(llm, MODES, workload(round(REQUESTS * slots)), clients=2 * slots)
 
 
 def test_modes_in_a_tight_cache(tmp_path: Path) -> None:
     blocks = round(150 * SCALE) if "SLUICE_BENCH_MODEL" not in os.environ else 600  # there of 16 tokens, not 32
     llm = engine(tmp_path, max_num_seqs=48, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
     print(f"\n48 slots, 64 clients, a cache for a third of them; {HEADER}")
-    compared(llm, TIGHT, workload(200), clients=64)
+    compared(llm, TIGHT, workload(round(48 * REQUESTS)), clients=64)
