@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deployments import keys_command, one_machine
+from deployments import calibrate, keys_command, one_machine
 from deployments.config import AppConfig
 from policies.errors import ConfigError, SluiceError
 from simulator import commands as simulator_commands
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     serving.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
     serving.set_defaults(run=run_serve)
+    calibrate.register(commands)
     keys_command.register(commands)
     simulator_commands.register(commands)
     return root

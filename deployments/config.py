@@ -12,10 +12,11 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings
 from policies.multi_bin import MultiBinConfig
 from policies.order import VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -106,6 +107,8 @@ class EngineSection(Section):
     """Address on which a replica listens for routers; None is the node's own address in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """What each engine step may do; `mode: stock` is plain vLLM."""
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
     drain_timeout_s: Seconds = 3600.0
@@ -244,6 +247,13 @@ class ModelSection(Section):
                 raise ValueError(f"{name} is set by {ours[name]}, not by vllm_args")
         return argv
 
+    @model_validator(mode="after")
+    def _has_one_scheduler(self) -> Self:
+        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
+            raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
+        return self
+
 
 class AppConfig(ModelSection):
     """One model behind one address, or several."""
@@ -322,6 +332,16 @@ class AppConfig(ModelSection):
         model = str(DEMO_MODEL) if self.model == "demo" else self.model
         name = ["--served-model-name", self.served_model_name] if self.served_model_name else []
         return ["--model", model, *name, "--disable-log-stats", "--no-enable-log-requests", *self.vllm_args]
+
+    def engine_argv(self) -> list[str]:
+        """The arguments for vLLM on an engine replica."""
+        settings = self.engine.scheduler
+        if settings.mode == "stock" or self.mode != "full":
+            return self.vllm_argv()
+        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
+        settings = settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
+        told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
+        return [*self.vllm_argv(), "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
 
     def order_config(self) -> VirtualDeadlineConfig:
         targets = {name: section.ttft_s for name, section in self.classes.items()}

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from typing import Any
 
 import ray
 from prometheus_client import REGISTRY
@@ -15,11 +16,14 @@ from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ReplicaLostError
+from router.background import BackgroundTasks
 from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 
 logger = logging.getLogger(__name__)
+
+WATCH_TIMEOUT_S = 60.0
 
 
 class EngineReplica:
@@ -39,12 +43,13 @@ class EngineReplica:
             await redis_server.ready.remote()
         from deployments.vllm_adapter import VllmEngine, parse_vllm_args
 
-        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.vllm_argv()))
+        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.engine_argv()))
         self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(redis.aclose)
         self._store = RedisStateStore(redis, config.namespace(self._engine.engine_version))
+        metrics = RelayMetrics(REGISTRY)
         self._relay = Relay(
             engine=self._engine,
             store=self._store,
@@ -62,15 +67,28 @@ class EngineReplica:
                 heartbeat_s=config.router.heartbeat_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
             ),
-            metrics=RelayMetrics(REGISTRY),
+            metrics=metrics,
         )
         self._resources.push_async_callback(self._leave)
+        await self._watch()
         await self._relay.start(host)
+        background = BackgroundTasks(metrics.task_failures)
+        self._resources.push_async_callback(background.close)
+        background.repeat(self._watch, config.router.heartbeat_s, "watch engine")
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
         return fleet_stats(await self._store.snapshot())
+
+    async def _watch(self) -> None:
+        """What the engine would admit is what the relay offers with its next heartbeat."""
+        async with asyncio.timeout(WATCH_TIMEOUT_S):
+            await self._engine.status()
+
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change settings of the engine's scheduler between two steps; returns those in force."""
+        return await self._engine.control(changes)
 
     def check_health(self) -> None:
         if not self._relay.healthy:

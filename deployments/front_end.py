@@ -12,6 +12,7 @@ import redis.asyncio as redis
 from fastapi import FastAPI
 
 from deployments.config import AppConfig
+from deployments.engine_metrics import engine_exposition
 from policies.errors import ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
@@ -101,7 +102,8 @@ class FrontEnd:
         mine = {self.routed.router_id: self.metrics.exposition()}
         try:
             pages = await self._store.all_metrics() | mine
-            shared: list[LabelledPage] = [({"model": self.name}, shared_exposition(await self._store.snapshot()))]
+            of_all = (shared_exposition(await self._store.snapshot()), engine_exposition(await self.routed.statuses()))
+            shared: list[LabelledPage] = [({"model": self.name}, page) for page in of_all]
         except StateStoreError:
             pages, shared = mine, []
         mine_and_others: list[LabelledPage] = [

@@ -1,8 +1,6 @@
 """From vLLM's scheduler to the snapshot that policies read, at a cost that a step does not notice.
 
 What never changes of a request (prompt, class, prediction) is kept in arrays, a row for each request that has run.
-Between two steps of pure decode nothing is read from request objects at all: every running request is one token
-further, or the list of running requests has changed. The rest is refreshed from the objects.
 
 Departures from the letter of `policies.types`, all of them about what "runs" and "waits" means here:
 
@@ -11,9 +9,12 @@ Departures from the letter of `policies.types`, all of them about what "runs" an
 * A session that waits for its client's next input, a grammar still compiled or KV still on its way does not wait for
   us: it is left out of the queue. A session holds its slot meanwhile.
 * `output_tokens` counts tokens in flight as generated.
+
+Most steps change little: every decode is one token further and a few prompts have been worked on. That much is kept
+track of here; request objects are read again only after anything else (a preemption, a budget that cut decodes off).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -70,7 +71,9 @@ class SnapshotTaker:
         self._known: list[Request] = []
         self._rows: IntArray = np.zeros(0, dtype=np.int64)
         self._fresh = False
-        self._facts = np.zeros((4, 0), dtype=np.int64)  # prompt, class, tokens at the very end, computed
+        self._decoding = self._rows
+        # By row: prompt tokens, class, tokens at the very end, tokens computed.
+        self._prompt, self._class, self._end, self._computed = np.zeros((4, 0), dtype=np.int64)
         self._predicted = np.zeros(0)
 
     def use_classes(self, class_names: Mapping[str | None, int]) -> None:
@@ -81,11 +84,11 @@ class SnapshotTaker:
         self._free_rows = list(range(len(self._predicted)))
         self._known, self._fresh = [], False
 
-    def take(self, now_s: float, wall_s: float) -> Snapshot:
-        """now_s: the driver's clock; wall_s: Unix time, which arrival times are in."""
+    def take(self, now_s: float, wall_s: float, *, in_flight: bool) -> Snapshot:
+        """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = tuple(request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING)
-        running, ending = self._running(chunks)
+        running, ending = self._running(chunks, in_flight)
         idle = ending + scheduler.num_waiting_for_streaming_input
         slots = max(1, self.slots - idle)
         waiting, waiting_count = self._waiting(now_s - wall_s, slots - len(running))
@@ -103,12 +106,20 @@ class SnapshotTaker:
         )
         return Snapshot(state, chunks, idle)
 
-    def step_taken(self, *, only_decodes: bool) -> None:
-        """After a step was scheduled, before vLLM counts its tokens: one token for each that runs, or anything."""
-        if only_decodes and not self._always_fresh:
-            self._facts[3, self._rows] += 1
-        else:
+    def step_taken(self, decodes: int, prefills: Iterable[str], scheduled: Mapping[str, int], preempted: int) -> None:
+        """After a step was scheduled, before vLLM counts its tokens.
+
+        decodes: requests that got a token; prefills: ids of those that got a part of their prompt; scheduled: tokens
+        by id; preempted: requests that lost their cache.
+        """
+        if self._always_fresh or preempted or decodes not in (0, len(self._decoding)):
             self._fresh = False
+        elif decodes:
+            self._computed[self._decoding] += 1
+        for request_id in prefills:
+            request = self._scheduler.requests[request_id]
+            row = self._row(request)
+            self._computed[row] = request.num_computed_tokens + scheduled[request_id]
 
     def forget(self, request: Request) -> None:
         self._views.pop(request, None)
@@ -125,63 +136,72 @@ class SnapshotTaker:
 
     # The running batch
 
-    def _running(self, chunks: tuple[Request, ...]) -> tuple[RunningRequests, int]:
+    def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> tuple[RunningRequests, int]:
         """The batch as arrays, and how many requests were left out because their last token is in flight."""
         requests = self._scheduler.running
         if requests != self._known:
             self._known = requests.copy()
             self._rows = self._rows_of(requests)
         if not self._fresh:
-            self._facts[3, self._rows] = np.fromiter(map(_computed, requests), np.int64, len(requests))
+            self._computed[self._rows] = np.fromiter(map(_computed, requests), np.int64, len(requests))
             self._fresh = True
-        rows, ending = self._rows, self._ending()
-        if ending:
-            rows = np.delete(rows, ending)
+        ending = self._ending() if in_flight else []
+        rows = np.delete(self._rows, ending) if ending else self._rows
         return self._arrays(rows, chunks), len(ending)
 
     def _arrays(self, rows: IntArray, chunks: tuple[Request, ...]) -> RunningRequests:
-        prompt, class_index, _, computed = self._facts[:, rows]
-        output = computed - prompt + 1
+        prompt = self._prompt.take(rows)
+        output = self._computed.take(rows)
+        output -= prompt
+        output += 1
         left = np.zeros(len(rows), dtype=np.int64)
-        for request in chunks:
-            at = np.flatnonzero(rows == self._row_of[request])
-            left[at] = request.num_tokens - request.num_computed_tokens
-            output[at] = request.num_output_tokens
-        return RunningRequests(prompt, np.maximum(output, 0), left, class_index, self._predicted[rows])
+        self._decoding = rows
+        if chunks:
+            places = {row: at for at, row in enumerate(rows.tolist())}
+            for request in chunks:
+                at = places[self._row_of[request]]
+                left[at] = request.num_tokens - request.num_computed_tokens
+                output[at] = request.num_output_tokens
+            self._decoding = rows[left == 0]
+        return RunningRequests(prompt, output, left, self._class.take(rows), self._predicted.take(rows))
 
     def _ending(self) -> list[int]:
         """Places in the batch of requests that vLLM will not schedule again, by its own rule."""
-        near = self._facts[3, self._rows] + 1 >= self._facts[2, self._rows]
+        near = self._computed.take(self._rows) + 1 >= self._end.take(self._rows)
         if not near.any():
             return []
         return [int(at) for at in np.flatnonzero(near) if _last_token_in_flight(self._known[at])]
 
     def _rows_of(self, requests: list[Request]) -> IntArray:
-        if not self._row_of.keys() >= set(requests):
-            for request in requests:
-                if request not in self._row_of:
-                    self._row_of[request] = self._new_row(request)
-        return np.fromiter(map(self._row_of.__getitem__, requests), np.int64, len(requests))
+        try:
+            return np.fromiter(map(self._row_of.__getitem__, requests), np.int64, len(requests))
+        except KeyError:  # they ran already when this one took over
+            return np.fromiter(map(self._row, requests), np.int64, len(requests))
+
+    def _row(self, request: Request) -> int:
+        row = self._row_of.get(request)
+        if row is None:
+            row = self._row_of[request] = self._new_row(request)
+        return row
 
     def _new_row(self, request: Request) -> int:
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
         told = self.metadata(request)
-        self._facts[:, row] = (
-            request.num_prompt_tokens,
-            self.class_index(told.slo_class),
-            request.num_prompt_tokens + request.max_tokens,
-            request.num_computed_tokens,
-        )
+        self._prompt[row] = request.num_prompt_tokens
+        self._class[row] = self.class_index(told.slo_class)
+        self._end[row] = request.num_prompt_tokens + request.max_tokens
+        self._computed[row] = request.num_computed_tokens
         self._predicted[row] = np.nan if told.predicted_output_tokens is None else told.predicted_output_tokens
         return row
 
     def _grow(self) -> None:
         old, new = len(self._predicted), max(64, 2 * len(self._predicted))
-        facts = np.zeros((len(self._facts), new), dtype=np.int64)
-        facts[:, :old] = self._facts
-        self._facts, self._predicted = facts, np.concatenate((self._predicted, np.full(new - old, np.nan)))
+        more = np.zeros(new - old, dtype=np.int64)
+        self._prompt, self._class = np.concatenate((self._prompt, more)), np.concatenate((self._class, more))
+        self._end, self._computed = np.concatenate((self._end, more)), np.concatenate((self._computed, more))
+        self._predicted = np.concatenate((self._predicted, np.full(new - old, np.nan)))
         self._free_rows = list(range(old, new))
 
     # The waiting queue
@@ -194,7 +214,8 @@ class SnapshotTaker:
             total += len(scheduler.waiting)
         if not total:
             return (), 0
-        blocked = {request for request in scheduler.deferred_waiting if self._is_blocked(request)}
+        deferred = scheduler.deferred_waiting
+        blocked = {request for request in deferred if self._is_blocked(request)} if deferred else deferred
         views: list[RequestView] = []
         tokens = 0
         for request in islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)):

@@ -15,17 +15,18 @@ class Telemetry:
         self._plan: StepPlan | None = None
         self._steps = dict.fromkeys(("prefill", "decode", "mixed", "empty"), 0)
         self._plans = self._preemptions = self._finished = self._switches = 0
-        self._overhead_s = self._busy_s = 0.0
+        self._busy_s = 0.0
+        self.overhead_s = 0.0
 
     def planned(self, plan: StepPlan, overhead_s: float) -> None:
         if self._plan is not None and self._plan.phase is not plan.phase:
             self._switches += 1
         self._plan = plan
         self._plans += 1
-        self._overhead_s += overhead_s
+        self.overhead_s += overhead_s
 
     def spent(self, overhead_s: float) -> None:
-        self._overhead_s += overhead_s
+        self.overhead_s += overhead_s
 
     def observed(self, result: StepResult) -> None:
         self._steps[_kind(result)] += 1
@@ -45,7 +46,7 @@ class Telemetry:
             "preemptions": self._preemptions,
             "finished": self._finished,
             "busy_s": self._busy_s,
-            "overhead_us_per_step": 1e6 * self._overhead_s / self._plans if self._plans else 0.0,
+            "overhead_us_per_step": 1e6 * self.overhead_s / self._plans if self._plans else 0.0,
         }
 
     def of_policy(self, policy: Auto, state: BatchState) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class Telemetry:
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
         return {
             "exclusive": policy.phases.exclusive,
+            "overcommit": policy.overcommit,
             "phase_steps": policy.phases.phase_length.steps,
             "refill": policy.config.refill or policy.phases.phase_length.refill(state.slots),
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},

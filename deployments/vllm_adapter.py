@@ -5,6 +5,7 @@ its engine-core client. On an engine replica `VllmEngine` is vLLM's engine core 
 travel between them are vLLM's, packed by vLLM's codec, so both sides must run the same vLLM (the handshake checks it).
 """
 
+import json
 import os
 import signal
 import threading
@@ -30,6 +31,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -158,6 +160,13 @@ class VllmCodec:
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)])
 
 
+def tell_engine(request: EngineCoreRequest, metadata: RequestMetadata) -> None:
+    """Put into a request what the engine's scheduler should know of it."""
+    params = request.sampling_params
+    if params is not None:
+        params.extra_args = (without_metadata(params.extra_args) or {}) | metadata.as_extra_args()
+
+
 def _resumable(request: EngineCoreRequest) -> bool:
     params = request.sampling_params
     return (
@@ -166,6 +175,7 @@ def _resumable(request: EngineCoreRequest) -> bool:
         and params is not None
         and not without_metadata(params.extra_args)
         and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
+        and without_metadata(params.extra_args) is None
     )
 
 
@@ -193,6 +203,7 @@ class RoutedEngineCore(EngineCoreClient):
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
+        tell_engine(request, RequestMetadata(slo_class=context.slo_class))
         try:
             await self._routed.submit(request, slo_class=context.slo_class, timing=timing, tenant=context.tenant)
         except AdmissionError as error:
@@ -280,13 +291,16 @@ class VllmEngine:
         """Starts the engine and blocks until it is ready: run it in a thread."""
         self._config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         self.codec = VllmCodec()
+        self._admits: int | None = None
         self._core: AsyncMPClient = EngineCoreClient.make_async_mp_client(
             self._config, Executor.get_class(self._config), log_stats=False
         )
 
     @property
     def slots(self) -> int:
-        return int(self._config.scheduler_config.max_num_seqs)
+        """What the engine would admit at once, by its last status; the slots of vLLM where nothing else is said."""
+        slots = int(self._config.scheduler_config.max_num_seqs)
+        return min(slots, self._admits or slots)
 
     @property
     def max_model_len(self) -> int:
@@ -306,9 +320,15 @@ class VllmEngine:
         """Raises EngineDeadError when the engine core has died."""
         return await self._core.get_output_async()
 
-    async def status(self) -> dict[str, int]:
-        """The engine core's own counts: running, waiting, free_blocks, total_blocks."""
-        return dict(await self._core.call_utility_async("sluice_status"))
+    async def status(self) -> dict[str, Any]:
+        """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
+        status = dict(await self._core.call_utility_async("sluice_status"))
+        self._admits = status.get("batch_size")
+        return status
+
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""
+        return dict(await self._core.call_utility_async("sluice_control", changes))
 
     @property
     def dead(self) -> bool:
@@ -316,6 +336,17 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self._core.shutdown()
+
+
+# For `sluice calibrate`
+
+
+def calibration_engine(model: str, vllm_args: Sequence[str], scheduler_cls: str) -> LLMEngine:
+    """An engine in this process, one step at a time, under the scheduler plug-in. Raises ConfigError."""
+    argv = ["--model", model, *vllm_args, "--disable-log-stats", "--no-async-scheduling", "--no-enable-prefix-caching"]
+    settings = json.dumps({"sluice": {"mode": "mixed", "admission": "slots"}})
+    args = parse_vllm_args([*argv, "--scheduler-cls", scheduler_cls, "--additional-config", settings])
+    return LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 
 # In the engine-core process of a replica
@@ -328,19 +359,10 @@ def register_plugin() -> None:
         return
     from vllm.v1.engine.core import EngineCore
 
-    EngineCore.sluice_status = _engine_status
+    from deployments.vllm_scheduler import core_control, core_status
+
+    EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
-
-
-def _engine_status(core: Any) -> dict[str, int]:
-    running, waiting = core.scheduler.get_request_counts()
-    pool = core.scheduler.kv_cache_manager.block_pool
-    return {
-        "running": running,
-        "waiting": waiting,
-        "free_blocks": pool.get_num_free_blocks(),
-        "total_blocks": pool.num_gpu_blocks,
-    }
 
 
 def _end_with(sentinel: int) -> None:

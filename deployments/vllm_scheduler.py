@@ -166,7 +166,7 @@ class _PlannedScheduler(SluiceScheduler):
         return self._policy.batch_size(self._taken().state)
 
     def _taken(self) -> Snapshot:
-        return self._taker.take(self.clock.now(), time.time())
+        return self._taker.take(self.clock.now(), time.time(), in_flight=bool(self._steps))
 
     def _deadline_s(self, request: Request) -> float:
         deadline_s = self._taker.metadata(request).deadline_s
@@ -180,7 +180,7 @@ class _PlannedScheduler(SluiceScheduler):
         if self.pause_state == PauseState.PAUSED_ALL:
             self._snapshot = self._plan = None
             return super().schedule(throttle_prefills)
-        self._snapshot = snapshot = self._taker.take(self._now_s, time.time())
+        self._snapshot = snapshot = self._taken()
         self._plan = plan = self._policy.plan(snapshot.state)
         throttle = self._apply(plan, snapshot, throttle_prefills)
         self.telemetry.planned(plan, time.perf_counter() - began)
@@ -239,8 +239,7 @@ class _PlannedScheduler(SluiceScheduler):
             waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
             preempted=preempted,
         )
-        whole = decodes == len(self.running) and not preempted
-        self._taker.step_taken(only_decodes=whole and not prefills and not snapshot.idle_slots)
+        self._taker.step_taken(decodes, prefills, scheduled, preempted)
         if scheduled:
             self._steps.append(step)
         else:  # nothing will come back that tells more: let the policy know before it plans again

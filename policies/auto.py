@@ -132,6 +132,11 @@ class Auto:
         """Output lengths as they have been seen, of all classes; None before the first."""
         return self.phases.law()
 
+    @property
+    def overcommit(self) -> float:
+        """Share admitted beyond the forecast."""
+        return self.admission.overcommit.share if isinstance(self.admission, ForecastAdmission) else 0.0
+
     def plan(self, state: BatchState) -> StepPlan:
         return self._composed.plan(state)
 

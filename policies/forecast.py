@@ -186,6 +186,8 @@ class ForecastAdmission:
 
     def _safe_count(self, state: BatchState, candidates: tuple[RequestView, ...]) -> int:
         """How many candidates, from the head of the queue, keep every horizon within the capacity."""
+        if self._fits_whatever_happens(state, candidates):
+            return len(candidates)
         unshared = _unshared_fraction(state)
         rounding = 0.5 * state.block_size
         running = state.running
@@ -202,6 +204,16 @@ class ForecastAdmission:
                 break
             mean, variance = means[-1], variances[-1]
         return safe
+
+    def _fits_whatever_happens(self, state: BatchState, candidates: tuple[RequestView, ...]) -> bool:
+        """Whether everybody could live on to the last horizon: the usual case of a large cache, told at once."""
+        running = state.running
+        if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
+            return False  # the full reckoning says which one
+        held = int(running.prompt_tokens.sum()) + int(running.output_tokens.sum())
+        coming = sum(request.prompt_tokens + request.output_tokens for request in candidates)
+        longest = self._survival.end + state.block_size
+        return held + coming + (len(running) + len(candidates)) * longest <= state.capacity_tokens
 
     def _fits(self, state: BatchState, means: FloatArray, variances: FloatArray) -> int:
         """Rows, from the first, with every horizon within the capacity; arrays of shape (n, horizons)."""
@@ -235,6 +247,11 @@ class _SurvivalTable:
         self._laws: list[SurvivalLaw | None] = [None] * classes
         self._points = horizons
         self._lay_grids(1)
+
+    @property
+    def end(self) -> int:
+        """The last horizon, decode steps."""
+        return self._end
 
     def learn(self, class_index: int, law: SurvivalLaw) -> None:
         """Take a class's law; the grids follow when the longest law has become much longer or shorter."""

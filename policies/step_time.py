@@ -14,6 +14,7 @@ step's time grows with the step, and are clipped at a multiple of their running 
 while a lasting shift moves the median and is followed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from policies.errors import ConfigError, InputError
 from policies.types import FloatArray, Phase, StepCoefficients, StepResult, StepTimes
 
 # Steps are absorbed in blocks: a solve per step would cost more than the step plan.
-_BLOCK = 8
+_BLOCK = 16
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
@@ -128,6 +129,11 @@ class _Form:
         self._spread = self._blended_spread((y - fitted) / unit)
         self._information, self._moment, self._known = information, moment, True
 
+    def take_all(self, x: FloatArray, y: FloatArray) -> None:
+        """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
+        row = x / self._scale / y[:, None]
+        self.steps, self._information, self._moment, self._known = len(y), row.T @ row, row.sum(axis=0), True
+
     def _clipped(self, residual: FloatArray) -> FloatArray:
         bound = max(self._config.clip_sigmas * self._blended_spread(residual), _FLOOR)
         return np.asarray(np.clip(residual, -bound, bound))
@@ -173,13 +179,8 @@ class StepTimeModel:
         """Learn from one step; steps that scheduled nothing or took no time say nothing."""
         if result.step_s < _LEAST_STEP_S or not result.scheduled_tokens:
             return
-        p, d, kv = float(result.prefill_tokens), float(result.decode_requests), float(result.kv_tokens)
-        if not d:
-            self._forms[Phase.PREFILL].add((1.0, p), result.step_s)
-        elif not p:
-            self._forms[Phase.DECODE].add((1.0, d, kv), result.step_s)
-        else:
-            self._forms[Phase.MIXED].add((1.0, p, d, kv, p * d / (p + d)), result.step_s)
+        kind, row = _row(result)
+        self._forms[kind].add(row, result.step_s)
 
     def steps_seen(self, kind: Phase) -> int:
         """Steps that held only prefill, only decodes, or both."""
@@ -199,6 +200,40 @@ class StepTimeModel:
         if prior:
             known = {phase: known.get(phase, getattr(prior, phase.value)) for phase in Phase}
         return _complete(known) if known else None
+
+
+def _row(result: StepResult) -> tuple[Phase, tuple[float, ...]]:
+    """What kind of step it was, and its row in that kind's form."""
+    p, d, kv = float(result.prefill_tokens), float(result.decode_requests), float(result.kv_tokens)
+    if not d:
+        return Phase.PREFILL, (1.0, p)
+    if not p:
+        return Phase.DECODE, (1.0, d, kv)
+    return Phase.MIXED, (1.0, p, d, kv, p * d / (p + d))
+
+
+def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
+    """Least squares of relative errors over all results at once: for measurements made on purpose, not while serving.
+
+    Raises:
+        InputError: there are not at least 3 steps that took time of pure prefill and of pure decode.
+    """
+    rows: dict[Phase, list[tuple[float, ...]]] = {phase: [] for phase in Phase}
+    seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    for result in results:
+        if result.step_s >= _LEAST_STEP_S and result.scheduled_tokens:
+            kind, row = _row(result)
+            rows[kind].append(row)
+            seconds[kind].append(result.step_s)
+    if min(len(seconds[Phase.PREFILL]), len(seconds[Phase.DECODE])) < 3:
+        raise InputError("a fit needs at least 3 prefill steps and 3 decode steps")
+    known: dict[Phase, StepCoefficients] = {}
+    for kind in Phase:
+        if len(seconds[kind]) >= 3:
+            form = _Form(kind, None, StepTimeConfig())
+            form.take_all(np.array(rows[kind]), np.array(seconds[kind]))
+            known[kind] = form.coefficients()
+    return _complete(known)
 
 
 def _complete(known: dict[Phase, StepCoefficients]) -> StepTimes:

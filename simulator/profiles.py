@@ -4,6 +4,10 @@ A profile is a CSV file, gzipped or not, with a row for each model, GPU, tensor 
 
     source, model, gpu, tp, alpha_p_ms, beta_p_ms_per_token, decode_range, alpha_d_ms, beta_d_ms_per_seq
 
+and optionally, from measurements of steps that hold both kinds (`sluice calibrate` writes them),
+
+    alpha_m_ms, beta_mp_ms_per_token, beta_md_ms_per_seq, beta_mkv_ms_per_token, gamma_m_ms
+
 T_prefill = alpha_p + beta_p * tokens and T_decode = alpha_d + beta_d * requests, with `decode_range` naming the context
 at which beta_d was taken ("16..1024 seqs at context 512"). Beta_d grows with the context (four- to fivefold from 512 to
 4096), because attention reads the KV of every token: rows that differ in nothing but their context therefore become one
@@ -24,12 +28,30 @@ from policies.errors import ConfigError, InputError
 from policies.types import StepCoefficients, StepTimes
 
 MAX_ROWS = 100_000
+COLUMNS = (
+    "source",
+    "model",
+    "gpu",
+    "tp",
+    "alpha_p_ms",
+    "beta_p_ms_per_token",
+    "decode_range",
+    "alpha_d_ms",
+    "beta_d_ms_per_seq",
+)
+MIXED_COLUMNS = (
+    "alpha_m_ms",
+    "beta_mp_ms_per_token",
+    "beta_md_ms_per_seq",
+    "beta_mkv_ms_per_token",
+    "gamma_m_ms",
+)
 _CONTEXT = re.compile(r"context (\d+)(?:\.\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRow:
-    """One line of a profile, in seconds; context_tokens is None where the source does not say it."""
+    """One line of a profile, in seconds; context_tokens and mixed are None where the source does not say them."""
 
     source: str
     model: str
@@ -40,6 +62,7 @@ class ProfileRow:
     decode_overhead_s: float
     decode_s_per_request: float
     context_tokens: float | None
+    mixed: StepCoefficients | None = None
 
 
 def read_profile(path: Path) -> list[ProfileRow]:
@@ -71,6 +94,16 @@ def _row(line: dict[str, str]) -> ProfileRow:
         decode_overhead_s=float(line["alpha_d_ms"]) * 1e-3,
         decode_s_per_request=float(line["beta_d_ms_per_seq"]) * 1e-3,
         context_tokens=_context_tokens(line["decode_range"]),
+        mixed=_mixed_form(line),
+    )
+
+
+def _mixed_form(line: dict[str, str]) -> StepCoefficients | None:
+    if not line.get(MIXED_COLUMNS[0]):
+        return None
+    overhead, prefill, decode, kv, interference = (1e-3 * float(line[name]) for name in MIXED_COLUMNS)
+    return StepCoefficients(
+        overhead_s=overhead, prefill_s=prefill, decode_s=decode, kv_s=kv, interference_s=interference
     )
 
 
@@ -89,7 +122,7 @@ def step_times(
     """The step times of one engine out of a profile; `source` is needed where several sources measured it.
 
     With several contexts the decode form depends on the context; with one, or none said, kv_s is 0 and the form holds
-    at that context only. The mixed form adds the two slopes to the larger overhead: profiles of mixed steps are rare.
+    at that context only. Where no mixed steps were measured, their form adds the two slopes to the larger overhead.
 
     Raises:
         ConfigError: the profile has no such engine, or has it from several sources; the message lists what it has.
@@ -106,7 +139,7 @@ def step_times(
         overhead_s=max(0.0, chosen[0].prefill_overhead_s), prefill_s=max(0.0, chosen[0].prefill_s_per_token)
     )
     decode = _decode_form(chosen)
-    mixed = StepCoefficients(
+    mixed = chosen[0].mixed or StepCoefficients(
         overhead_s=max(prefill.overhead_s, decode.overhead_s),
         prefill_s=prefill.prefill_s,
         decode_s=decode.decode_s,

@@ -61,7 +61,7 @@ def check_answers(engine: VirtualEngine) -> None:
 def test_every_answer_is_whole_and_every_step_as_planned(
     depth: int, settings: dict[str, Any], args: dict[str, Any]
 ) -> None:
-    engine = run_closed(VirtualEngine(settings, depth=depth, **args), workload(120), clients=48)
+    engine = run_closed(VirtualEngine(settings, depth=depth, **args), workload(70), clients=48)
     check_answers(engine)
     check_steps(engine, settings)
 
@@ -71,7 +71,7 @@ def test_every_answer_is_whole_and_every_step_as_planned(
 def test_aborts_at_any_moment_lose_nothing_of_the_others(depth: int, settings: dict[str, Any]) -> None:
     rng = random.Random(3)
     engine = VirtualEngine(settings, depth=depth, blocks=300, budget=256)
-    for number, (prompt, output) in enumerate(workload(200)):
+    for number, (prompt, output) in enumerate(workload(100)):
         engine.add(f"r{number}", prompt, output)
         for _ in range(rng.randint(0, 6)):
             engine.step()

@@ -154,7 +154,7 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
     assert {
         "sluice_queue_wait_seconds_count", "sluice_ttft_seconds_bucket", "sluice_itl_seconds_sum",
         "sluice_e2e_seconds_count", "sluice_replica_credit", "sluice_replica_running", "sluice_routers",
-        "sluice_predictor_fallbacks_total",
+        "sluice_predictor_fallbacks_total", "sluice_engine_running", "sluice_engine_mode", "sluice_engine_batch_size",
     } <= names  # fmt: skip
 
 

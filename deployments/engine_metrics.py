@@ -1,0 +1,81 @@
+"""What engines say of themselves as Prometheus metrics, `sluice_engine_*`, one series for each replica."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+_GAUGES = {
+    "running": "Requests in the running batch.",
+    "waiting": "Requests in the engine's own queue; short as long as routers bind late.",
+    "free_blocks": "Free KV blocks.",
+    "total_blocks": "KV blocks.",
+    "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
+    "max_batch_size": "Cap of the last step.",
+    "max_batch_tokens": "Token budget of the last step.",
+    "refill": "Requests per refill of exclusive batching.",
+    "phase_steps": "Decode steps between two refills of exclusive batching.",
+    "overcommit": "Share admitted beyond the forecast.",
+    "overhead_us_per_step": "Microseconds that planning adds to a step.",
+}
+_COUNTERS = {
+    "preemptions": "Requests that lost their cache.",
+    "finished": "Requests that ended.",
+    "phase_switches": "Changes of phase.",
+    "busy_s": "Seconds of steps.",
+}
+_STATES = {
+    "mode": "The configured mode.",
+    "phase": "Phase of the last step.",
+    "limited_by": "What bounds the batch: memory, sla or slots.",
+}
+
+
+def engine_exposition(statuses: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The page of all replicas, by replica id; what a replica does not say is left out."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(statuses))
+    return generate_latest(registry)
+
+
+class _Collected:
+    def __init__(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        self._statuses = statuses
+
+    def collect(self) -> list[Metric]:
+        plain = [self._numbers(GaugeMetricFamily, name, text) for name, text in _GAUGES.items()]
+        counted = [self._numbers(CounterMetricFamily, name, text) for name, text in _COUNTERS.items()]
+        states = [self._words(name, text) for name, text in _STATES.items()]
+        return [family for family in (*plain, *counted, *states, *self._nested()) if family.samples]
+
+    def _numbers(self, kind: Any, name: str, text: str) -> Metric:
+        family = kind(f"sluice_engine_{name}", text, labels=("replica",))
+        for replica_id, status in self._statuses.items():
+            if isinstance(status.get(name), (int, float)):
+                family.add_metric((replica_id,), float(status[name]))
+        return family  # type: ignore[no-any-return]
+
+    def _words(self, name: str, text: str) -> Metric:
+        family = GaugeMetricFamily(f"sluice_engine_{name}", f"{text} 1 for the one it is.", labels=("replica", name))
+        for replica_id, status in self._statuses.items():
+            if isinstance(status.get(name), str):
+                family.add_metric((replica_id, status[name]), 1.0)
+        return family
+
+    def _nested(self) -> list[Metric]:
+        steps = CounterMetricFamily("sluice_engine_steps", "Steps by what they held.", labels=("replica", "kind"))
+        fit = GaugeMetricFamily(
+            "sluice_engine_step_seconds", "Fitted step times.", labels=("replica", "kind", "coefficient")
+        )
+        lengths = GaugeMetricFamily("sluice_engine_output_tokens", "Answers' lengths.", labels=("replica", "quantile"))
+        for replica_id, status in self._statuses.items():
+            for kind, count in status.get("steps", {}).items():
+                steps.add_metric((replica_id, kind), count)
+            for kind, form in status.get("step_times", {}).items():
+                for coefficient, seconds in form.items():
+                    fit.add_metric((replica_id, kind, coefficient), seconds)
+            for quantile, tokens in status.get("output_tokens", {}).items():
+                lengths.add_metric((replica_id, quantile), tokens)
+        return [steps, fit, lengths]

@@ -1,0 +1,39 @@
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import Part, main, parts, run, write_model
+
+
+def options(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(sizes=["0.6b", "8b"], repeats=3, out=out)
+
+
+def test_every_size_is_calibrated_before_modes_are_compared(tmp_path: Path) -> None:
+    names = [part.name for part in parts(options(tmp_path), tmp_path)]
+    assert names == ["calibrate-0.6b", "calibrate-8b", "modes-0.6b", "modes-8b"]
+
+
+def test_a_model_needs_no_weights(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "8b")
+    assert [path.name for path in model.iterdir()] == ["config.json"]
+    assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 36
+
+
+def test_a_part_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
+    part = Part("slow", (sys.executable, "-c", "print('on it', flush=True); import time; time.sleep(60)"), {})
+    assert run(part, tmp_path, 2.0) == "ended after 2 s"
+    assert (tmp_path / "slow.log").read_text() == "on it\n"
+
+
+def test_a_part_that_fails_is_named(tmp_path: Path) -> None:
+    assert run(Part("bad", (sys.executable, "-c", "raise SystemExit(3)"), {}), tmp_path, 20.0) == "failed with status 3"
+
+
+def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "python -m bench.gpu --sizes" in capsys.readouterr().out

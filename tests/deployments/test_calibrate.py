@@ -1,0 +1,92 @@
+from pathlib import Path
+
+import pytest
+
+from deployments.calibrate import Measured, exclusive_gain, in_words, write_profile
+from deployments.cli import parser
+from deployments.scheduler_settings import SchedulerSettings
+from policies.errors import ConfigError, InputError
+from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+
+TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.004, prefill_s=2e-5),
+    decode=StepCoefficients(overhead_s=0.006, decode_s=4e-5, kv_s=2e-8),
+    mixed=StepCoefficients(overhead_s=0.006, prefill_s=3e-5, decode_s=6e-5, kv_s=3e-8, interference_s=1e-6),
+)
+
+
+def step(prefill: int, decodes: int, context: int, noise: float = 1.0) -> StepResult:
+    seconds = TIMES.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=decodes * context)
+    return StepResult(
+        now_s=0.0,
+        step_s=noise * seconds,
+        phase=Phase.MIXED,
+        prefill_tokens=prefill,
+        prefill_requests=int(prefill > 0),
+        decode_requests=decodes,
+        kv_tokens=decodes * context,
+        max_batch_size=64,
+        running_count=decodes,
+        waiting_count=0,
+    )
+
+
+def measured() -> Measured:
+    found = Measured()
+    for prefill in (0, 32, 128, 512, 2048):
+        for decodes in (0, 1, 4, 16, 64):
+            for context in (64, 1024):
+                if prefill or decodes:
+                    found.add([step(prefill, decodes, context, noise) for noise in (0.99, 1.0, 5.0)])
+    return found
+
+
+def test_the_fit_finds_what_was_there_behind_stalls() -> None:
+    found = measured()
+    times = found.times()
+    for kind in ("prefill", "decode", "mixed"):
+        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s"):
+            expected = getattr(getattr(TIMES, kind), name)
+            assert getattr(getattr(times, kind), name) == pytest.approx(expected, rel=1e-3, abs=1e-12)
+    assert found.explained_fraction(times) > 0.999
+
+
+def test_too_few_measurements_are_refused() -> None:
+    found = Measured()
+    found.add([step(10, 0, 0)])
+    with pytest.raises(InputError, match="at least 3"):
+        found.times()
+
+
+def test_the_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    write_profile(path, TIMES, (64, 256, 1024), model="m", gpu="g")
+    known = SchedulerSettings(profile=path).known_step_times()
+    assert known is not None
+    for kind in ("prefill", "decode", "mixed"):
+        form, expected = getattr(known, kind), getattr(TIMES, kind)
+        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s"):
+            assert getattr(form, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-12)
+
+
+def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read profile"):
+        SchedulerSettings(profile=tmp_path / "none.csv").known_step_times()
+
+
+def test_the_words_say_whether_exclusive_batching_can_pay() -> None:
+    assert "can pay here" in in_words(TIMES, 0.99, slots=64)[-1]
+    alike = StepTimes(prefill=TIMES.prefill, decode=TIMES.decode, mixed=TIMES.decode)
+    free = StepTimes(
+        prefill=TIMES.prefill,
+        decode=TIMES.decode,
+        mixed=StepCoefficients(overhead_s=0.006, prefill_s=2e-5, decode_s=4e-5, kv_s=2e-8),
+    )
+    assert exclusive_gain(alike, 64) < exclusive_gain(TIMES, 64)
+    assert "cannot pay here" in in_words(free, 0.99, slots=16)[-1]
+
+
+def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["calibrate", "--help"])
+    assert "sluice calibrate --model" in capsys.readouterr().out

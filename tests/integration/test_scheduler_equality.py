@@ -1,0 +1,186 @@
+"""Token by token the same as stock vLLM: real engines on the CPU in this process, greedy, float32.
+
+Greedy answers of one model depend on nothing but the prompt: whatever the plug-in does to the order and the make-up of
+steps, every token must come out as under vLLM's own scheduler.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from deployments.scheduler_settings import SCHEDULER_CLASS
+from policies.types import StepResult
+from tests.virtual_engine import MODEL
+
+pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
+
+REQUESTS = 200
+PLANNED: dict[str, dict[str, Any]] = {
+    "mixed": {"mode": "mixed"},
+    "exclusive k=1": {"mode": "exclusive", "refill": 1},
+    "exclusive k=6": {"mode": "exclusive", "refill": 6},
+    "exclusive k*": {"mode": "exclusive"},
+    "auto": {"mode": "auto"},
+}
+Tokens = dict[str, list[tuple[int, ...]]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process, and with as many threads as the cores that tests may count on."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Engine:
+    """A real engine, and what its steps held."""
+
+    def __init__(self, settings: dict[str, Any] | None, **args: Any) -> None:
+        planned = {"scheduler_cls": SCHEDULER_CLASS, "additional_config": {"sluice": settings}} if settings else {}
+        options = {
+            "max_model_len": 1024,
+            "max_num_seqs": 24,
+            "max_num_batched_tokens": 1024,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+            "enable_prefix_caching": False,
+        }
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(MODEL),
+                dtype="float32",
+                enforce_eager=True,
+                disable_log_stats=True,
+                structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+                **options | planned | args,
+            )
+        )
+        self.core = self.engine.engine_core.engine_core
+        self.steps: list[StepResult] = []
+        if settings:
+            self.core.scheduler.on_step = self.steps.append
+        self.blocks = self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        self.tokens: Tokens = {}
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params, priority=priority)
+
+    def run(self, each_step: Callable[[int], None] = lambda step: None) -> Tokens:
+        step = 0
+        while self.engine.has_unfinished_requests():
+            each_step(step)
+            step += 1
+            for output in self.engine.step():
+                if output.finished:
+                    self.tokens[output.request_id] = [tuple(one.token_ids) for one in output.outputs]
+        return self.tokens
+
+    def close(self) -> None:
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.blocks - 1
+        assert not self.core.scheduler.requests
+        self.engine.engine_core.shutdown()
+
+
+def workload(
+    seed: int = 7, shared: int = 0, most_prompt: int = 120, branches: bool = True
+) -> list[tuple[str, list[int], SamplingParams]]:
+    """Mixed lengths; every twentieth answer is JSON, and every twentieth is two answers, sampled under a seed.
+
+    vLLM on the CPU cannot wind a seeded generator back, which it must after a preemption or a cut prompt.
+    """
+    rng = random.Random(seed)
+    prefix = [rng.randint(10, 4000) for _ in range(shared)]
+    requests = []
+    for number in range(REQUESTS):
+        prompt = prefix + [rng.randint(10, 4000) for _ in range(rng.randint(4, most_prompt))]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 + min(60, int(rng.expovariate(1 / 18))))
+        if branches and number % 20 == 7:
+            params.n = 2
+            params.temperature, params.seed = 0.8, number
+        if number % 20 == 13:
+            params.ignore_eos = False
+            params.structured_outputs = StructuredOutputsParams(json=json.dumps({"type": "boolean"}))
+        requests.append((f"q{number}", prompt, params))
+    return requests
+
+
+def answers(
+    settings: dict[str, Any] | None,
+    requests: list[tuple[str, list[int], SamplingParams]],
+    disturb: Callable[[Engine, int], None] = lambda engine, step: None,
+    **args: Any,
+) -> tuple[Tokens, Engine]:
+    engine = Engine(settings, **args)
+    for number, (request_id, prompt, params) in enumerate(requests):
+        engine.add(request_id, prompt, params.clone(), priority=number % 3 if "scheduling_policy" in args else 0)
+    tokens = engine.run(lambda step: disturb(engine, step))
+    engine.close()
+    return tokens, engine
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "prefix cache": ({"shared": 64}, {"enable_prefix_caching": True}),
+    "prompts longer than the budget": ({"most_prompt": 400, "branches": False}, {"max_num_batched_tokens": 128}),
+    "a cache so tight that stock preempts": ({"branches": False}, {"num_gpu_blocks_override": 45}),
+    "priorities": ({}, {"scheduling_policy": "priority"}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    shape, args = case
+    requests = workload(**shape)
+    expected, _ = answers(None, requests, **args)
+    assert len(expected) == REQUESTS
+    names = PLANNED if not args else ("exclusive k=6", "auto")
+    for name in names:
+        settings = PLANNED[name]
+        tokens, engine = answers(settings, requests, **args)
+        assert tokens == expected, name
+        if settings["mode"] == "exclusive":
+            assert not [step for step in engine.steps if step.prefill_tokens and step.decode_requests]
+
+
+def test_auto_with_forced_switches_gives_the_tokens_of_stock() -> None:
+    requests = workload(seed=9)
+    expected, _ = answers(None, requests)
+    changes = [{"mode": "exclusive", "refill": 3}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
+
+    def switch(engine: Engine, step: int) -> None:
+        if step % 7 == 0:
+            engine.core.scheduler.control(changes[step // 7 % len(changes)])
+
+    tokens, _ = answers({"mode": "auto"}, requests, switch)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("name", ["mixed", "exclusive k=6"])
+def test_aborts_at_every_phase_leave_the_others_answers_alone(name: str) -> None:
+    requests = workload(seed=11, branches=False)
+    expected, _ = answers(None, requests)
+    rng = random.Random(2)
+
+    def abort(engine: Engine, step: int) -> None:
+        alive = list(engine.core.scheduler.requests.values())
+        if step % 3 == 0 and len(alive) > 1:
+            engine.engine.abort_request([rng.choice(alive).request_id], internal=True)
+
+    tokens, _ = answers(PLANNED[name], requests, abort)
+    ended = {request_id: out for request_id, out in tokens.items() if out == expected[request_id]}
+    cut_short = {request_id for request_id in tokens if request_id not in ended}
+    assert len(ended) > 50
+    for request_id in cut_short:
+        assert expected[request_id][0][: len(tokens[request_id][0])] == tokens[request_id][0]
