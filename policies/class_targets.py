@@ -48,7 +48,12 @@ class ClassTargets:
         }
 
     def strictest_s(self, state: BatchState) -> float | None:
-        """The shortest target among what runs and what would start next; None when no such class has one."""
+        """The shortest target among what runs and what would start next; None when no such class has one.
+
+        With one class, indices are ignored, as everywhere.
+        """
+        if len(self.config.itl_targets_s) == 1:
+            return self.config.itl_targets_s[0]
         at_hand = state.running.class_index
         if state.waiting:
             at_hand = np.append(at_hand, state.waiting[0].class_index)

@@ -87,3 +87,8 @@ def test_what_a_replica_offers_shrinks_with_its_memory() -> None:
         auto.observe(decoded(0.02, requests=4, finished=1))
     assert 4 < auto.batch_size(small) < 16
     assert auto.batch_size(large) == 64
+
+
+def test_with_one_class_indices_are_ignored() -> None:
+    policy = ClassTargets(ClassTargetsConfig(itl_targets_s=(0.05,)))
+    assert policy.strictest_s(state([3, 7])) == 0.05
