@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from deployments import one_machine
 from deployments.config import AppConfig
 from policies.errors import ConfigError, SluiceError
+from predictor.commands import register as register_predictor
 
 DEMO_NAME = "sluice-demo"
 DEMO_ARGS = (
@@ -57,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
     serve.add_argument("--config", type=Path, help="YAML file of the application's settings; options here go before it")
     serve.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
+    serve.set_defaults(run=run_application)
+    register_predictor(commands)
     return root
 
 
@@ -123,7 +126,7 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
     settings[name] = value
 
 
-def serve(options: argparse.Namespace) -> None:
+def run_application(options: argparse.Namespace) -> None:
     config = app_config(options)
     run_dir = one_machine.prepare(options.host, options.port)
     if options.vllm_args:
@@ -154,7 +157,7 @@ def example(address: str, model: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     try:
-        serve(options)
+        options.run(options)
     except SluiceError as error:
         sys.exit(f"sluice: {error}")
     except KeyboardInterrupt:
