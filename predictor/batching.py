@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from policies.checks import require_at_least
-from policies.errors import AdmissionError
+from policies.errors import AdmissionError, PredictorError
 from policies.types import FloatArray
 
 
@@ -71,6 +71,7 @@ class Batcher:
 
         Raises:
             AdmissionError: max_waiting prompts wait already.
+            PredictorError: the model failed.
         """
         self.counts.prompts += 1
         token_ids = self._encode([prompt])[0]
@@ -129,7 +130,7 @@ class Batcher:
             scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, prompts)
         except Exception as error:
             for entry in batch:
-                entry.score.set_exception(error)
+                entry.score.set_exception(PredictorError(f"scoring {len(batch)} prompts failed: {error!r}"))
         else:
             for entry, score in zip(batch, scores.tolist(), strict=True):
                 entry.score.set_result(score)
@@ -144,9 +145,10 @@ class Batcher:
 
     async def close(self) -> None:
         """Ends the work; whoever still waits is told."""
+        unscored = [*(entry.score for entry in self._waiting.values()), *self._running.values()]
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        for future in (*(entry.score for entry in self._waiting.values()), *self._running.values()):
+        for future in unscored:
             future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -9,9 +9,11 @@ line, outside it is flat. The longest answer of a cell counts as ended even if i
 behind a limit are therefore at most that limit.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from policies.errors import ConfigError, InputError
 from policies.types import FloatArray
 from predictor.base import LengthPrediction
 
+DAY_0 = Path(__file__).with_name("day_0")
+CALIBRATION_FILE = "calibration.json"
 MIN_MEAN_TOKENS = 1e-6
 
 
@@ -86,6 +90,14 @@ class Curve:
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not a calibration curve: {error!r}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> "Curve":
+        """The curve of a checkpoint, without anything else of it. Raises ConfigError."""
+        try:
+            return cls.from_dict(json.loads((folder / CALIBRATION_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder} holds no predictor checkpoint: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

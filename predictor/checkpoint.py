@@ -18,18 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from policies.errors import ConfigError
 from policies.types import FloatArray
-from predictor.calibration import Curve
+from predictor.calibration import CALIBRATION_FILE, Curve
 from predictor.model import Encoder, Weights, base_folder, deltas, head
 from predictor.packed import token_batches
 from predictor.tokens import PromptTokenizer
 
-DAY_0 = Path(__file__).with_name("day_0")
-WEIGHTS_FILE, CONFIG_FILE, CALIBRATION_FILE, CARD_FILE = (
-    "model.safetensors",
-    "config.json",
-    "calibration.json",
-    "README.md",
-)
+WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = "model.safetensors", "config.json", "README.md"
 KEPT_EXACT = ("features.mean", "features.scale", "head.bias")
 MAX_BATCH_TOKENS = 4096
 
@@ -83,7 +77,7 @@ class Ranker:
         try:
             fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             config = CheckpointConfig(**fields | {"quantiles": tuple(fields["quantiles"])})
-            curve = Curve.from_dict(json.loads((folder / CALIBRATION_FILE).read_text(encoding="utf-8")))
+            curve = Curve.read(folder)
             weights = load_file(folder / WEIGHTS_FILE)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{folder} holds no predictor checkpoint: {error}") from error

@@ -134,7 +134,8 @@ def evaluate(options: argparse.Namespace) -> None:
     """Raises SluiceError when data or checkpoint are wrong."""
     _require_extra()
     from predictor import evaluation
-    from predictor.checkpoint import DAY_0, Ranker
+    from predictor.calibration import DAY_0
+    from predictor.checkpoint import Ranker
     from predictor.samples import read_samples
 
     ranker = Ranker.load(options.checkpoint or DAY_0, dtype=options.dtype)

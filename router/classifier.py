@@ -1,6 +1,6 @@
 """What a request is expected to cost, and the ticket that follows from it.
 
-A driver: it asks the predictor and the policies and puts their answers together; it decides nothing itself. Lengths of
+A driver: it asks the predictors and the policies and puts their answers together; it decides nothing itself. Lengths of
 finished requests are exchanged with all routers, so that every router's bins and predictions rest on the same window.
 """
 
@@ -12,6 +12,8 @@ from policies.order import Order
 from policies.placement import work_s
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
+from predictor.learned import Foresight, LearnedPredictor, Question
+from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
 from router.metrics import RouterMetrics
 from router.state_store import StateStore, Ticket
@@ -32,11 +34,14 @@ class Classifier:
         shared_batch_size: int,
         default_output_tokens: int,
         metrics: RouterMetrics,
+        learned: LearnedPredictor | None = None,
     ) -> None:
         self._predictor, self._bins, self._order = predictor, bins, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
-        self._metrics = metrics
+        self._metrics, self._learned = metrics, learned
+        if learned is not None:
+            metrics.registry.register(PredictorMetrics(learned))
         self._unsent: deque[tuple[str, int]] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
 
@@ -44,8 +49,14 @@ class Classifier:
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
 
-    def ticket(self, size: RequestSize, slo_class: str, router_id: str, now_s: float) -> Ticket:
-        predicted = self._predict(size, slo_class)
+    async def foresee(self, question: Question) -> Foresight | None:
+        """What the learned predictor says, within its deadline; None where there is none."""
+        return None if self._learned is None else await self._learned.foresee(question)
+
+    def ticket(
+        self, size: RequestSize, slo_class: str, router_id: str, now_s: float, foresight: Foresight | None = None
+    ) -> Ticket:
+        predicted = self._predict(size, slo_class, foresight)
         request_work_s = self._work_s(size, predicted, now_s)
         return Ticket(
             request_id=size.request_id,
@@ -55,8 +66,10 @@ class Classifier:
             router_id=router_id,
         )
 
-    def _predict(self, size: RequestSize, slo_class: str) -> float | None:
-        prediction = self._predictor.predict(slo_class, size.prompt_tokens)
+    def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
+        prediction = foresight.prediction if foresight is not None else None
+        if prediction is None:
+            prediction = self._predictor.predict(slo_class, size.prompt_tokens)
         if prediction is None:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
             return None
@@ -68,9 +81,19 @@ class Classifier:
             predicted = min(self._default_output_tokens, size.max_output_tokens or self._default_output_tokens)
         return work_s(view, self._step_times, output_tokens=predicted, shared_batch_size=self._shared_batch_size)
 
-    def observe(self, slo_class: str, output_tokens: int) -> None:
-        """Take note of a finished request; it counts after the next `exchange`."""
+    def observe(
+        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+    ) -> None:
+        """Take note of a finished request, cut when it ended at its limit; it counts after the next `exchange`."""
         self._unsent.append((slo_class, output_tokens))
+        if self._learned is not None and foresight is not None:
+            self._learned.observe(
+                foresight,
+                output_tokens,
+                is_cut=is_cut,
+                histogram=self._predictor.predict(slo_class, prompt_tokens=0),
+                bin_of=lambda tokens: self._bins.assign(tokens, slo_class=slo_class),
+            )
 
     async def exchange(self, store: StateStore) -> None:
         """Share the new lengths and learn from everybody's.
