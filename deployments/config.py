@@ -160,11 +160,12 @@ class PredictorSection(Section):
     replicas: int = Field(default=1, ge=1)
     num_gpus: float = Field(default=0, ge=0)
     num_cpus: float = Field(default=1, ge=0)
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """bfloat16 is several times faster on processors with instructions for it (avx512_bf16, amx) and on GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
     deadline_s: Seconds = 0.015
     """The longest that a request waits for its prediction."""
-    max_batch_tokens: int = Field(default=2048, ge=1)
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Tokens scored together; some thousands suit a GPU."""
     max_wait_s: float = Field(default=0.002, ge=0, le=0.1)
     """How long an idle predictor waits for company for a prompt."""
     max_waiting: int = Field(default=256, ge=1)
@@ -175,6 +176,7 @@ class PredictorSection(Section):
         return BatchingConfig(
             max_batch_tokens=self.max_batch_tokens,
             max_wait_s=self.max_wait_s,
+            max_age_s=self.deadline_s,
             max_waiting=self.max_waiting,
             cache_entries=self.cache_entries,
         )

@@ -1,8 +1,9 @@
 """Prompts of many requests scored together: batches by token budget, a wait of at most 2 ms, a bounded cache.
 
-A batch is taken when the model is free: whatever came while it was busy, up to the token budget, after at most
-max_wait_s for company when it was idle. What is in the queue beyond max_waiting is refused at once, so that a caller
-with a deadline turns to something else instead of making the queue longer.
+A batch is taken when the model is free: what came while it was busy, up to the token budget, after at most max_wait_s
+for company when it was idle. Callers have deadlines and something else to turn to, so an overload must not make
+everybody late: the newest prompts go first, what has waited for max_age_s is given up, and what comes beyond
+max_waiting is refused at once.
 """
 
 import asyncio
@@ -19,16 +20,20 @@ from policies.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
-    """Attributes: tokens and seconds that a batch is gathered for; prompts that may wait; scores remembered."""
+    """Attributes: tokens and seconds that a batch is gathered for; how long and how many prompts may wait; scores kept.
 
-    max_batch_tokens: int = 2048
+    On two CPU cores 512 tokens take some 25 ms, and larger batches are hardly faster for each prompt.
+    """
+
+    max_batch_tokens: int = 512
     max_wait_s: float = 0.002
+    max_age_s: float = 0.015
     max_waiting: int = 256
     cache_entries: int = 8192
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_batch_tokens", "max_waiting")
-        require_at_least(0, self, "max_wait_s", "cache_entries")
+        require_at_least(0, self, "max_wait_s", "max_age_s", "cache_entries")
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class BatchingCounts:
     prompts: int = 0
     cached: int = 0
     refused: int = 0
+    given_up: int = 0
     batches: int = 0
     batched_prompts: int = 0
 
@@ -46,6 +52,7 @@ class BatchingCounts:
 class _Waiting:
     token_ids: list[int]
     key: bytes
+    came_s: float
     score: "asyncio.Future[float]"
 
 
@@ -70,7 +77,7 @@ class Batcher:
         """The prompt's score; identical prompts share one place in the queue.
 
         Raises:
-            AdmissionError: max_waiting prompts wait already.
+            AdmissionError: max_waiting prompts wait already, or this one has waited for max_age_s.
             PredictorError: the model failed.
         """
         self.counts.prompts += 1
@@ -94,7 +101,8 @@ class Batcher:
         if len(self._waiting) >= self._config.max_waiting:
             self.counts.refused += 1
             raise AdmissionError(f"{self._config.max_waiting} prompts wait for the predictor already")
-        entry = self._waiting[key] = _Waiting(token_ids, key, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        entry = self._waiting[key] = _Waiting(token_ids, key, loop.time(), loop.create_future())
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         return entry.score
@@ -105,20 +113,31 @@ class Batcher:
         try:
             while self._waiting:
                 await self._run(self._take())
+                self._give_up()
         finally:
             self._worker = None
 
     def _take(self) -> list[_Waiting]:
-        """The oldest prompts that fit into the budget, at least one."""
+        """The newest prompts that fit into the budget, at least one."""
         batch: list[_Waiting] = []
         tokens = 0
-        while self._waiting:
-            key, entry = next(iter(self._waiting.items()))
+        for entry in reversed(self._waiting.values()):
             tokens += len(entry.token_ids)
             if batch and tokens > self._config.max_batch_tokens:
                 break
-            batch.append(self._waiting.pop(key))
+            batch.append(entry)
+        for entry in batch:
+            del self._waiting[entry.key]
         return batch
+
+    def _give_up(self) -> None:
+        """What has waited too long; the oldest stand first."""
+        latest_s = asyncio.get_running_loop().time() - self._config.max_age_s
+        while self._waiting and (entry := next(iter(self._waiting.values()))).came_s <= latest_s:
+            del self._waiting[entry.key]
+            self.counts.given_up += 1
+            entry.score.set_exception(AdmissionError(f"the predictor had no time for it in {self._config.max_age_s} s"))
+            entry.score.exception()  # whoever asked may have left: then nobody else looks at it
 
     async def _run(self, batch: list[_Waiting]) -> None:
         """Score a batch; a failure goes to all who wait for it, not to the next batch."""

@@ -72,8 +72,10 @@ class Ranker:
         self.encoder.merge(deltas(self._weights))
 
     @classmethod
-    def load(cls, folder: Path, device: str = "cpu", dtype: Literal["float32", "bfloat16"] = "float32") -> Self:
+    def load(cls, folder: Path, device: str = "cpu", dtype: Literal["auto", "float32", "bfloat16"] = "float32") -> Self:
         """Raises ConfigError when the folder holds no checkpoint or its base is missing."""
+        if dtype == "auto":
+            dtype = "bfloat16" if device != "cpu" or torch.cpu._is_avx512_bf16_supported() else "float32"
         try:
             fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             config = CheckpointConfig(**fields | {"quantiles": tuple(fields["quantiles"])})

@@ -83,7 +83,7 @@ def _add_eval(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--learn-requests", type=int, default=300, help="of each model and set (default: %(default)s)")
     verb.add_argument("--figure", type=Path, help="draw the checkpoint's confusion matrices here (PNG or SVG)")
     verb.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    verb.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
     verb.set_defaults(run=evaluate)
 
 

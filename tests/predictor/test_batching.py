@@ -43,7 +43,7 @@ async def test_every_caller_gets_the_score_of_its_prompt() -> None:
 
 async def test_prompts_that_come_together_share_batches_within_the_budget() -> None:
     model = Model()
-    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=20))
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=20, max_age_s=60.0))
     await asyncio.gather(*(batcher.score(f"{number:05}") for number in range(10)))
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
     await batcher.close()
@@ -51,7 +51,7 @@ async def test_prompts_that_come_together_share_batches_within_the_budget() -> N
 
 async def test_a_prompt_beyond_the_budget_is_scored_alone() -> None:
     model = Model()
-    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=4))
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=4, max_age_s=60.0))
     await asyncio.gather(batcher.score("a"), batcher.score("long prompt"), batcher.score("b"))
     assert [len(batch) for batch in model.batches] == [1, 1, 1]
     await batcher.close()
@@ -85,7 +85,7 @@ async def test_the_cache_forgets_what_was_used_least_lately() -> None:
 
 async def test_more_than_may_wait_is_refused_at_once() -> None:
     model = Model()
-    batcher = Batcher(encode, model.score, BatchingConfig(max_waiting=2))
+    batcher = Batcher(encode, model.score, BatchingConfig(max_waiting=2, max_age_s=60.0))
     model.gate.clear()
     running = asyncio.create_task(batcher.score("running"))
     await started(model)
@@ -96,6 +96,26 @@ async def test_more_than_may_wait_is_refused_at_once() -> None:
     assert batcher.counts.refused == 1
     model.gate.set()
     await asyncio.gather(running, *waiting)
+    await batcher.close()
+
+
+async def test_under_overload_the_newest_go_first_and_the_oldest_are_given_up() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=1, max_age_s=0.05))
+    model.gate.clear()
+    running = asyncio.create_task(batcher.score("r"))
+    await started(model)
+    old = [asyncio.create_task(batcher.score(prompt)) for prompt in "abc"]
+    await asyncio.sleep(0.06)
+    new = asyncio.create_task(batcher.score("n"))
+    await asyncio.sleep(0)
+    model.gate.set()
+    assert (await running, await new) == (ord("r"), ord("n"))
+    for task in old:
+        with pytest.raises(AdmissionError, match="no time for it in 0.05 s"):
+            await task
+    assert [batch[0] for batch in model.batches] == encode("rn")
+    assert batcher.counts.given_up == 3
     await batcher.close()
 
 

@@ -13,7 +13,7 @@ from predictor.commands import training_config
 def test_a_predictor_is_trained_and_judged_from_the_command_line(
     real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = gzip.decompress(real_file.read_bytes()).decode().splitlines()
+    lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
     prompts = list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))
     judged_prompts = set(prompts[::10])
     train, test, figure = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "confusion.png"
