@@ -176,7 +176,7 @@ def ceilings(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
 
     `repeats`: each answer predicted by the median of the others, which are few, so a bound from below. `known_prompt`:
     log lengths taken as normal, with the variances between and within prompts that the repeats have; what a predictor
-    would reach that knew each prompt's own mean, a bound from above on such an estimate.
+    would reach that knew each prompt's own mean and the model. Real lengths are not normal: read it as a guide.
     """
     found: dict[str, dict[str, float]] = {}
     for name, rows in _sets(samples).items():
