@@ -38,7 +38,8 @@ class CalibratorConfig:
         refit_every: requests between two fits.
         cell_requests: requests in a cell, at least.
         max_cells: values along the curve, at most.
-        own_from_requests: below this the shipped curve is used, scaled to the mean seen so far.
+        own_from_requests: below this the shipped curve is used, scaled to the mean seen so far. It is steeper than one
+            served model's own: measured on real answers, even a flat curve of 24 requests errs less.
         fractions: quantiles that are kept, ascending.
     """
 
@@ -46,7 +47,7 @@ class CalibratorConfig:
     refit_every: int = 16
     cell_requests: int = 24
     max_cells: int = 16
-    own_from_requests: int = 96
+    own_from_requests: int = 24
     fractions: tuple[float, ...] = (0.1, 0.5, 0.9)
 
     def __post_init__(self) -> None:
