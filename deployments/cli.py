@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from deployments import calibrate, keys_command, one_machine
 from deployments.config import AppConfig
 from policies.errors import ConfigError, SluiceError
+from predictor.commands import register as register_predictor
 from simulator import commands as simulator_commands
 
 DEMO_NAME = "sluice-demo"
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     serving.set_defaults(run=run_serve)
     calibrate.register(commands)
     keys_command.register(commands)
+    register_predictor(commands)
     simulator_commands.register(commands)
     return root
 

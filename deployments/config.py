@@ -21,6 +21,7 @@ from policies.multi_bin import MultiBinConfig
 from policies.order import VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
+from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
 from router.classifier import Mode
 from router.routed_client import RoutedClientConfig
@@ -211,6 +212,40 @@ class WorkSection(Section):
         return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
 
 
+class PredictorSection(Section):
+    """What foresees the length of an answer."""
+
+    kind: Literal["histogram", "bert"] = "histogram"
+    """`histogram` knows classes only; `bert` reads prompts, and leaves the word to it when late or worse."""
+    place: Literal["replicas", "router"] = "replicas"
+    """In replicas of its own, or inside each router process."""
+    checkpoint: Path | None = None
+    """What `sluice predictor train` wrote; None is the one that comes with Sluice."""
+    replicas: int = Field(default=1, ge=1)
+    num_gpus: float = Field(default=0, ge=0)
+    num_cpus: float = Field(default=1, ge=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
+    deadline_s: Seconds = 0.015
+    """The longest that a request waits for its prediction."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Tokens scored together; some thousands suit a GPU."""
+    max_wait_s: float = Field(default=0.002, ge=0, le=0.1)
+    """How long an idle predictor waits for company for a prompt."""
+    max_waiting: int = Field(default=256, ge=1)
+    """Prompts that may wait for the predictor; for more the histogram stands in at once."""
+    cache_entries: int = Field(default=8192, ge=0)
+
+    def batching(self) -> BatchingConfig:
+        return BatchingConfig(
+            max_batch_tokens=self.max_batch_tokens,
+            max_wait_s=self.max_wait_s,
+            max_age_s=self.deadline_s,
+            max_waiting=self.max_waiting,
+            cache_entries=self.cache_entries,
+        )
+
+
 def _default_classes() -> dict[str, ClassSection]:
     return {
         "interactive": ClassSection(ttft_s=0.5),
@@ -274,6 +309,7 @@ class AppConfig(ModelSection):
     order: OrderSection = OrderSection()
     placement: PlacementSection = PlacementSection()
     keys: KeysSection = KeysSection()
+    predictor: PredictorSection = PredictorSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
     default_class: str = "standard"
 

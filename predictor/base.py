@@ -1,14 +1,19 @@
 """What a predictor of output length looks like to the router."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthPrediction:
-    """Tokens that an answer is expected to have; mean_tokens >= 0."""
+    """Tokens that an answer is expected to have; mean_tokens >= 0.
+
+    quantile_tokens: for some fractions, tokens that such a fraction of answers does not exceed; empty where unknown.
+    """
 
     mean_tokens: float
+    quantile_tokens: Mapping[float, float] = field(default_factory=dict)
 
 
 class LengthPredictor(Protocol):

@@ -1,6 +1,6 @@
 """What a request is expected to cost, and the ticket that follows from it.
 
-A driver: it asks the predictor and the policies and puts their answers together; it decides nothing itself. Lengths of
+A driver: it asks the predictors and the policies and puts their answers together; it decides nothing itself. Lengths of
 finished requests are exchanged with all routers, and the edges of the bins are those in force for all, so that every
 router's bins and predictions rest on the same.
 """
@@ -16,6 +16,8 @@ from policies.order import Order
 from policies.placement import PrefixIndex, work_s
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
+from predictor.learned import Foresight, LearnedPredictor, Question
+from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
 from router.metrics import RouterMetrics
 from router.state_store import StateStore, Ticket
@@ -60,13 +62,16 @@ class Classifier:
         prefixes: PrefixIndex,
         prefix_tie_s: float = 0.0,
         mode: Mode = "full",
+        learned: LearnedPredictor | None = None,
     ) -> None:
         self._mode = mode
         self._predictor, self._bins, self._order = predictor, bins, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
         self._prefixes, self._prefix_tie_s = prefixes, prefix_tie_s
-        self._metrics = metrics
+        self._metrics, self._learned = metrics, learned
+        if learned is not None:
+            metrics.registry.register(PredictorMetrics(learned))
         self._unsent: deque[tuple[str, int]] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
         self._edges_version, self._edges_in_force = 0, bins.edges
@@ -75,14 +80,25 @@ class Classifier:
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
 
+    async def foresee(self, question: Question) -> Foresight | None:
+        """What the learned predictor says, within its deadline; None where there is none."""
+        return None if self._learned is None else await self._learned.foresee(question)
+
     def ticket(
-        self, size: RequestSize, slo_class: str, router_id: str, now_s: float, replica_ids: Iterable[str] = ()
+        self,
+        size: RequestSize,
+        slo_class: str,
+        router_id: str,
+        now_s: float,
+        replica_ids: Iterable[str] = (),
+        foresight: Foresight | None = None,
     ) -> Classified:
         """Args:
         now_s: on the store's clock.
         replica_ids: those that may know a prefix of it.
+        foresight: what `foresee` said of it.
         """
-        predicted = self._predict(size, slo_class)
+        predicted = self._predict(size, slo_class, foresight)
         output_tokens = self._assumed(size) if predicted is None else predicted
         request_work_s = self._work_s(size, output_tokens, now_s)
         ticket = Ticket(
@@ -116,8 +132,10 @@ class Classifier:
     def forget_replica(self, replica_id: str) -> None:
         self._prefixes.forget(replica_id)
 
-    def _predict(self, size: RequestSize, slo_class: str) -> float | None:
-        prediction = self._predictor.predict(slo_class, size.prompt_tokens)
+    def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
+        prediction = foresight.prediction if foresight is not None else None
+        if prediction is None:
+            prediction = self._predictor.predict(slo_class, size.prompt_tokens)
         if prediction is None:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
             return None
@@ -130,9 +148,19 @@ class Classifier:
         view = RequestView(request_id=size.request_id, arrival_s=now_s, prompt_tokens=size.prompt_tokens)
         return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)
 
-    def observe(self, slo_class: str, output_tokens: int) -> None:
-        """Take note of a finished request; it counts after the next `exchange`."""
+    def observe(
+        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+    ) -> None:
+        """Take note of a finished request, cut when it ended at its limit; it counts after the next `exchange`."""
         self._unsent.append((slo_class, output_tokens))
+        if self._learned is not None and foresight is not None:
+            self._learned.observe(
+                foresight,
+                output_tokens,
+                is_cut=is_cut,
+                histogram=self._predictor.predict(slo_class, prompt_tokens=0),
+                bin_of=lambda tokens: self._bins.assign(tokens, slo_class=slo_class),
+            )
 
     async def exchange(self, store: StateStore) -> None:
         """Share the new lengths, learn from everybody's, and follow the edges in force.

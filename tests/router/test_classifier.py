@@ -1,13 +1,18 @@
+import asyncio
 import time
 
 import pytest
 
+from policies.drift import DriftConfig
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
+from predictor.asking import Asking, AskingConfig
+from predictor.calibration import Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
+from predictor.learned import LearnedConfig, LearnedPredictor, Question
 from router.classifier import MAX_UNSENT_LENGTHS, Classifier
 from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
@@ -22,7 +27,27 @@ STEP_TIMES = StepTimes(
 )
 
 
-def classifier(metrics: RouterMetrics | None = None) -> Classifier:
+CURVE = Curve(scores=(0.0, 1000.0), means=(0.0, 1000.0), fractions=(), quantiles=())
+
+
+class Scorer:
+    """A score is the prompt read as a number; a prompt that is none never comes to an end."""
+
+    async def score(self, prompt: str) -> float:
+        await asyncio.sleep(0.0 if prompt.isdigit() else 3600.0)
+        return float(prompt)
+
+
+def learned() -> LearnedPredictor:
+    drift = DriftConfig(window_requests=16, patience=4)
+    return LearnedPredictor(Asking(Scorer(), AskingConfig(deadline_s=0.01)), CURVE, LearnedConfig(drift=drift))
+
+
+def question(prompt: str, slo_class: str = "fast") -> Question:
+    return Question(prompt=prompt, model="m", slo_class=slo_class)
+
+
+def classifier(metrics: RouterMetrics | None = None, predictor: LearnedPredictor | None = None) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(
@@ -36,6 +61,7 @@ def classifier(metrics: RouterMetrics | None = None) -> Classifier:
         default_output_tokens=100,
         metrics=metrics or RouterMetrics(),
         prefixes=PrefixIndex(PrefixIndexConfig()),
+        learned=predictor,
     )
 
 
@@ -77,6 +103,52 @@ async def test_the_callers_limit_caps_the_prediction() -> None:
     ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket
     assert ticket.bin_index == 0
     assert ticket.work_s == pytest.approx(1.0 + 10 * 0.0025)
+
+
+async def test_what_is_foreseen_goes_before_the_histogram() -> None:
+    taught = classifier(predictor=learned())
+    await teach(taught, fast=20)
+    foresight = await taught.foresee(question("200"))
+    ticket = taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket
+    assert ticket.bin_index == 1
+    assert ticket.work_s == pytest.approx(1.0 + 200 * 0.0025)
+
+
+async def test_the_callers_limit_caps_what_is_foreseen() -> None:
+    taught = classifier(predictor=learned())
+    foresight = await taught.foresee(question("200"))
+    assert taught.ticket(
+        size(max_output_tokens=10), "fast", "a", 0.0, foresight=foresight
+    ).ticket.work_s == pytest.approx(1.025)
+
+
+async def test_a_stalled_predictor_leaves_the_word_to_the_histogram_and_is_counted() -> None:
+    metrics = RouterMetrics()
+    taught = classifier(metrics, learned())
+    await teach(taught, fast=20)
+    foresight = await asyncio.wait_for(taught.foresee(question("stalled")), timeout=30.0)
+    assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(
+        1.0 + 20 * 0.0025
+    )
+    assert metrics.registry.get_sample_value("sluice_predictor_questions_total", {"outcome": "late"}) == 1
+
+
+async def test_without_a_learned_predictor_nothing_is_foreseen() -> None:
+    assert await classifier().foresee(question("200")) is None
+
+
+async def test_a_predictor_that_does_worse_than_the_histogram_is_left_and_the_page_says_so() -> None:
+    metrics = RouterMetrics()
+    taught = classifier(metrics, learned())
+    await teach(taught, fast=20)
+    for _ in range(8):
+        taught.observe("fast", 20, await taught.foresee(question("900")))
+    foresight = await taught.foresee(question("900"))
+    assert foresight is not None
+    assert foresight.source is None
+    labels = {"model": "m", "slo_class": "fast"}
+    assert metrics.registry.get_sample_value("sluice_predictor_believed", labels) == 0
+    assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(1.05)
 
 
 def test_the_callers_limit_caps_the_default() -> None:

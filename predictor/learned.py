@@ -1,0 +1,201 @@
+"""What is foreseen of a request: the learned predictor's word, a client's hint or a limit, each while it proves right.
+
+A driver: it asks the scorer (with a deadline), turns the score into tokens by the curve of the served model and, once
+that one has seen enough, of its system prompt, and lets `policies.drift` decide who is believed:
+
+* the learned predictor against the histogram of the class, for each model and class; believed until it does worse;
+* a client's expected tokens, and the request's own limit on tokens, against what would be used without them, for each
+  key; believed only after they have done better.
+
+What is not believed is still asked and judged, so that it can return. Everything kept is bounded; what was used least
+lately goes first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from policies.checks import require_at_least
+from policies.drift import Accuracy, DriftConfig, DriftSwitch, Judged
+from predictor.asking import Asking
+from predictor.base import LengthPrediction
+from predictor.calibration import Calibrator, CalibratorConfig, Curve
+
+Source = Literal["learned", "hint", "limit"]
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+LOW, HIGH = 0.1, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request, as far as its length may depend on it.
+
+    Attributes:
+        prompt: its text, without the system prompt.
+        system_prompt: or any other name of what asks; requests that share one share a curve.
+        key: who asks, as it is told apart for hints; "" for nobody in particular.
+        hinted_tokens: what the client expects.
+        max_output_tokens: the request's own limit.
+    """
+
+    prompt: str
+    model: str
+    slo_class: str
+    system_prompt: str = ""
+    key: str = ""
+    hinted_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresight:
+    """Keep it until the request ends, and hand it to `observe`.
+
+    Attributes:
+        prediction: what to go by; None means the histogram.
+        source: whose word that is. learned and score: what the predictor said, believed or not.
+    """
+
+    question: Question
+    prediction: LengthPrediction | None
+    source: Source | None
+    score: float | None
+    learned: LengthPrediction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedConfig:
+    """How many curves and switches are kept, and how they behave."""
+
+    max_curves: int = 64
+    max_switches: int = 1024
+    calibrator: CalibratorConfig = CalibratorConfig()
+    drift: DriftConfig = DriftConfig()
+    hints: DriftConfig = DriftConfig(window_requests=64, patience=24, starts_on=False)
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_curves", "max_switches")
+
+
+class Kept(Generic[Key, Value]):
+    """At most so many values by key, made when first asked for; the one used least lately goes first."""
+
+    def __init__(self, limit: int, make: Callable[[], Value]) -> None:
+        self._limit, self._make = limit, make
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def __getitem__(self, key: Key) -> Value:
+        if key not in self._values:
+            self._values[key] = self._make()
+            if len(self._values) > self._limit:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def items(self) -> Iterator[tuple[Key, Value]]:
+        yield from self._values.items()
+
+
+class LearnedPredictor:
+    """One for each router."""
+
+    def __init__(self, asking: Asking, prior: Curve, config: LearnedConfig | None = None) -> None:
+        chosen = config or LearnedConfig()
+        self.asking = asking
+        self._curves: Kept[tuple[str, ...], Calibrator] = Kept(
+            chosen.max_curves, lambda: Calibrator(prior, chosen.calibrator)
+        )
+        self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(chosen.max_switches, lambda: DriftSwitch(chosen.drift))
+        self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(
+            chosen.max_switches, lambda: DriftSwitch(chosen.hints)
+        )
+
+    async def foresee(self, question: Question) -> Foresight:
+        """Takes the asking's deadline at most."""
+        score = await self.asking.score(question.prompt)
+        learned = None if score is None else self._curve(question).predict(score)
+        prediction, source = self._believed(question, learned)
+        return Foresight(question=question, prediction=prediction, source=source, score=score, learned=learned)
+
+    def _curve(self, question: Question) -> Calibrator:
+        own = self._curves[question.model, question.system_prompt]
+        return own if own.has_own_curve else self._curves[question.model,]
+
+    def _believed(
+        self, question: Question, learned: LengthPrediction | None
+    ) -> tuple[LengthPrediction | None, Source | None]:
+        for source, tokens in _claims(question):
+            if self._hints[question.key, source].is_on:
+                return LengthPrediction(mean_tokens=float(tokens)), source
+        if learned is not None and self._learned[question.model, question.slo_class].is_on:
+            return learned, "learned"
+        return None, None
+
+    def observe(
+        self,
+        foresight: Foresight,
+        output_tokens: int,
+        *,
+        is_cut: bool,
+        histogram: LengthPrediction | None,
+        bin_of: Callable[[float], int],
+    ) -> None:
+        """Take note of a finished request.
+
+        Args:
+            is_cut: it ended at its limit and would have been longer.
+            histogram: what its class's histogram says, None before it says anything.
+            bin_of: the bin of so many predicted tokens.
+        """
+        question = foresight.question
+        if foresight.score is not None:
+            self._curves[question.model,].observe(foresight.score, output_tokens, is_cut)
+            self._curves[question.model, question.system_prompt].observe(foresight.score, output_tokens, is_cut)
+        reference = histogram
+        if foresight.learned is not None and histogram is not None and not is_cut:
+            switch = self._learned[question.model, question.slo_class]
+            switch.observe(_judged(foresight.learned, histogram, output_tokens, bin_of))
+            reference = foresight.learned if switch.is_on else histogram
+        if reference is not None:
+            self._judge_claims(question, reference, output_tokens, bin_of)
+
+    def _judge_claims(
+        self, question: Question, reference: LengthPrediction, output_tokens: int, bin_of: Callable[[float], int]
+    ) -> None:
+        """A limit that cut the answer proved right: it is the length that came."""
+        for source, tokens in _claims(question):
+            claim = LengthPrediction(mean_tokens=float(tokens))
+            limit = question.max_output_tokens or reference.mean_tokens
+            bounded = LengthPrediction(mean_tokens=min(reference.mean_tokens, limit))
+            self._hints[question.key, source].observe(_judged(claim, bounded, output_tokens, bin_of))
+
+    def accuracies(self) -> dict[tuple[str, str], tuple[Accuracy, bool]]:
+        """By model and class: how the learned predictor does, and whether it is believed."""
+        return {key: (switch.accuracy(), switch.is_on) for key, switch in self._learned.items()}
+
+
+def _claims(question: Question) -> Iterator[tuple[Source, int]]:
+    if question.hinted_tokens is not None:
+        yield "hint", question.hinted_tokens
+    if question.max_output_tokens is not None:
+        yield "limit", question.max_output_tokens
+
+
+def _judged(
+    challenger: LengthPrediction, reference: LengthPrediction, output_tokens: int, bin_of: Callable[[float], int]
+) -> Judged:
+    return Judged(
+        actual_tokens=output_tokens,
+        challenger_tokens=challenger.mean_tokens,
+        reference_tokens=reference.mean_tokens,
+        actual_bin=bin_of(output_tokens),
+        challenger_bin=bin_of(challenger.mean_tokens),
+        reference_bin=bin_of(reference.mean_tokens),
+        low_tokens=challenger.quantile_tokens.get(LOW),
+        high_tokens=challenger.quantile_tokens.get(HIGH),
+    )

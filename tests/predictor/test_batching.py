@@ -1,0 +1,164 @@
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from policies.errors import AdmissionError, ConfigError, PredictorError
+from policies.types import FloatArray
+from predictor.batching import Batcher, BatchingConfig
+
+
+def encode(prompts: Sequence[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in prompt] for prompt in prompts]
+
+
+class Model:
+    """A score is the sum of the ids. Remembers its batches; waits while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.busy, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def score(self, prompts: Sequence[list[int]]) -> FloatArray:
+        self.batches.append(list(prompts))
+        self.busy.set()
+        assert self.gate.wait(10.0)
+        return np.array([float(sum(prompt)) for prompt in prompts])
+
+
+async def started(model: Model) -> None:
+    assert await asyncio.to_thread(model.busy.wait, 10.0)
+
+
+async def test_every_caller_gets_the_score_of_its_prompt() -> None:
+    batcher = Batcher(encode, Model().score)
+    prompts = [f"prompt {number}" for number in range(50)]
+    scores = await asyncio.gather(*(batcher.score(prompt) for prompt in prompts))
+    assert scores == [sum(map(ord, prompt)) for prompt in prompts]
+    await batcher.close()
+
+
+async def test_prompts_that_come_together_share_batches_within_the_budget() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=20, max_age_s=60.0))
+    await asyncio.gather(*(batcher.score(f"{number:05}") for number in range(10)))
+    assert [len(batch) for batch in model.batches] == [4, 4, 2]
+    await batcher.close()
+
+
+async def test_a_prompt_beyond_the_budget_is_scored_alone() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=4, max_age_s=60.0))
+    await asyncio.gather(batcher.score("a"), batcher.score("long prompt"), batcher.score("b"))
+    assert [len(batch) for batch in model.batches] == [1, 1, 1]
+    await batcher.close()
+
+
+async def test_identical_prompts_are_scored_once_waiting_running_or_known() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score)
+    model.gate.clear()
+    first = [asyncio.create_task(batcher.score("same")) for _ in range(3)]
+    await started(model)
+    running = asyncio.create_task(batcher.score("same"))
+    await asyncio.sleep(0)
+    model.gate.set()
+    assert len(set(await asyncio.gather(*first, running, batcher.score("same")))) == 1
+    assert len(model.batches) == 1
+    await batcher.score("same")
+    assert batcher.counts.cached >= 1
+    assert batcher.counts.batched_prompts == 1
+    await batcher.close()
+
+
+async def test_the_cache_forgets_what_was_used_least_lately() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(cache_entries=2))
+    for prompt in ("a", "b", "a", "c", "a", "b"):
+        await batcher.score(prompt)
+    assert [batch[0] for batch in model.batches] == encode("abcb")
+    await batcher.close()
+
+
+async def test_more_than_may_wait_is_refused_at_once() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_waiting=2, max_age_s=60.0))
+    model.gate.clear()
+    running = asyncio.create_task(batcher.score("running"))
+    await started(model)
+    waiting = [asyncio.create_task(batcher.score(prompt)) for prompt in ("a", "b")]
+    await asyncio.sleep(0)
+    with pytest.raises(AdmissionError, match="2 prompts wait"):
+        await batcher.score("c")
+    assert batcher.counts.refused == 1
+    model.gate.set()
+    await asyncio.gather(running, *waiting)
+    await batcher.close()
+
+
+async def test_under_overload_the_newest_go_first_and_the_oldest_are_given_up() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=1, max_age_s=0.05))
+    model.gate.clear()
+    running = asyncio.create_task(batcher.score("r"))
+    await started(model)
+    old = [asyncio.create_task(batcher.score(prompt)) for prompt in "abc"]
+    await asyncio.sleep(0.06)
+    new = asyncio.create_task(batcher.score("n"))
+    await asyncio.sleep(0)
+    model.gate.set()
+    assert (await running, await new) == (ord("r"), ord("n"))
+    for task in old:
+        with pytest.raises(AdmissionError, match="no time for it in 0.05 s"):
+            await task
+    assert [batch[0] for batch in model.batches] == encode("rn")
+    assert batcher.counts.given_up == 3
+    await batcher.close()
+
+
+async def test_a_caller_that_leaves_takes_nothing_from_the_others() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score)
+    model.gate.clear()
+    leaving, staying = [asyncio.create_task(batcher.score("same")) for _ in range(2)]
+    await started(model)
+    leaving.cancel()
+    model.gate.set()
+    assert await staying == sum(map(ord, "same"))
+    await batcher.close()
+
+
+async def test_a_failing_batch_fails_its_callers_and_the_next_one_runs() -> None:
+    def failing(prompts: Sequence[list[int]]) -> FloatArray:
+        if prompts[0] == [ord("x")]:
+            raise ValueError("out of memory")
+        return np.zeros(len(prompts))
+
+    batcher = Batcher(encode, failing)
+    with pytest.raises(PredictorError, match="out of memory"):
+        await batcher.score("x")
+    assert await batcher.score("y") == 0.0
+    await batcher.close()
+
+
+async def test_closing_tells_those_who_wait() -> None:
+    model = Model()
+    batcher = Batcher(encode, model.score)
+    model.gate.clear()
+    running = asyncio.create_task(batcher.score("running"))
+    await started(model)
+    waiting = asyncio.create_task(batcher.score("waiting"))
+    await asyncio.sleep(0)
+    await batcher.close()
+    model.gate.set()
+    for task in (running, waiting):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def test_settings_out_of_bounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_batch_tokens"):
+        BatchingConfig(max_batch_tokens=0)

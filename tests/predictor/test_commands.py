@@ -1,0 +1,83 @@
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployments import cli
+from predictor.commands import training_config
+
+
+def test_a_predictor_is_trained_and_judged_from_the_command_line(
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
+    prompts = list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))
+    judged_prompts = set(prompts[::10])
+    train, test, figure = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "confusion.png"
+    train.write_text("\n".join(line for line in lines if json.loads(line)["prompt"] not in judged_prompts))
+    test.write_text("\n".join(line for line in lines if json.loads(line)["prompt"] in judged_prompts))
+    out = tmp_path / "predictor"
+    cli.main(["predictor", "train", "--data", str(train), "--layers", "1", "--adapter-rank", "0", "--epochs", "2",
+              "--out", str(out)])  # fmt: skip
+    assert "held out by epoch" in capsys.readouterr().out
+    cli.main(["predictor", "eval", "--checkpoint", str(out), "--data", str(test), "--learn-from", str(train),
+              "--figure", str(figure), "--json"])  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["sets"]) == {"mixed", "test"}
+    assert set(report["sets"]["mixed"]) == {"checkpoint", "prompt_length", "histogram", "one_histogram"}
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_request_log_and_kept_prompts_make_training_data(tmp_path: Path) -> None:
+    log, prompts, out = tmp_path / "router.log", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"message": "request", "request_id": "a", "status": 200, "output_tokens": 12},
+        {"message": "request", "request_id": "b", "status": 429, "output_tokens": 0},
+        {"message": "request", "request_id": "c", "status": 200, "output_tokens": 7},
+        {"message": "something else"},
+    ]
+    log.write_text("starting ...\n" + "\n".join(json.dumps(row) for row in rows))
+    kept = [
+        {"request_id": "a", "prompt": "Hello", "model": "m", "max_tokens": 12, "user": "u"},
+        {"request_id": "b", "prompt": "?"},
+        {"request_id": "zz", "prompt": "?"},
+    ]
+    prompts.write_text("\n".join(json.dumps(row) for row in kept))
+    cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(out)])
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {"prompt": "Hello", "model": "m", "max_tokens": 12, "output_tokens": 12}
+    ]
+
+
+def test_a_log_and_prompts_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
+    log, prompts = tmp_path / "router.log", tmp_path / "prompts.jsonl"
+    log.write_text("")
+    prompts.write_text('{"request_id": "a", "prompt": "p"}\n')
+    with pytest.raises(SystemExit, match="kept under X-Request-Id"):
+        cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])
+    prompts.write_text('{"request_id": "a"}\n')
+    with pytest.raises(SystemExit, match="prompts.jsonl:1 is no object"):
+        cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])
+
+
+def test_what_is_not_named_stays_as_it_is() -> None:
+    options = cli.parser().parse_args(
+        ["predictor", "train", "--data", "x", "--out", "y", "--quantiles", "0.1", "0.9", "--layers", "3"]
+    )
+    config = training_config(options)
+    assert (config.quantiles, config.layers, config.max_tokens, config.loss) == ((0.1, 0.9), 3, 128, "log_l1")
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "export"])
+def test_help_teaches_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["predictor", verb, "--help"])
+    assert "example" in capsys.readouterr().out
+
+
+def test_a_router_without_it_loads_no_torch() -> None:
+    code = "import sys, router.classifier, predictor.commands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,238 @@
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from policies.drift import DriftConfig
+from policies.errors import AdmissionError, ReplicaLostError
+from predictor.asking import Asking, AskingConfig
+from predictor.base import LengthPrediction
+from predictor.calibration import Curve
+from predictor.learned import Foresight, Kept, LearnedConfig, LearnedPredictor, Question
+from predictor.metrics import PredictorMetrics
+
+CURVE = Curve(
+    scores=(0.0, 1000.0),
+    means=(0.0, 1000.0),
+    fractions=(0.1, 0.5, 0.9),
+    quantiles=((0.0, 500.0), (0.0, 1000.0), (0.0, 2000.0)),
+)
+QUICK = DriftConfig(window_requests=32, margin=0.02, patience=8)
+CONFIG = LearnedConfig(drift=QUICK, hints=DriftConfig(window_requests=32, patience=8, starts_on=False))
+
+
+class Scorer:
+    """A score is the prompt read as a number, unless `trouble` says otherwise."""
+
+    def __init__(self) -> None:
+        self.trouble: Exception | None = None
+        self.delay_s = 0.0
+        self.asked = 0
+
+    async def score(self, prompt: str) -> float:
+        self.asked += 1
+        await asyncio.sleep(self.delay_s)
+        if self.trouble is not None:
+            raise self.trouble
+        return float(prompt)
+
+
+def predictor(scorer: Scorer | None = None) -> LearnedPredictor:
+    return LearnedPredictor(Asking(scorer or Scorer()), CURVE, CONFIG)
+
+
+def question(
+    tokens: int = 100, key: str = "", hinted_tokens: int | None = None, max_output_tokens: int | None = None
+) -> Question:
+    return Question(
+        prompt=str(tokens),
+        model="m",
+        slo_class="standard",
+        key=key,
+        hinted_tokens=hinted_tokens,
+        max_output_tokens=max_output_tokens,
+    )
+
+
+def finish(
+    learned: LearnedPredictor, foresight: Foresight, output_tokens: int, histogram: float = 100.0, is_cut: bool = False
+) -> None:
+    learned.observe(
+        foresight,
+        output_tokens,
+        is_cut=is_cut,
+        histogram=LengthPrediction(mean_tokens=histogram),
+        bin_of=lambda tokens: int(tokens >= 100),
+    )
+
+
+async def source_after(learned: LearnedPredictor, asked: Question, output_tokens: int, times: int) -> str | None:
+    for _ in range(times):
+        finish(learned, await learned.foresee(asked), output_tokens)
+    return (await learned.foresee(asked)).source
+
+
+async def test_the_score_becomes_tokens_by_the_curve() -> None:
+    foresight = await predictor().foresee(question(200))
+    assert foresight.source == "learned"
+    assert foresight.prediction == LengthPrediction(
+        mean_tokens=200.0, quantile_tokens={0.1: 100.0, 0.5: 200.0, 0.9: 400.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("trouble", "delay_s", "outcome"),
+    [
+        (None, 5.0, "late"),
+        (AdmissionError("full"), 0.0, "saturated"),
+        (ReplicaLostError("gone"), 0.0, "dead"),
+    ],
+)
+async def test_a_predictor_in_trouble_leaves_the_word_to_the_histogram(
+    trouble: Exception | None, delay_s: float, outcome: str
+) -> None:
+    scorer = Scorer()
+    scorer.trouble, scorer.delay_s = trouble, delay_s
+    learned = predictor(scorer)
+    foresight = await learned.foresee(question())
+    assert (foresight.prediction, foresight.source) == (None, None)
+    assert learned.asking.outcomes == {outcome: 1}
+
+
+async def test_a_stalled_predictor_costs_its_deadline_and_then_nothing_for_a_while() -> None:
+    scorer = Scorer()
+    scorer.delay_s = 3600.0
+    asking = Asking(scorer, AskingConfig(deadline_s=0.01, failures_before_pause=3, pause_s=3600.0))
+    loop = asyncio.get_running_loop()
+    deadlines = []
+    for _ in range(3):
+        asked_s = loop.time()
+        async with asyncio.timeout(60.0) as guard:
+            assert await asking.score("1") is None
+        deadlines.append(guard.expired() or loop.time() < asked_s)
+    assert not any(deadlines)
+    for _ in range(5):
+        assert await asking.score("1") is None
+    assert asking.outcomes == {"late": 3, "paused": 5}
+    assert scorer.asked == 3
+
+
+async def test_the_deadline_is_all_that_a_stalled_predictor_adds() -> None:
+    """The event loop's own clock says when the answer was given up: the deadline, not the scorer's hour."""
+    scorer = Scorer()
+    scorer.delay_s = 3600.0
+    asking = Asking(scorer, AskingConfig(deadline_s=0.05, failures_before_pause=100))
+    scores = await asyncio.wait_for(asyncio.gather(*(asking.score("1") for _ in range(64))), timeout=30.0)
+    assert scores == [None] * 64
+
+
+async def test_after_the_pause_it_is_asked_again() -> None:
+    scorer = Scorer()
+    scorer.trouble = ReplicaLostError("gone")
+    asking = Asking(scorer, AskingConfig(failures_before_pause=1, pause_s=0.01))
+    assert await asking.score("1") is None
+    scorer.trouble = None
+    await asyncio.sleep(0.02)
+    assert await asking.score("1") == 1.0
+
+
+async def test_an_answer_ends_the_row_of_failures() -> None:
+    scorer = Scorer()
+    asking = Asking(scorer, AskingConfig(failures_before_pause=2, pause_s=3600.0))
+    for trouble in (ReplicaLostError("gone"), None, ReplicaLostError("gone"), None):
+        scorer.trouble = trouble
+        await asking.score("1")
+    assert asking.outcomes == {"dead": 2, "answered": 2}
+
+
+async def test_more_questions_at_a_time_than_allowed_are_not_asked() -> None:
+    scorer = Scorer()
+    scorer.delay_s = 3600.0
+    asking = Asking(scorer, AskingConfig(deadline_s=0.05, max_in_flight=2))
+    await asyncio.gather(*(asking.score("1") for _ in range(5)))
+    assert asking.outcomes == {"late": 2, "saturated": 3}
+
+
+async def test_a_predictor_worse_than_the_histogram_is_left_and_comes_back() -> None:
+    learned = predictor()
+    assert await source_after(learned, question(5), output_tokens=100, times=7) == "learned"
+    # The curve follows what came, so it is the rank that must mislead: short for long and long for short.
+    learned = LearnedPredictor(Asking(Scorer()), CURVE, CONFIG)
+    for _ in range(60):
+        for score, tokens in ((50, 800), (900, 20)):
+            foresight = await learned.foresee(question(score))
+            finish(learned, foresight, tokens, histogram=float(tokens))
+    foresight = await learned.foresee(question(50))
+    assert (foresight.source, foresight.prediction) == (None, None)
+    assert foresight.learned is not None
+    for _ in range(200):
+        for score, tokens in ((50, 20), (900, 800)):
+            finish(learned, await learned.foresee(question(score)), tokens, histogram=3000.0)
+    assert (await learned.foresee(question(50))).source == "learned"
+
+
+async def test_a_hint_is_used_once_it_has_proved_right_for_its_key() -> None:
+    learned = predictor()
+    good = question(700, key="good", hinted_tokens=30)
+    assert await source_after(learned, good, output_tokens=30, times=7) != "hint"
+    assert await source_after(learned, good, output_tokens=30, times=20) == "hint"
+    assert (await learned.foresee(good)).prediction == LengthPrediction(mean_tokens=30.0)
+
+
+async def test_one_keys_hints_prove_nothing_for_another() -> None:
+    learned = predictor()
+    assert await source_after(learned, question(700, key="good", hinted_tokens=30), 30, times=40) == "hint"
+    assert (await learned.foresee(question(700, key="other", hinted_tokens=30))).source != "hint"
+
+
+async def test_wrong_hints_are_never_used() -> None:
+    learned = predictor()
+    assert await source_after(learned, question(100, key="bad", hinted_tokens=5000), 100, times=60) == "learned"
+
+
+async def test_a_limit_that_is_always_reached_predicts_and_one_that_is_not_does_not() -> None:
+    learned = predictor()
+    for _ in range(40):
+        foresight = await learned.foresee(question(20, key="cut", max_output_tokens=64))
+        finish(learned, foresight, 64, histogram=10.0, is_cut=True)
+    assert (await learned.foresee(question(20, key="cut", max_output_tokens=64))).source == "limit"
+    assert await source_after(learned, question(100, key="roomy", max_output_tokens=4096), 100, times=40) != "limit"
+
+
+async def test_each_system_prompt_has_a_curve_of_its_own_once_it_is_known() -> None:
+    learned = predictor()
+    asked = {
+        name: Question(prompt="500", model="m", slo_class="standard", system_prompt=name) for name in ("brief", "essay")
+    }
+    for _ in range(120):
+        finish(learned, await learned.foresee(asked["brief"]), 20)
+        finish(learned, await learned.foresee(asked["essay"]), 900)
+    tokens = {}
+    for name, one in asked.items():
+        known = (await learned.foresee(one)).learned
+        assert known is not None
+        tokens[name] = known.mean_tokens
+    assert tokens["brief"] == pytest.approx(20.0, rel=0.05)
+    assert tokens["essay"] == pytest.approx(900.0, rel=0.05)
+
+
+async def test_live_accuracy_is_on_the_metrics_page() -> None:
+    learned, registry = predictor(), CollectorRegistry()
+    registry.register(PredictorMetrics(learned))
+    for _ in range(4):
+        finish(learned, await learned.foresee(question(150)), 150, histogram=50.0)
+    labels = {"model": "m", "slo_class": "standard"}
+    assert registry.get_sample_value("sluice_predictor_questions_total", {"outcome": "answered"}) == 4
+    assert registry.get_sample_value("sluice_predictor_believed", labels) == 1
+    assert registry.get_sample_value("sluice_predictor_hit_fraction", labels) == 1.0
+    assert registry.get_sample_value("sluice_predictor_reference_hit_fraction", labels) == 0.0
+    assert registry.get_sample_value("sluice_predictor_bias", labels) == pytest.approx(0.0)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    kept: Kept[int, list[int]] = Kept(2, list)
+    kept[1].append(1)
+    kept[2].append(2)
+    assert kept[1] == [1]
+    kept[3].append(3)
+    assert (len(kept), kept[1], kept[2]) == (2, [1], [])
