@@ -250,7 +250,8 @@ def test_settings_change_while_nothing_runs(depth: int) -> None:
     engine = VirtualEngine({"mode": "auto"}, depth=depth)
     for number, mode in enumerate(("mixed", "exclusive", "stock", "auto")):
         engine.add(f"r{number}", 40, 5)
-        engine.run()
+        while engine.scheduler.has_unfinished_requests():  # and not the empty step after it
+            engine.step()
         engine.scheduler.control({"mode": mode})
         assert engine.scheduler.status()["mode"] == mode
     engine.add("last", 40, 5)
