@@ -83,6 +83,7 @@ class SnapshotTaker:
         self._row_of.clear()
         self._free_rows = list(range(len(self._predicted)))
         self._known, self._fresh = [], False
+        self._rows = self._decoding = np.zeros(0, dtype=np.int64)
 
     def take(self, now_s: float, wall_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""

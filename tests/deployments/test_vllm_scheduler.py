@@ -245,6 +245,20 @@ def test_live_control_may_change_anything_at_any_step(depth: int) -> None:
     check_answers(engine)
 
 
+@both_depths
+def test_settings_change_while_nothing_runs(depth: int) -> None:
+    engine = VirtualEngine({"mode": "auto"}, depth=depth)
+    for number, mode in enumerate(("mixed", "exclusive", "stock", "auto")):
+        engine.add(f"r{number}", 40, 5)
+        while engine.scheduler.has_unfinished_requests():  # and not the empty step after it
+            engine.step()
+        engine.scheduler.control({"mode": mode})
+        assert engine.scheduler.status()["mode"] == mode
+    engine.add("last", 40, 5)
+    engine.run()
+    check_answers(engine)
+
+
 def test_a_wrong_change_changes_nothing() -> None:
     engine = VirtualEngine({"mode": "mixed", "refill": 2})
     with pytest.raises(ConfigError, match=r"sluice\.speed"):
