@@ -17,6 +17,7 @@ from deployments.embedded_redis import embedded_url, free_port
 from deployments.engine_replica import EngineReplica
 from deployments.environment import cpu_env
 from deployments.keys import KEYS_ENV
+from deployments.predictor import predictor_application
 from deployments.redis_server import RedisServer
 from deployments.router import Router
 from policies.errors import ConfigError
@@ -44,7 +45,10 @@ def build(config: AppConfig) -> Application:
         for number, each in enumerate(config.each_model())
         for classes, replicas in _groups(each)
     ]
-    return _router_deployment(config).bind(config, redis_url, redis_server, engines, os.environ.get(KEYS_ENV))
+    learns_apart = config.predictor.kind == "bert" and config.predictor.place == "replicas"
+    predictor = predictor_application(config.predictor) if learns_apart else None
+    api_keys = os.environ.get(KEYS_ENV)
+    return _router_deployment(config).bind(config, redis_url, redis_server, engines, api_keys, predictor)
 
 
 def _groups(config: AppConfig) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import redis.asyncio as redis
 from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
 
 from deployments.config import AppConfig
 from deployments.engine_metrics import engine_exposition
+from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
 from predictor.histogram import HistogramPredictor
+from predictor.learned import LearnedPredictor
 from router.admission import Door
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
@@ -31,8 +34,8 @@ REPLICA_POLL_S = 0.2
 class FrontEnd:
     """Build it with `start`; what it opens is closed with `resources`."""
 
-    def __init__(self, config: AppConfig, client: "redis.Redis") -> None:
-        self._config, self._redis = config, client
+    def __init__(self, config: AppConfig, client: "redis.Redis", predictor: DeploymentHandle | None) -> None:
+        self._config, self._redis, self._predictor = config, client, predictor
         self.name = config.public_name
         self.metrics = RouterMetrics()
 
@@ -51,11 +54,12 @@ class FrontEnd:
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
         args.max_model_len = await self._max_model_len()
+        learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
         self.routed = RoutedClient(
             router_id=uuid.uuid4().hex[:12],
             store=self._store,
             codec=VllmCodec(),
-            classifier=self._classifier(),
+            classifier=self._classifier(learned),
             door=Door({name: section.limits() for name, section in self._config.classes.items()}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
@@ -82,7 +86,7 @@ class FrontEnd:
             await asyncio.sleep(REPLICA_POLL_S)
         return min(info.max_model_len for info in infos)
 
-    def _classifier(self) -> Classifier:
+    def _classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
@@ -95,6 +99,7 @@ class FrontEnd:
             prefixes=config.placement.prefixes(),
             prefix_tie_s=config.placement.prefix_tie_s,
             mode=config.mode,
+            learned=learned,
         )
 
     async def metrics_pages(self) -> list[LabelledPage]:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 CLASS_HEADER = "X-Sluice-Class"
+EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
+MAX_EXPECTED_TOKENS = 10_000_000
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
@@ -89,6 +91,11 @@ class SluiceMiddleware:
             )
         if context.tenant is not None and not context.tenant.may_use(context.slo_class):
             return error_response(403, f"this key may not use class {context.slo_class!r}", "Forbidden")
+        expected = headers.get(EXPECTED_HEADER)
+        if expected is not None:
+            if not expected.isdecimal() or not 0 < int(expected) <= MAX_EXPECTED_TOKENS:
+                return error_response(400, f"{EXPECTED_HEADER} must be a number of tokens", "BadRequest")
+            context.expected_tokens = int(expected)
         return None
 
     def _limited(self, receive: Receive) -> Receive:

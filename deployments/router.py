@@ -40,6 +40,7 @@ class Router:
         redis_server: DeploymentHandle | None,
         engines: list[DeploymentHandle],
         api_keys: str | None,
+        predictor: DeploymentHandle | None = None,
     ) -> None:
         self._resources = AsyncExitStack()
         log_as_json()
@@ -47,7 +48,7 @@ class Router:
         self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
         self._redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(self._redis.aclose)
-        self._front_ends = [FrontEnd(each, self._redis) for each in config.each_model()]
+        self._front_ends = [FrontEnd(each, self._redis, predictor) for each in config.each_model()]
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""

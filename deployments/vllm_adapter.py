@@ -12,6 +12,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from http import HTTPStatus
 from multiprocessing import connection, parent_process
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
+from predictor.learned import Question
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
 from router.state_store import Ticket
@@ -160,13 +162,6 @@ class VllmCodec:
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)])
 
 
-def tell_engine(request: EngineCoreRequest, metadata: RequestMetadata) -> None:
-    """Put into a request what the engine's scheduler should know of it."""
-    params = request.sampling_params
-    if params is not None:
-        params.extra_args = (without_metadata(params.extra_args) or {}) | metadata.as_extra_args()
-
-
 def _resumable(request: EngineCoreRequest) -> bool:
     params = request.sampling_params
     return (
@@ -175,11 +170,14 @@ def _resumable(request: EngineCoreRequest) -> bool:
         and params is not None
         and not without_metadata(params.extra_args)
         and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
-        and without_metadata(params.extra_args) is None
     )
 
 
 # On a router
+
+
+# Of the request that this task submits, as the chat template wrote it: the request itself has only tokens.
+prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=None)
 
 
 class RoutedEngineCore(EngineCoreClient):
@@ -191,8 +189,8 @@ class RoutedEngineCore(EngineCoreClient):
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs]) -> None:
-        self._routed = routed
+    def __init__(self, routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs], model: str) -> None:
+        self._routed, self._model = routed, model
         # vLLM ends the front end for good when its engine is dead; ours has many, and new ones come.
         self.resources = SimpleNamespace(engine_dead=False)
 
@@ -203,9 +201,14 @@ class RoutedEngineCore(EngineCoreClient):
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
-        tell_engine(request, RequestMetadata(slo_class=context.slo_class))
         try:
-            await self._routed.submit(request, slo_class=context.slo_class, timing=timing, tenant=context.tenant)
+            await self._routed.submit(
+                request,
+                slo_class=context.slo_class,
+                timing=timing,
+                tenant=context.tenant,
+                question=self._question(request, context),
+            )
         except AdmissionError as error:
             context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
@@ -213,6 +216,20 @@ class RoutedEngineCore(EngineCoreClient):
             raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
         except StateStoreError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+
+    def _question(self, request: EngineCoreRequest, context: HttpContext) -> Question | None:
+        """What a learned predictor may go by; None for a prompt that has no text."""
+        text = prompt_text.get()
+        if text is None:
+            return None
+        return Question(
+            prompt=text,
+            model=self._model,
+            slo_class=context.slo_class,
+            key=context.tenant.name if context.tenant else "",
+            hinted_tokens=context.expected_tokens,
+            max_output_tokens=request.sampling_params.max_tokens if request.sampling_params else None,
+        )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Called by vLLM's output loop alone: these answers reached a stop string."""
@@ -241,8 +258,9 @@ class RoutedAsyncLLM(AsyncLLM):
         self._routed = routed
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config()
+        model = (args.served_model_name or [args.model])[0]
         # vLLM has no way to hand a client in; for this one call its factory yields ours.
-        with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: RoutedEngineCore(routed)):
+        with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: RoutedEngineCore(routed, model)):
             super().__init__(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
@@ -265,10 +283,11 @@ class RoutedAsyncLLM(AsyncLLM):
         if self._routed.is_cut_off:
             raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def _add_request(self, request: EngineCoreRequest, *others: Any, **named: Any) -> None:
+    async def _add_request(self, request: EngineCoreRequest, prompt: str | None, *others: Any) -> None:
         """vLLM enters a request in its tables before it hands it on, and leaves it there when that fails."""
+        prompt_text.set(prompt)
         try:
-            await super()._add_request(request, *others, **named)
+            await super()._add_request(request, prompt, *others)
         except BaseException:
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise

@@ -19,6 +19,7 @@ from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
 from policies.errors import AdmissionError, InputError, ReplicaLostError, SluiceError, StateStoreError
+from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import Classifier
@@ -73,6 +74,7 @@ class _Entry(Generic[RequestT]):
         replica_id: where it goes or runs, None before.
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
+        foresight: what the learned predictor said of it, None where there is none.
     """
 
     request: RequestT
@@ -88,6 +90,7 @@ class _Entry(Generic[RequestT]):
     repeats: deque[int] = field(default_factory=deque)
     moves: int = 0
     planned_key: float | None = None
+    foresight: Foresight | None = None
 
     @property
     def request_id(self) -> str:
@@ -170,7 +173,13 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     # From the front end
 
     async def submit(
-        self, request: RequestT, *, slo_class: str, timing: RequestTiming, tenant: Tenant | None = None
+        self,
+        request: RequestT,
+        *,
+        slo_class: str,
+        timing: RequestTiming,
+        tenant: Tenant | None = None,
+        question: Question | None = None,
     ) -> None:
         """Queue a request; its outputs come through `next_outputs`.
 
@@ -179,16 +188,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
+        foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, self._shared_clock.now(), self._connections
+            size, slo_class, self.router_id, self._shared_clock.now(), self._connections, foresight
         )
         metrics = self._metrics.of(slo_class)
         request = self._codec.with_ticket(request, classified.ticket)
         entry = _Entry(request, classified.ticket, slo_class, metrics, timing, self._clock.now())
-        entry.planned_key = classified.planned_key
+        entry.planned_key, entry.foresight = classified.planned_key, foresight
         self._entries[size.request_id] = entry
         try:
             refusal = await self._enqueue(entry, self._door.limits(slo_class, tenant, classified.tokens))
@@ -500,7 +510,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
         if outcome in ("stop", "length"):
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
-            self._classifier.observe(entry.slo_class, entry.timing.output_tokens)
+            is_cut = outcome == "length"
+            self._classifier.observe(entry.slo_class, entry.timing.output_tokens, entry.foresight, is_cut=is_cut)
 
     # In the background
 

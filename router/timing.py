@@ -26,13 +26,15 @@ class RequestTiming:
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
 
-    `refused` is why one of them may not queue: the response will be that refusal, whatever the front end makes of it.
+    `expected_tokens` is the client's own guess at its answer. `refused` is why one of those may not queue: the response
+    will be that refusal, whatever the front end makes of it.
     """
 
     received_s: float
     slo_class: str
     tenant: Tenant | None = None
     refused: AdmissionError | None = None
+    expected_tokens: int | None = None
     timings: list[RequestTiming] = field(default_factory=list)
 
 

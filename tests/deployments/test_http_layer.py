@@ -31,7 +31,13 @@ def context() -> HttpContext:
 
 
 async def what_it_got(request: Request) -> JSONResponse:
-    return JSONResponse({"bytes": len(await request.body()), "slo_class": context().slo_class})
+    return JSONResponse(
+        {
+            "bytes": len(await request.body()),
+            "slo_class": context().slo_class,
+            "expected_tokens": context().expected_tokens,
+        }
+    )
 
 
 async def served(request: Request) -> PlainTextResponse:
@@ -340,3 +346,9 @@ async def test_a_client_that_leaves_before_its_response_is_logged_as_such(log: p
     await asyncio.gather(serving, return_exceptions=True)
     (line,) = [vars(record) for record in log.records if record.name == "deployments.http_layer"]
     assert line["status"] == 499
+
+
+async def test_a_client_may_say_how_long_an_answer_it_expects(client: httpx.AsyncClient) -> None:
+    for wrong in ("0", "-3", "many", "1" * 12):
+        assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": wrong})).status_code == 400
+    assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": "250"})).json()["expected_tokens"] == 250

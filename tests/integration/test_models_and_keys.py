@@ -1,4 +1,4 @@
-"""Two models behind one address, for holders of keys."""
+"""Two models behind one address, for holders of keys, with the learned predictor."""
 
 import json
 from collections.abc import Iterator
@@ -25,6 +25,8 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     settings = {
         "keys": {"file": str(keys)},
         "engine": {"replicas": 1},
+        # A deadline that a busy machine keeps as well.
+        "predictor": {"kind": "bert", "deadline_s": 5.0, "num_cpus": 0},
         "more_models": [{**second, "engine": {"replicas": 1, "num_cpus": 0, "drain_timeout_s": 5}}],
     }
     config = folder / "models.yaml"
@@ -47,6 +49,15 @@ def test_all_models_are_listed_and_each_answers(two_models: Sluice) -> None:
     for name in ("sluice-demo", "second"):
         stream = holder.completions.create(model=name, prompt="A story:", max_tokens=5, temperature=0, stream=True)
         assert {chunk.model for chunk in stream} == {name}
+
+
+def test_the_learned_predictor_is_asked_and_answers(two_models: Sluice) -> None:
+    client(two_models, KEY).completions.create(
+        model="second", prompt="How many rivers?", max_tokens=3, extra_headers={"X-Sluice-Expected-Tokens": "12"}
+    )
+    lines = httpx.get(f"{two_models.url}/metrics", timeout=30).text.splitlines()
+    answered = [line for line in lines if "sluice_predictor_questions_total" in line and 'outcome="answered"' in line]
+    assert any('model="second"' in line and float(line.rsplit(" ", 1)[1]) > 0 for line in answered), answered
 
 
 def test_an_unknown_model_is_not_found(two_models: Sluice) -> None:
