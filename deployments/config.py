@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings
+from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, calibrated
 from policies.multi_bin import MultiBinConfig
 from policies.order import VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -195,6 +195,8 @@ class WorkSection(Section):
     Defaults: Llama-3.1-8B in bf16 on an H100, beta at context 512, derived from AIConfigurator's kernel tables.
     """
 
+    profile: Path | None = None
+    """A file that `sluice calibrate` wrote for this model and hardware, in the place of the three numbers below."""
     prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
     decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
     decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
@@ -204,6 +206,9 @@ class WorkSection(Section):
     """Assumed until a class has been seen."""
 
     def build(self) -> StepTimes:
+        """Raises ConfigError when the profile cannot be used."""
+        if self.profile is not None:
+            return calibrated(self.profile)
         prefill = StepCoefficients(overhead_s=0.0, prefill_s=self.prefill_s_per_token)
         decode = StepCoefficients(overhead_s=self.decode_step_s, decode_s=self.decode_s_per_request)
         mixed = StepCoefficients(

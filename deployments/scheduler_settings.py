@@ -119,14 +119,21 @@ class SchedulerSettings(BaseModel):
 
     def known_step_times(self) -> StepTimes | None:
         """Out of the profile. Raises ConfigError when it cannot be read or holds several engines."""
-        if self.profile is None:
-            return None
-        try:
-            rows = read_profile(self.profile)
-        except OSError as error:
-            raise ConfigError(f"cannot read profile: {error}") from error
-        engines = {(row.model, row.gpu, row.tensor_parallel) for row in rows}
-        if len(engines) != 1:
-            raise ConfigError(f"{self.profile} must hold one engine, as `sluice calibrate` writes it, got {engines}")
-        model, gpu, tensor_parallel = engines.pop()
-        return step_times(rows, model=model, gpu=gpu, tensor_parallel=tensor_parallel)
+        return None if self.profile is None else calibrated(self.profile)
+
+
+def calibrated(profile: Path) -> StepTimes:
+    """The one engine of a profile, as `sluice calibrate` writes it.
+
+    Raises:
+        ConfigError: it cannot be read, or holds several engines.
+    """
+    try:
+        rows = read_profile(profile)
+    except OSError as error:
+        raise ConfigError(f"cannot read profile: {error}") from error
+    engines = {(row.model, row.gpu, row.tensor_parallel) for row in rows}
+    if len(engines) != 1:
+        raise ConfigError(f"{profile} must hold one engine, as `sluice calibrate` writes it, got {engines}")
+    model, gpu, tensor_parallel = engines.pop()
+    return step_times(rows, model=model, gpu=gpu, tensor_parallel=tensor_parallel)

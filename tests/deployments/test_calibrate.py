@@ -4,6 +4,7 @@ import pytest
 
 from deployments.calibrate import Measured, exclusive_gain, in_words, write_profile
 from deployments.cli import parser
+from deployments.config import WorkSection
 from deployments.scheduler_settings import SchedulerSettings
 from policies.errors import ConfigError, InputError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
@@ -62,6 +63,7 @@ def test_the_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     write_profile(path, TIMES, (64, 256, 1024), model="m", gpu="g")
     known = SchedulerSettings(profile=path).known_step_times()
+    assert WorkSection(profile=path).build() == known
     assert known is not None
     for kind in ("prefill", "decode", "mixed"):
         form, expected = getattr(known, kind), getattr(TIMES, kind)
