@@ -109,6 +109,13 @@ def application(text: str) -> Manifest:
     return found
 
 
+def start_params(service: Manifest) -> dict[str, dict[str, str]]:
+    """What `ray start` is told, by group."""
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = {group["groupName"]: group["rayStartParams"] for group in cluster.get("workerGroupSpecs", [])}
+    return {"head": cluster["headGroupSpec"]["rayStartParams"], **groups}
+
+
 def _serve_helm4() -> None:
     """Answers requests on standard input, one JSON object a line."""
     import helm_python
