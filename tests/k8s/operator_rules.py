@@ -63,7 +63,9 @@ def _fault_tolerance(metadata: dict[str, Any], cluster: dict[str, Any]) -> Itera
         return
     annotations = {*metadata.get("annotations", {}), *head["template"]["metadata"].get("annotations", {})}
     yield from (f"{name} beside gcsFaultToleranceOptions" for name in sorted(env & REDIS_ENV))
-    yield from (f"annotation {name} beside gcsFaultToleranceOptions" for name in sorted(annotations & REDIS_ANNOTATIONS))
+    yield from (
+        f"annotation {name} beside gcsFaultToleranceOptions" for name in sorted(annotations & REDIS_ANNOTATIONS)
+    )
     if {"redis-password", "redis-username"} & set(head["rayStartParams"]):
         yield "Redis' password or user in rayStartParams"
 

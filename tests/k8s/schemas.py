@@ -121,7 +121,9 @@ def _strict(schema: Any) -> Any:
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     fields = schema.get("properties", {})
-    strict = {key: _strict(value) for key, value in schema.items() if key not in ("description", "default", "properties")}
+    strict = {
+        key: _strict(value) for key, value in schema.items() if key not in ("description", "default", "properties")
+    }
     if isinstance(strict.get("required"), list):
         strict["required"] = [name for name in strict["required"] if "default" not in fields.get(name, {})]
     if fields:

@@ -1,11 +1,9 @@
 """Values drawn from the schema: they render to what KubeRay takes, or are refused with a message; never a template crash."""
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +13,8 @@ from tests.k8s.operator_rules import broken_rules
 from tests.k8s.schemas import RAY_SERVICE, jsonschema
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-# What _checks.tpl says: a refusal of the chart's, not a crash.
-CHECKS = re.findall(r'fail (?:\(printf )?"([^"%]{8,})', (CHART / "templates/_checks.tpl").read_text())
+# How Helm begins when the chart itself refuses; a crash begins with `template:`.
+OWN_CHECKS = "execution error at (sluice/templates/rayservice.yaml:1:"
 # Objects of Kubernetes, which the schema leaves open: one of each that is right.
 SAMPLES: Mapping[str, Any] = {
     "affinity": {"nodeAffinity": {}},
@@ -74,7 +72,7 @@ _BY_TYPE: dict[str, Any] = {
     "object": _object,
     "string": _text,
     "boolean": lambda schema: st.booleans(),
-    "integer": lambda s: st.integers(s.get("minimum", s.get("exclusiveMinimum", 0)), min(s.get("maximum", 40), 40)),
+    "integer": lambda s: st.integers(s.get("minimum", 0), min(s.get("maximum", 1 << 40), s.get("minimum", 0) + 40)),
     "number": lambda s: st.floats(s.get("minimum", 0.25), s.get("maximum", 0.75)),
     "array": lambda schema: st.lists(_value("", schema.get("items", {"type": "string"})), max_size=3),
 }
@@ -88,13 +86,13 @@ def any_values(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(values=any_values())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_values_render_or_are_refused(helm4: Helm4, values: dict[str, Any]) -> None:
     try:
         text = helm4.render(values)
     except RefusedError as refused:
         known = "don't meet the specifications of the schema" in str(refused)
-        assert known or any(check in str(refused) for check in CHECKS), refused
+        assert known or str(refused).startswith(OWN_CHECKS), refused
         return
     service = ray_service(text)
     assert [error.message for error in jsonschema.Draft7Validator(RAY_SERVICE).iter_errors(service)] == []
@@ -102,14 +100,11 @@ def test_values_render_or_are_refused(helm4: Helm4, values: dict[str, Any]) -> N
     assert application(text)["args"]["engine"]["resources"] == {"sluice_engine": 1}
 
 
-def test_the_checks_of_the_chart_are_known_to_this_test() -> None:
-    assert len(CHECKS) >= 12
-
-
-@pytest.mark.parametrize("section", sorted(SCHEMA["definitions"]["app"]["properties"]))
-def test_the_applications_own_defaults_pass_the_schema(helm4: Helm4, section: str) -> None:
-    default = AppConfig(model="demo").model_dump(mode="json", exclude_none=True)[section] if section != "model" else "m"
-    if section in ("engine", "keys"):
+def test_the_applications_own_defaults_pass_the_schema(helm4: Helm4) -> None:
+    """Whoever writes them out gets what they are."""
+    app = AppConfig(model="demo").model_dump(mode="json", exclude_none=True)
+    for section in ("engine", "keys"):
         allowed = SCHEMA["definitions"][f"app{section.capitalize()}Section"]["properties"]
-        default = {key: value for key, value in default.items() if key in allowed}
-    helm4.render({"app": {section: default}})
+        app[section] = {key: value for key, value in app[section].items() if key in allowed}
+    args = application(helm4.render({"app": app}))["args"]
+    assert AppConfig.model_validate(args).bins == AppConfig(model="demo").bins

@@ -43,9 +43,14 @@ def test_ray_serve_takes_it_whole(rendered: dict[str, str], file: Path) -> None:
 @every_file
 def test_replicas_find_the_pods_meant_for_them(rendered: dict[str, str], file: Path) -> None:
     """Routers ask for CPUs, of which engine pods have none; engines ask for sluice_engine, which router pods have not."""
-    service, config = ray_service(rendered[file.stem]), AppConfig.model_validate(application(rendered[file.stem])["args"])
+    service, config = (
+        ray_service(rendered[file.stem]),
+        AppConfig.model_validate(application(rendered[file.stem])["args"]),
+    )
     groups = start_params(service)
-    assert config.router.num_cpus > 0 and config.engine.num_cpus == 0 and config.engine.resources == {"sluice_engine": 1}
+    assert (
+        config.router.num_cpus > 0 and config.engine.num_cpus == 0 and config.engine.resources == {"sluice_engine": 1}
+    )
     if set(groups) == {"head"}:
         return
     assert groups["head"] == {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
@@ -66,7 +71,9 @@ def test_the_file_of_keys_is_where_routers_find_it(rendered: dict[str, str]) -> 
     assert AppConfig.model_validate(args).keys.file == Path("/etc/sluice/keys/keys.yaml")
     assert args["keys"]["redis"] is True, "what values say of keys stays"
     templates = templates_of(ray_service(rendered["everything-values"]))
-    mounts = {name: [m["mountPath"] for m in _container(template)["volumeMounts"]] for name, template in templates.items()}
+    mounts = {
+        name: [m["mountPath"] for m in _container(template)["volumeMounts"]] for name, template in templates.items()
+    }
     assert "/etc/sluice/keys" in mounts["router"] and "/etc/sluice/keys" not in mounts["h100"]
 
 

@@ -86,7 +86,9 @@ def test_no_password_or_token_stands_outside_a_secret(rendered: dict[str, str], 
 
 def test_engine_pods_have_gpus_for_all_their_engines_and_others_none(rendered: dict[str, str]) -> None:
     templates = templates_of(ray_service(rendered["everything-values"]))
-    gpus = {group: t["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for group, t in templates.items()}
+    gpus = {
+        group: t["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for group, t in templates.items()
+    }
     assert gpus == {"head": None, "router": None, "h100": "4", "spot": "2"}
 
 

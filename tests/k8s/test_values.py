@@ -88,7 +88,10 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"autoscaler": {"enabled": True}, "engineGroups": [{**GPU, "minReplicas": 3, "maxReplicas": 2}]},
         "group gpu: minReplicas (3) is above maxReplicas (2)",
     ),
-    "more engines than room": ({"app": {"engine": {"replicas": 3}}}, "asks for up to 3 engine replicas, and there is room for 1"),
+    "more engines than room": (
+        {"app": {"engine": {"replicas": 3}}},
+        "asks for up to 3 engine replicas, and there is room for 1",
+    ),
     "more engines of classes than room": ({"app": {"classes": {"a": {"own_replicas": 1}}}}, "up to 2 engine replicas"),
     "more routers than CPUs": ({"app": {"router": {"replicas": 2}}}, "asks for 2 CPUs"),
     "external Redis nowhere": ({"redis": {"mode": "external"}}, "set redis.external.host"),
