@@ -97,7 +97,9 @@ def inspect(prefix: Path, without_lock: bool) -> str:
     if "sluice-serve" not in packages:
         raise CheckError(f"sluice-serve is not in {packages}")
     environment = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "HOME": str(prefix)}
-    statement = "import importlib.metadata as m; print(m.version('sluice-serve'))" if without_lock else "import vllm, ray"
+    statement = (
+        "import importlib.metadata as m; print(m.version('sluice-serve'))" if without_lock else "import vllm, ray"
+    )
     _run(["python", "-c", statement], environment, prefix)
     if not without_lock:
         _run(["sluice", "serve", "--help"], environment, prefix)

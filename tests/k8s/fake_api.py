@@ -1,7 +1,7 @@
 """A Kubernetes API server as far as Helm needs one, in memory: discovery, objects, label selectors, and admission.
 
-Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods succeed at once, watches report what
-happened and end.
+Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods succeed at once, watches report
+what is there and end.
 """
 
 import json
@@ -83,12 +83,12 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = dict(parse_qsl(url.query))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.data = yaml.safe_load(body) if body else None
+        self.data: Manifest = yaml.safe_load(body) if body else {}
         with self.cluster.lock:
             status, answer = self._answer(url.path.strip("/").split("/"))
         self._send(status, answer)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
     def _send(self, status: int, answer: Manifest | str) -> None:
         payload = (answer if isinstance(answer, str) else json.dumps(answer)).encode()

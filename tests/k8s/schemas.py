@@ -1,5 +1,7 @@
-"""What a Kubernetes API server would say to a manifest: Kubernetes' own schemas, and for KubeRay's RayService a model of
-the fields that the chart uses, written down here."""
+"""What a Kubernetes API server would say to a manifest.
+
+By Kubernetes' own schemas, and for KubeRay's RayService by a model of the fields that the chart uses, written here.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,17 @@
-"""Values drawn from the schema: they render to what KubeRay takes, or are refused with a message; never a template crash."""
+"""Values drawn from the schema render to what KubeRay takes, or are refused with a message: no template crashes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jsonschema
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.config import AppConfig
 from tests.k8s.engines import CHART, Helm4, RefusedError, application, ray_service
 from tests.k8s.operator_rules import broken_rules
-from tests.k8s.schemas import RAY_SERVICE, jsonschema
+from tests.k8s.schemas import RAY_SERVICE
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # How Helm begins when the chart itself refuses; a crash begins with `template:`.
@@ -39,7 +40,7 @@ def _value(name: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "$ref" in schema:
         return _value("", SCHEMA["definitions"][schema["$ref"].split("/")[-1]])
     if "anyOf" in schema or "allOf" in schema:
-        parts = [part for part in schema.get("anyOf", schema.get("allOf")) if part.get("type") != "null"]
+        parts = [part for part in schema.get("anyOf") or schema["allOf"] if part.get("type") != "null"]
         return _value(name, parts[0])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
@@ -68,7 +69,7 @@ def _text(schema: dict[str, Any]) -> st.SearchStrategy[str]:
     return st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 
 
-_BY_TYPE: dict[str, Any] = {
+_BY_TYPE: dict[str, Callable[[dict[str, Any]], st.SearchStrategy[Any]]] = {
     "object": _object,
     "string": _text,
     "boolean": lambda schema: st.booleans(),

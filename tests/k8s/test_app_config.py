@@ -42,7 +42,7 @@ def test_ray_serve_takes_it_whole(rendered: dict[str, str], file: Path) -> None:
 
 @every_file
 def test_replicas_find_the_pods_meant_for_them(rendered: dict[str, str], file: Path) -> None:
-    """Routers ask for CPUs, of which engine pods have none; engines ask for sluice_engine, which router pods have not."""
+    """Routers ask for CPUs, of which engine pods have none; engines for sluice_engine, which router pods have not."""
     service, config = (
         ray_service(rendered[file.stem]),
         AppConfig.model_validate(application(rendered[file.stem])["args"]),

@@ -1,5 +1,8 @@
-"""What an upgrade touches. Any change below rayClusterConfig, but for the numbers of pods, starts a second cluster with as
-many GPUs again; a change of serveConfigV2 alone reaches the running one."""
+"""What an upgrade touches.
+
+Any change below rayClusterConfig, but for the numbers of pods, starts a second cluster with as many GPUs
+again; a change of serveConfigV2 alone reaches the running one.
+"""
 
 import copy
 import shutil
