@@ -51,6 +51,20 @@ class Helm3:
         result = self._run("lint", str(CHART), "--strict", values=values)
         return [] if result.returncode == 0 else [result.stdout]
 
+    def notes(self, values: Values, kubeconfig: Path) -> str:
+        """What a user of this cluster reads after install."""
+        command = (
+            "install",
+            RELEASE,
+            str(CHART),
+            "--namespace",
+            NAMESPACE,
+            "--dry-run",
+            "--kubeconfig",
+            str(kubeconfig),
+        )
+        return self._run(*command, values=values).stdout.partition("NOTES:\n")[2]
+
     def _run(self, *arguments: str, values: Values) -> "subprocess.CompletedProcess[str]":
         command = [str(helm3()), *arguments, "--values", "-"]
         return subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, timeout=60)

@@ -1,8 +1,8 @@
 """The rendered manifest at work: KubeRay's part is played here, Ray, Redis and Sluice are real.
 
 Redis starts from the rendered configuration, the head and the two groups of workers from the rendered start parameters
-and environment, and the rendered serveConfigV2 goes to the dashboard as the operator sends it. One machine stands for all
-pods, so addresses and ports are its own, and there is one proxy, the head's.
+and environment, and the rendered serveConfigV2 goes to the dashboard as the operator sends it. One machine stands for
+all pods, so addresses and ports are its own, and there is one proxy, the head's.
 """
 
 import json
