@@ -53,16 +53,8 @@ class Helm3:
 
     def notes(self, values: Values, kubeconfig: Path) -> str:
         """What a user of this cluster reads after install."""
-        command = (
-            "install",
-            RELEASE,
-            str(CHART),
-            "--namespace",
-            NAMESPACE,
-            "--dry-run",
-            "--kubeconfig",
-            str(kubeconfig),
-        )
+        command = ["install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kubeconfig", str(kubeconfig)]
+        command += ["--dry-run", "--disable-openapi-validation"]
         return self._run(*command, values=values).stdout.partition("NOTES:\n")[2]
 
     def _run(self, *arguments: str, values: Values) -> "subprocess.CompletedProcess[str]":

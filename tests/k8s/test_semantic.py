@@ -58,8 +58,9 @@ class MiniKubeRay:
         """The rendered configuration; the last of two lines for one setting counts."""
         data = self.folder / "redis"
         data.mkdir()
-        local = f"dir {data}\nport {self.redis_port}\nbind 127.0.0.1\nrequirepass {PASSWORD}\n"
-        (data / "redis.conf").write_text(self._redis_conf["redis.conf"] + local)
+        rendered = self._redis_conf["redis.conf"].replace("dir /data", f"dir {data}")
+        local = f"port {self.redis_port}\nbind 127.0.0.1\nrequirepass {PASSWORD}\n"
+        (data / "redis.conf").write_text(rendered + local)
         self._start("redis", [find_server(), str(data / "redis.conf")], dict(os.environ))
 
     def start_node(self, group: str) -> None:
@@ -80,7 +81,7 @@ class MiniKubeRay:
         options = self.service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
         assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["key"] == "password"
         ports = {"port": self.gcs_port, "dashboard-port": self.dashboard_port, "ray-client-server-port": free_port()}
-        head = {name: str(port) for name, port in ports.items()}
+        head = {name: str(port) for name, port in ports.items()} | {"temp-dir": str(self.folder / "r")}
         return local | head | {"dashboard-host": "127.0.0.1", "redis-password": PASSWORD, "head": "true"}
 
     def _env(self, group: str) -> dict[str, str]:
@@ -155,6 +156,16 @@ class MiniKubeRay:
         for process in alive(everything):
             _signal(process, signal.SIGKILL)
 
+    def wait(self, address: str, timeout_s: float, what: str) -> None:
+        try:
+            wait_until(lambda: self.answers(address) or self._ended(), timeout_s, what)
+            assert not self._ended(), f"{self._ended()} ended before {what}"
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n{self.logs()}") from late
+
+    def _ended(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
     def logs(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
 
@@ -187,11 +198,11 @@ def _complete(operator: MiniKubeRay) -> Any:
 def test_the_rendered_manifest_serves_and_survives_the_loss_of_its_head(operator: MiniKubeRay) -> None:
     operator.start_redis()
     operator.start_node("head")
-    wait_until(lambda: operator.answers(operator.dashboard), 120, f"the dashboard\n{operator.logs()}")
+    operator.wait(operator.dashboard, 120, "the dashboard")
     operator.start_node("router")
     operator.start_node("engine")
     operator.put_config()
-    wait_until(lambda: operator.answers(operator.health), 240, f"the first answer\n{operator.logs()}")
+    operator.wait(operator.health, 240, "the first answer")
     assert _complete(operator).completion_tokens > 0
     engines, routers = operator.replicas("engine"), operator.replicas("router")
     assert len(engines) == 1 and len(routers) == 1, "engines on engine pods, routers on router pods"
@@ -200,6 +211,6 @@ def test_the_rendered_manifest_serves_and_survives_the_loss_of_its_head(operator
     operator.kill("head")
     assert not operator.answers(operator.health), "the only proxy went with the head"
     operator.start_node("head")
-    wait_until(lambda: operator.answers(operator.health), 120, f"the answer after the loss\n{operator.logs()}")
+    operator.wait(operator.health, 120, "the answer after the loss")
     assert _complete(operator).completion_tokens > 0
     assert operator.replicas("engine") == engines, "the model was not loaded again"
