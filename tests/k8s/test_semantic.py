@@ -51,6 +51,8 @@ class MiniKubeRay:
         self.redis_port, self.gcs_port = free_port(), free_port()
         self.dashboard_port, self.http_port = free_port(), free_port()
         self._agent_ports = {name: free_port() for name in templates_of(self.service)}
+        # Not 127.0.0.1: Ray takes that for the machine's outer address.
+        self._addresses = {name: f"127.0.0.{i}" for i, name in enumerate(self._agent_ports, 2)}
         self._local_env = one_machine_env(folder, free_port(), free_port())
         self._redis_conf = next(m for m in manifests if m["kind"] == "ConfigMap" and "redis.conf" in m["data"])["data"]
 
@@ -66,23 +68,24 @@ class MiniKubeRay:
     def start_node(self, group: str) -> None:
         params = start_params(self.service)[group] | self._local_params(group)
         arguments = " ".join(f"--{name}={value}" for name, value in params.items())
+        arguments += " --head" if group == "head" else ""
         # Through a shell, as KubeRay does: the quotes around `resources` are for it.
         command = ["bash", "-c", f"exec ray start --block --disable-usage-stats {arguments}"]
         self._start(group, command, self._env(group))
 
     def _local_params(self, group: str) -> dict[str, str]:
         local = {
-            "node-ip-address": "127.0.0.1",
+            "node-ip-address": self._addresses[group],
             "object-store-memory": str(OBJECT_STORE_BYTES),
             "dashboard-agent-listen-port": str(self._agent_ports[group]),
         }
         if group != "head":
-            return local | {"address": f"127.0.0.1:{self.gcs_port}"}
+            return local | {"address": f"{self._addresses['head']}:{self.gcs_port}"}
         options = self.service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
         assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["key"] == "password"
         ports = {"port": self.gcs_port, "dashboard-port": self.dashboard_port, "ray-client-server-port": free_port()}
         head = {name: str(port) for name, port in ports.items()} | {"temp-dir": str(self.folder / "r")}
-        return local | head | {"dashboard-host": "127.0.0.1", "redis-password": PASSWORD, "head": "true"}
+        return local | head | {"dashboard-host": "127.0.0.1", "redis-password": PASSWORD}
 
     def _env(self, group: str) -> dict[str, str]:
         """The pod's, with Kubernetes' way of naming other variables, then what only this machine needs."""
@@ -97,6 +100,7 @@ class MiniKubeRay:
         )
         paths = {"PYTHONPATH": str(REPOSITORY), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
         local = {**os.environ, **env, **self._local_env, **paths, "HF_HOME": str(self.folder / "models")}
+        local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # else nothing may join a head on loopback
         if group == "head":
             local |= {"RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}", "RAY_external_storage_namespace": "uid-1"}
         return local
@@ -147,6 +151,8 @@ class MiniKubeRay:
         for process in (family := self.family(name)):
             _signal(process, signal.SIGKILL)
         psutil.wait_procs(family, timeout=30)
+        # A new pod has a file system of its own.
+        (self.folder / "r/ray_current_cluster").unlink(missing_ok=True)
 
     def close(self) -> None:
         everything = [process for name in self.processes for process in self.family(name)]
