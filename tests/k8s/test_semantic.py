@@ -72,6 +72,9 @@ class MiniKubeRay:
         # Through a shell, as KubeRay does: the quotes around `resources` are for it.
         command = ["bash", "-c", f"exec ray start --block --disable-usage-stats {arguments}"]
         self._start(group, command, self._env(group))
+        # One after the other: nodes of one machine that start at once take each other's ports.
+        started = "Ray runtime started"
+        wait_until(lambda: started in self._log(group) or self._ended(), 90, f"{group} has started")
 
     def _local_params(self, group: str) -> dict[str, str]:
         local = {
@@ -168,6 +171,9 @@ class MiniKubeRay:
             assert not self._ended(), f"{self._ended()} ended before {what}"
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self.logs()}") from late
+
+    def _log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
 
     def _ended(self) -> list[str]:
         return [name for name, process in self.processes.items() if process.poll() is not None]
