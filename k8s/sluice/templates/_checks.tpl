@@ -1,0 +1,103 @@
+{{/* What the schema cannot say. Each message names the values and the way out. */}}
+{{- define "sluice.checks" -}}
+{{- $name := include "sluice.fullname" . -}}
+{{- if or (gt (len $name) 47) (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name)) -}}
+{{- fail (printf "the name %q must be at most 47 lower-case letters, digits and -, beginning with a letter (KubeRay's limit): set fullnameOverride" $name) -}}
+{{- end -}}
+{{- include "sluice.checkRedis" . -}}
+{{- include "sluice.checkGroups" . -}}
+{{- include "sluice.checkCapacity" . -}}
+{{- include "sluice.checkUpgrade" . -}}
+{{- if and .Values.auth.apiKeys.entries .Values.auth.apiKeys.existingSecret -}}
+{{- fail "auth.apiKeys: set entries or existingSecret, not both" -}}
+{{- end -}}
+{{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
+{{- fail "huggingface: set token or existingSecret, not both" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkRedis" -}}
+{{- $redis := .Values.redis -}}
+{{- if and $redis.auth.password $redis.auth.existingSecret -}}
+{{- fail "redis.auth: set password or existingSecret, not both" -}}
+{{- end -}}
+{{- if and (eq $redis.mode "external") (not $redis.external.host) -}}
+{{- fail "redis.mode is external: set redis.external.host" -}}
+{{- end -}}
+{{- if and (eq $redis.mode "internal") $redis.tls.enabled (not $redis.tls.existingSecret) -}}
+{{- fail "redis.tls.enabled with redis.mode internal: set redis.tls.existingSecret, a Secret with ca.crt, tls.crt and tls.key" -}}
+{{- end -}}
+{{- if and (eq $redis.mode "internal") $redis.auth.username -}}
+{{- fail "redis.auth.username is for redis.mode external: the internal Redis has its default user only" -}}
+{{- end -}}
+{{- if and $redis.auth.username (not (include "sluice.redisSecret" .)) -}}
+{{- fail "redis.auth.username goes with redis.auth.password or redis.auth.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkGroups" -}}
+{{- $groups := .Values.engineGroups -}}
+{{- if and (eq .Values.redis.mode "none") $groups -}}
+{{- fail "redis.mode none keeps everything in the head's pod: set engineGroups to [], or redis.mode to internal" -}}
+{{- end -}}
+{{- if and (ne .Values.redis.mode "none") (not $groups) -}}
+{{- fail "engineGroups is empty: name at least one group of pods for engines, or set redis.mode to none" -}}
+{{- end -}}
+{{- if and (eq .Values.redis.mode "none") .Values.autoscaler.enabled -}}
+{{- fail "autoscaler.enabled needs pods to scale: not with redis.mode none" -}}
+{{- end -}}
+{{- $seen := dict "router" true "head" true -}}
+{{- range $group := $groups -}}
+{{- if hasKey $seen $group.name -}}
+{{- fail (printf "engineGroups: the name %q is taken: every group needs one of its own, other than router and head" $group.name) -}}
+{{- end -}}
+{{- $_ := set $seen $group.name true -}}
+{{- end -}}
+{{- range $group := append $groups .Values.routerGroup -}}
+{{- $least := hasKey $group "minReplicas" | ternary $group.minReplicas $group.replicas | int -}}
+{{- $most := hasKey $group "maxReplicas" | ternary $group.maxReplicas $group.replicas | int -}}
+{{- if gt $least $most -}}
+{{- fail (printf "group %s: minReplicas (%d) is above maxReplicas (%d)" ($group.name | default "router") $least $most) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkCapacity" -}}
+{{- $drain := dig "engine" "drain_timeout_s" 3600.0 .Values.app -}}
+{{- if gt (float64 $drain) (float64 .Values.drainSeconds) -}}
+{{- fail (printf "app.engine.drain_timeout_s (%v, 3600 if it is not set) is above drainSeconds (%v), after which pods are killed: lower the one or raise the other" $drain .Values.drainSeconds) -}}
+{{- end -}}
+{{- $needed := dig "engine" "autoscaling" "max_replicas" (dig "engine" "replicas" 1 .Values.app) .Values.app | int -}}
+{{- range $class := .Values.app.classes -}}
+{{- $needed = add $needed ($class.own_replicas | default 0 | int) -}}
+{{- end -}}
+{{- $room := ternary (int .Values.head.enginesPerPod) 0 (eq .Values.redis.mode "none") -}}
+{{- range $group := .Values.engineGroups -}}
+{{- $pods := and $.Values.autoscaler.enabled (hasKey $group "maxReplicas") | ternary $group.maxReplicas $group.replicas | int -}}
+{{- $room = add $room (mul $pods ($group.enginesPerPod | default 1 | int)) -}}
+{{- end -}}
+{{- if gt $needed $room -}}
+{{- fail (printf "app asks for up to %d engine replicas, and there is room for %d (pods x enginesPerPod): raise engineGroups[].replicas, maxReplicas with the autoscaler, or head.enginesPerPod with redis.mode none" $needed $room) -}}
+{{- end -}}
+{{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) (dig "router" "replicas" 1 .Values.app) -}}
+{{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
+{{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
+{{- if gt (float64 $cpus) (mulf $pods .Values.routerGroup.rayCpus) -}}
+{{- fail (printf "app.router asks for %v CPUs (replicas x num_cpus), and routerGroup has %v (replicas x rayCpus): raise routerGroup.replicas or rayCpus" $cpus (mulf $pods .Values.routerGroup.rayCpus)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkUpgrade" -}}
+{{- $upgrade := .Values.upgrade -}}
+{{- if eq $upgrade.type "NewClusterWithIncrementalUpgrade" -}}
+{{- if not .Values.autoscaler.enabled -}}
+{{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs autoscaler.enabled: true" -}}
+{{- end -}}
+{{- if not $upgrade.gatewayClassName -}}
+{{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs upgrade.gatewayClassName" -}}
+{{- end -}}
+{{- if gt (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent) -}}
+{{- fail (printf "upgrade.stepSizePercent (%d) is above upgrade.maxSurgePercent (%d)" (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

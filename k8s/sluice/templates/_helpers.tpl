@@ -1,0 +1,99 @@
+{{- define "sluice.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride }}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name .Chart.Name }}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects pods: never a version, for pods keep it. */}}
+{{- define "sluice.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* For objects, not for pods. */}}
+{{- define "sluice.labels" -}}
+{{ include "sluice.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* With .root and .name: a name of ours with a suffix. */}}
+{{- define "sluice.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "sluice.labels" .root | nindent 2 }}
+{{- end -}}
+
+{{- define "sluice.image" -}}
+{{- $image := .image -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.redisHost" -}}
+{{- if eq .Values.redis.mode "internal" -}}
+{{ include "sluice.fullname" . }}-redis
+{{- else -}}
+{{ .Values.redis.external.host }}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.redisPort" -}}
+{{- if eq .Values.redis.mode "internal" -}}6379{{- else -}}{{ .Values.redis.external.port | int }}{{- end -}}
+{{- end -}}
+
+{{- define "sluice.redisScheme" -}}
+{{ ternary "rediss" "redis" .Values.redis.tls.enabled }}
+{{- end -}}
+
+{{/* Empty where Redis has no password. */}}
+{{- define "sluice.redisSecret" -}}
+{{- $redis := .Values.redis -}}
+{{- if $redis.auth.existingSecret -}}
+{{ $redis.auth.existingSecret }}
+{{- else if or (eq $redis.mode "internal") $redis.auth.password -}}
+{{ include "sluice.fullname" . }}-redis
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.redisSecretKey" -}}
+{{ ternary .Values.redis.auth.key "password" (ne .Values.redis.auth.existingSecret "") }}
+{{- end -}}
+
+{{- define "sluice.redisCa" -}}
+{{ ternary "/etc/sluice/redis-ca/ca.crt" "/etc/ssl/certs/ca-certificates.crt" (ne .Values.redis.tls.existingSecret "") }}
+{{- end -}}
+
+{{- define "sluice.apiKeysSecret" -}}
+{{- $keys := .Values.auth.apiKeys -}}
+{{- if $keys.existingSecret -}}
+{{ $keys.existingSecret }}
+{{- else if $keys.entries -}}
+{{ include "sluice.fullname" . }}-api-keys
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.hubSecret" -}}
+{{- $hub := .Values.huggingface -}}
+{{- if $hub.existingSecret -}}
+{{ $hub.existingSecret }}
+{{- else if $hub.token -}}
+{{ include "sluice.fullname" . }}-hub
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.modelClaim" -}}
+{{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "sluice.fullname" .)) }}
+{{- end -}}

@@ -1,0 +1,165 @@
+"""Writes what follows from other files: the part of values.schema.json that is the application's configuration, the
+chart's table of values, and the goldens.
+
+    python -m tests.k8s.refresh
+
+`app` in values is AppConfig, so its schema is AppConfig's, without what the chart itself sets. tests/k8s/test_values.py
+holds that these files are up to date.
+"""
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deployments import config, keys
+from deployments.config import AppConfig
+from deployments.keys import KeyEntry
+from tests.k8s.cases import FILES, golden, values_of
+from tests.k8s.engines import CHART, Helm4, documents, start_helm4
+
+SCHEMA = CHART / "values.schema.json"
+TABLE = CHART / "README.md"
+CHART_SETS = {
+    "AppConfig": {"redis_url", "redis_ca_certs"},
+    "EngineSection": {"num_gpus", "num_cpus", "resources", "bind_host"},
+    "KeysSection": {"file"},
+}
+DROPPED = ("title", "format", "writeOnly")
+APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."
+README_HEAD = """\
+# The chart `sluice`
+
+    helm install my-sluice k8s/sluice -f k8s/sluice/examples/one-gpu.yaml
+
+[docs/install-kubernetes.md](../../docs/install-kubernetes.md) goes from nothing to the first token. `examples/` has
+values to begin with. All values, `[]` for each item of a list:
+
+| value | type | default | meaning |
+|---|---|---|---|
+"""
+
+
+def field_docs(module: Any) -> dict[str, dict[str, str]]:
+    """The text under each field of each class."""
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: _docs_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _docs_of(node: ast.ClassDef) -> dict[str, str]:
+    docs = {}
+    for field, after in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            docs[field.target.id] = inspect.cleandoc(ast.literal_eval(after.value)).replace("\n", " ")
+    return docs
+
+
+def definitions() -> dict[str, Any]:
+    """`app`, `keyEntry` and what they refer to, in draft-07."""
+    docs = field_docs(config) | field_docs(keys)
+    app = AppConfig.model_json_schema()
+    models = {**app.pop("$defs"), "AppConfig": app, "KeyEntry": KeyEntry.model_json_schema()}
+    return {_name(name): _draft_07(name, model, docs.get(name, {})) for name, model in sorted(models.items())}
+
+
+def _name(model: str) -> str:
+    return {"AppConfig": "app", "KeyEntry": "keyEntry"}.get(model, f"app{model}")
+
+
+def _draft_07(name: str, model: dict[str, Any], docs: dict[str, str]) -> dict[str, Any]:
+    fields = {key: value for key, value in model["properties"].items() if key not in CHART_SETS.get(name, ())}
+    properties = {key: {"description": docs.get(key, _words(key)), **_clean(value)} for key, value in fields.items()}
+    if name == "AppConfig":
+        properties["name"] = {"description": APP_NAME, "type": "string", "pattern": fields["name"]["pattern"]}
+    schema = {"description": model["description"].split("\n")[0], "type": "object", "additionalProperties": False}
+    required = {"required": model["required"]} if "required" in model else {}
+    return schema | {"properties": properties} | required
+
+
+def _words(key: str) -> str:
+    return f"{key.replace('_', ' ').capitalize()}; see deployments/config.py."
+
+
+def _clean(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_clean(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:  # draft-07 reads nothing beside a $ref
+        return {"allOf": [{"$ref": f"#/definitions/{_name(schema['$ref'].split('/')[-1])}"}]}
+    return {key: _clean(value) for key, value in schema.items() if key not in DROPPED and not _is_section(key, value)}
+
+
+def _is_section(key: str, value: Any) -> bool:
+    """A default that is no one value: what the section's own fields say is enough."""
+    return key == "default" and (value is None or isinstance(value, dict))
+
+
+def schema_text() -> str:
+    """The schema as it should be: ours stays, the application's is made anew."""
+    schema = json.loads(SCHEMA.read_text())
+    ours = {key: value for key, value in schema["definitions"].items() if not key.startswith(("app", "keyEntry"))}
+    return json.dumps({**schema, "definitions": ours | definitions()}, indent=2) + "\n"
+
+
+def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Path, type, default and meaning of each value below `schema`."""
+    for key, value in schema["properties"].items():
+        value = _resolved(value, root)
+        default = defaults.get(key) if isinstance(defaults, dict) else None
+        name, each = f"{path}{key}", _resolved(value.get("additionalProperties") or {}, root)
+        if value.get("properties"):
+            yield from rows(value, f"{name}.", root, default)
+            continue
+        default = value.get("default") if default is None else default
+        shown = "" if default is None else f"`{json.dumps(default)}`"
+        items = _resolved(value.get("items", {}), root)
+        if items.get("additionalProperties") is False:
+            yield name, "list", "see values.yaml" if default else shown, value["description"]
+            yield from rows(items, f"{name}[].", root, None)
+        else:
+            yield name, _type(value), shown, value["description"]
+        if "properties" in each:
+            yield from rows(each, f"{name}.NAME.", root, None)
+
+
+def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in schema:
+        found: dict[str, Any] = root["definitions"][schema["$ref"].split("/")[-1]]
+        return found
+    parts = [_resolved(part, root) for part in [*schema.get("allOf", []), *schema.get("anyOf", [])]]
+    return next((part for part in parts if "properties" in part), schema)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    kinds = [part.get("type", "") for part in schema.get("anyOf", [schema])]
+    return " or ".join(str(kind) for kind in kinds if kind) or "one of its values"
+
+
+def table_text() -> str:
+    schema = json.loads(SCHEMA.read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows(schema, "", schema, defaults))
+    return README_HEAD + "".join(f"| {line} |\n" for line in lines)
+
+
+def golden_text(engine: Helm4, file: Path) -> str:
+    manifests = documents(engine.render(values_of(file)))
+    return "---\n".join(yaml.safe_dump(manifest, width=120) for manifest in manifests)
+
+
+def main() -> None:
+    SCHEMA.write_text(schema_text())
+    TABLE.write_text(table_text())
+    with start_helm4() as engine:
+        for file in FILES:
+            golden(file).parent.mkdir(exist_ok=True)
+            golden(file).write_text(golden_text(engine, file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""serveConfigV2 is what `deployments.app:build` and Ray Serve take, with what the chart adds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.config import AppConfig
+from tests.k8s.cases import FILES, named, values_of, with_password
+from tests.k8s.engines import Helm4, Manifest, application, ray_service, start_params
+from tests.k8s.schemas import templates_of
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+@every_file
+def test_the_application_takes_the_rendered_configuration(rendered: dict[str, str], file: Path) -> None:
+    values, args = values_of(file), application(rendered[file.stem])["args"]
+    config = AppConfig.model_validate(args)
+    assert config.model == values.get("app", {"model": "demo"})["model"]
+    assert config.engine.num_gpus == values.get("gpusPerEngine", 0)
+
+
+@every_file
+def test_every_setting_of_values_arrives_unchanged(rendered: dict[str, str], file: Path) -> None:
+    args = application(rendered[file.stem])["args"]
+    given = values_of(file).get("app", {})
+    for key, value in given.items():
+        arrived = args[key]
+        assert (arrived | value == arrived) if isinstance(value, dict) else (arrived == value), key
+
+
+@every_file
+def test_ray_serve_takes_it_whole(rendered: dict[str, str], file: Path) -> None:
+    """Round trip, because Ray Serve drops keys that it does not know without a word."""
+    config = yaml.safe_load(ray_service(rendered[file.stem])["spec"]["serveConfigV2"])
+    read = ServeDeploySchema.model_validate(config).model_dump(exclude_unset=True, mode="json")
+    assert read == config
+
+
+@every_file
+def test_replicas_find_the_pods_meant_for_them(rendered: dict[str, str], file: Path) -> None:
+    """Routers ask for CPUs, of which engine pods have none; engines for sluice_engine, which router pods have not."""
+    service, config = (
+        ray_service(rendered[file.stem]),
+        AppConfig.model_validate(application(rendered[file.stem])["args"]),
+    )
+    groups = start_params(service)
+    assert (
+        config.router.num_cpus > 0 and config.engine.num_cpus == 0 and config.engine.resources == {"sluice_engine": 1}
+    )
+    if set(groups) == {"head"}:
+        return
+    assert groups["head"] == {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
+    assert int(groups["router"]["num-cpus"]) > 0 and "resources" not in groups["router"]
+    for name in set(groups) - {"head", "router"}:
+        assert groups[name]["num-cpus"] == "0"
+        assert json.loads(groups[name]["resources"][1:-1].replace("\\", ""))["sluice_engine"] >= 1
+
+
+def test_large_whole_numbers_stay_whole(helm4: Helm4) -> None:
+    app = {"model": "demo", "router": {"max_body_bytes": 123456789012}}
+    args = application(helm4.render(with_password({"app": app})))["args"]
+    assert args["router"]["max_body_bytes"] == 123456789012
+
+
+def test_the_file_of_keys_is_where_routers_find_it(rendered: dict[str, str]) -> None:
+    args = application(rendered["everything-values"])["args"]
+    assert AppConfig.model_validate(args).keys.file == Path("/etc/sluice/keys/keys.yaml")
+    assert args["keys"]["redis"] is True, "what values say of keys stays"
+    templates = templates_of(ray_service(rendered["everything-values"]))
+    mounts = {
+        name: [m["mountPath"] for m in _container(template)["volumeMounts"]] for name, template in templates.items()
+    }
+    assert "/etc/sluice/keys" in mounts["router"] and "/etc/sluice/keys" not in mounts["h100"]
+
+
+def _container(template: Manifest) -> Manifest:
+    container: Manifest = template["spec"]["containers"][0]
+    return container
+
+
+def test_tls_to_redis_is_checked_against_the_named_ca(rendered: dict[str, str]) -> None:
+    args = application(rendered["external-redis-tls"])["args"]
+    assert args["redis_ca_certs"] == "/etc/sluice/redis-ca/ca.crt"
+    for template in templates_of(ray_service(rendered["external-redis-tls"])).values():
+        env = {entry["name"]: entry.get("value") for entry in _container(template)["env"]}
+        assert env["RAY_REDIS_CA_CERT"] == "/etc/sluice/redis-ca/ca.crt"
+        assert env["SLUICE_REDIS_URL"] == "rediss://sluice:$(SLUICE_REDIS_PASSWORD)@redis.data.example.org:6380/3"
+
+
+def test_the_values_of_everything_differ_from_the_defaults() -> None:
+    """So that the tests above see each section of the configuration."""
+    assert set(AppConfig.model_fields) - {"redis_url", "redis_ca_certs"} <= set(named("everything")["app"])

@@ -1,0 +1,111 @@
+"""What stands around the cluster: policies, budgets, alerts, dashboards, the test and the drain script."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.metrics import RouterMetrics, shared_exposition
+from router.state_store import ReplicaLoad, Snapshot
+from tests.k8s.engines import CHART, Helm3, Manifest, documents
+from tests.k8s.fake_api import serve
+from tests.k8s.schemas import templates_of
+
+EVERYTHING = "everything-values"
+
+
+def _all(text: str, kind: str) -> dict[str, Manifest]:
+    return {m["metadata"]["name"]: m for m in documents(text) if m["kind"] == kind}
+
+
+def _metric_names() -> set[str]:
+    metrics = RouterMetrics()
+    metrics.of("standard")
+    load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
+    shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
+    text = metrics.exposition().decode() + shared
+    return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
+
+
+def _names_in(text: str) -> set[str]:
+    """As families: a histogram's buckets count as the histogram."""
+    return {name.removesuffix("_bucket") for name in re.findall(r"\bsluice_\w+", text)}
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    expressions = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    assert len(_names_in(expressions)) >= 10
+    assert _names_in(expressions) <= _metric_names()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dict[str, str]) -> None:
+    rule = _all(rendered[EVERYTHING], "PrometheusRule")["full"]
+    alerts: list[dict[str, Any]] = rule["spec"]["groups"][0]["rules"]
+    assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceSilent"} <= {alert["alert"] for alert in alerts}
+    for alert in alerts:
+        assert _names_in(alert["expr"]) <= _metric_names()
+        assert re.search(r'namespace="prod",pod=~"full-', alert["expr"].replace("{ ", "{"))
+        assert alert["annotations"]["summary"]
+
+
+def _peers(rules: list[dict[str, Any]]) -> str:
+    return json.dumps(rules)
+
+
+def test_redis_is_open_to_ray_pods_alone(rendered: dict[str, str]) -> None:
+    policy = _all(rendered[EVERYTHING], "NetworkPolicy")["full-redis"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
+    assert len(policy["ingress"]) == 1 and policy["ingress"][0]["ports"] == [{"port": 6379}]
+    assert "app.kubernetes.io/instance" in _peers(policy["ingress"][0]["from"])
+
+
+def test_ray_pods_are_open_to_named_clients_on_one_port_and_to_the_operator(rendered: dict[str, str]) -> None:
+    policy = _all(rendered[EVERYTHING], "NetworkPolicy")["full-ray"]["spec"]
+    clients = [rule for rule in policy["ingress"] if rule.get("ports") == [{"port": 8000}]]
+    assert len(clients) == 1 and "web" in _peers(clients[0]["from"]) and "test" in _peers(clients[0]["from"])
+    operator = [rule for rule in policy["ingress"] if "kuberay-operator" in _peers(rule["from"])]
+    assert {port["port"] for port in operator[0]["ports"]} == {8265, 52365, 8000}
+    assert all(rule.get("from") for rule in policy["ingress"])
+
+
+def test_nothing_leaves_an_air_gapped_release_but_names_redis_and_ray(rendered: dict[str, str]) -> None:
+    egress = _all(rendered["air-gapped"], "NetworkPolicy")["my-sluice-ray"]["spec"]["egress"]
+    assert [port["port"] for rule in egress for port in rule.get("ports", [])] == [53, 53, 6379]
+
+
+@pytest.mark.parametrize("component", ["router", "engine"])
+def test_budgets_select_the_pods_they_are_for(rendered: dict[str, str], component: str) -> None:
+    selector = _all(rendered[EVERYTHING], "PodDisruptionBudget")[f"full-{component}"]["spec"]["selector"]["matchLabels"]
+    service = _all(rendered[EVERYTHING], "RayService")["full"]
+    labels = [template["metadata"]["labels"] for template in templates_of(service).values()]
+    assert any(selector.items() <= pod.items() for pod in labels)
+
+
+def test_the_services_that_routes_name_is_the_one_that_kuberay_makes(rendered: dict[str, str]) -> None:
+    ingress = _all(rendered[EVERYTHING], "Ingress")["full"]["spec"]["rules"][0]["http"]["paths"][0]["backend"]
+    route = _all(rendered[EVERYTHING], "HTTPRoute")["full"]["spec"]["rules"][0]["backendRefs"][0]
+    assert ingress["service"]["name"] == route["name"] == "full-serve-svc"
+
+
+@pytest.mark.parametrize("script", ["drain.py", "completion.py"])
+def test_scripts_are_rendered_as_they_are(rendered: dict[str, str], script: str) -> None:
+    source = (CHART / "files" / script).read_text()
+    texts = [_all(rendered["one-gpu"], "ConfigMap")["my-sluice-scripts"]["data"]["drain.py"]]
+    texts += _all(rendered["one-gpu"], "Pod")["my-sluice-test"]["spec"]["containers"][0]["command"]
+    assert any(ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)) for text in texts if "\n" in text)
+
+
+def test_notes_name_the_next_three_commands(tmp_path: Path) -> None:
+    with serve() as (_, kubeconfig):
+        (tmp_path / "kubeconfig").write_text(kubeconfig)
+        notes = Helm3().notes({}, tmp_path / "kubeconfig")
+    commands = ("kubectl -n prod wait rayservice/my-sluice", "helm -n prod test my", "kubectl -n prod port-forward")
+    assert [notes.find(command) for command in commands] == sorted(notes.find(command) for command in commands)
+    assert all(command in notes for command in commands)
+    assert "does not know RayService" not in notes, "this cluster has KubeRay"
+    assert "No API keys are set" in notes

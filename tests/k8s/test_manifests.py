@@ -1,0 +1,158 @@
+"""Every values file: both engines say the same, and what they say is what KubeRay and Kubernetes take."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.environment import serve_env
+from tests.k8s.cases import FILES, golden, values_of
+from tests.k8s.engines import Engine, Helm3, Helm4, Manifest, documents, ray_service
+from tests.k8s.operator_rules import broken_rules
+from tests.k8s.refresh import golden_text
+from tests.k8s.schemas import HIGHEST, LOWEST, errors, templates_of
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+@every_file
+def test_lint_finds_nothing(helm: Engine, file: Path) -> None:
+    assert helm.lint(values_of(file)) == []
+
+
+@every_file
+def test_both_engines_render_the_same_objects(helm4: Helm4, file: Path) -> None:
+    values = values_of(file)
+    assert documents(Helm3().render(values)) == documents(helm4.render(values))
+
+
+@every_file
+def test_the_golden_is_what_is_rendered(helm4: Helm4, file: Path) -> None:
+    """After a change that is meant: python -m tests.k8s.refresh"""
+    assert golden(file).read_text() == golden_text(helm4, file)
+
+
+@every_file
+@pytest.mark.parametrize("version", [LOWEST, HIGHEST])
+def test_kubernetes_takes_every_object(rendered: dict[str, str], file: Path, version: str) -> None:
+    found = {f"{m['kind']}/{m['metadata']['name']}": errors(m, version) for m in documents(rendered[file.stem])}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@every_file
+def test_the_operators_own_rules_hold(rendered: dict[str, str], file: Path) -> None:
+    assert broken_rules(ray_service(rendered[file.stem])) == []
+
+
+@every_file
+def test_pods_have_the_environment_of_high_throughput_mode(rendered: dict[str, str], file: Path) -> None:
+    service = ray_service(rendered[file.stem])
+    grace_s = str(values_of(file).get("drainSeconds", 3600))
+    wanted = serve_env() | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": grace_s}
+    for group, template in templates_of(service).items():
+        env = {e["name"]: e.get("value") for e in template["spec"]["containers"][0]["env"]}
+        assert wanted.items() <= env.items(), group
+
+
+@every_file
+def test_all_containers_run_without_privileges(rendered: dict[str, str], file: Path) -> None:
+    for name, pod in _pods(rendered[file.stem]).items():
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        container = pod["containers"][0]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False, name
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
+        assert not re.search(r":latest$", container["image"]), name
+        assert "memory" in container["resources"]["limits"], name
+
+
+def _pods(text: str) -> dict[str, Any]:
+    found = {group: template["spec"] for group, template in templates_of(ray_service(text)).items()}
+    for manifest in documents(text):
+        if manifest["kind"] in ("Pod", "StatefulSet"):
+            spec = manifest["spec"]
+            found[manifest["kind"]] = spec if manifest["kind"] == "Pod" else spec["template"]["spec"]
+    return found
+
+
+@every_file
+def test_no_password_or_token_stands_outside_a_secret(rendered: dict[str, str], file: Path) -> None:
+    for manifest in documents(rendered[file.stem]):
+        if manifest["kind"] != "Secret":
+            assert "not-a-secret" not in str(manifest) and "hub-token-of-nobody" not in str(manifest)
+
+
+def test_engine_pods_have_gpus_for_all_their_engines_and_others_none(rendered: dict[str, str]) -> None:
+    templates = templates_of(ray_service(rendered["everything-values"]))
+    gpus = {
+        group: t["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for group, t in templates.items()
+    }
+    assert gpus == {"head": None, "router": None, "h100": "4", "spot": "2"}
+
+
+def test_workers_drain_before_they_stop_and_have_the_time_for_it(rendered: dict[str, str]) -> None:
+    templates = templates_of(ray_service(rendered["everything-values"]))
+    for group in ("router", "h100", "spot"):
+        spec = templates[group]["spec"]
+        assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == "900"
+        assert spec["terminationGracePeriodSeconds"] > 900
+    assert "lifecycle" not in templates["head"]["spec"]["containers"][0]
+
+
+def test_sluice_and_ray_use_different_databases(rendered: dict[str, str]) -> None:
+    for text in rendered.values():
+        service = ray_service(text)
+        options = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
+        env = {e["name"]: e.get("value") for e in templates_of(service)["head"]["spec"]["containers"][0]["env"]}
+        if options:
+            assert re.fullmatch(r"rediss?://[^/]+", options["redisAddress"]), "Ray's is database 0"
+            assert re.search(r":\d+/[1-9]\d*$", env["SLUICE_REDIS_URL"])
+
+
+def test_every_mounted_volume_is_there(rendered: dict[str, str]) -> None:
+    for text in rendered.values():
+        for name, pod in _pods(text).items():
+            volumes = {volume["name"] for volume in pod.get("volumes", [])} | {"data"}
+            mounts = {mount["name"] for mount in pod["containers"][0].get("volumeMounts", [])}
+            assert mounts <= volumes, name
+
+
+MISTAKES = {
+    "a number among Ray's start parameters": (("headGroupSpec", "rayStartParams", "num-cpus"), 0, "is not of type"),
+    "an unknown autoscaler option": (("autoscalerOptions", "idleTimeout"), 60, "idleTimeout"),
+    "a misspelt field of a pod": (("headGroupSpec", "template", "spec", "restartPolicyy"), "Never", "restartPolicyy"),
+    "a group without a template": (("workerGroupSpecs", 0, "template"), None, "None is not of type"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_schemas_of_these_tests_find(rendered: dict[str, str], mistake: str) -> None:
+    path, value, message = MISTAKES[mistake]
+    service = copy.deepcopy(ray_service(rendered["everything-values"]))
+    _put(service["spec"]["rayClusterConfig"], path, value)
+    assert message in str(errors(service, HIGHEST))
+
+
+def _put(target: Any, path: tuple[Any, ...], value: object) -> None:
+    for step in path[:-1]:
+        target = target[step]
+    target[path[-1]] = value
+
+
+BROKEN: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "longer than 47": (("metadata", "name"), "a" * 48),
+    "incremental upgrade without autoscaling": (("spec", "rayClusterConfig", "enableInTreeAutoscaling"), False),
+    "minReplicas 5 > maxReplicas": (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "minReplicas"), 5),
+    "labels in rayStartParams": (("spec", "rayClusterConfig", "headGroupSpec", "rayStartParams", "labels"), "a=b"),
+    "needs autoscaler v2": (("spec", "rayClusterConfig", "autoscalerOptions", "version"), "v1"),
+    "needs Ray 2.52": (("spec", "rayClusterConfig", "rayVersion"), "2.51.0"),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_the_rules_of_these_tests_find(rendered: dict[str, str], message: str) -> None:
+    service: Manifest = copy.deepcopy(ray_service(rendered["everything-values"]))
+    _put(service, *BROKEN[message])
+    assert any(message in rule for rule in broken_rules(service))

@@ -1,0 +1,227 @@
+"""The rendered manifest at work: KubeRay's part is played here, Ray, Redis and Sluice are real.
+
+Redis starts from the rendered configuration, the head and the two groups of workers from the rendered start parameters
+and environment, and the rendered serveConfigV2 goes to the dashboard as the operator sends it. One machine stands for
+all pods, so addresses and ports are its own, and there is one proxy, the head's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import yaml
+
+from deployments.embedded_redis import find_server, free_port
+from deployments.environment import one_machine_env
+from tests.integration.application import REPOSITORY, alive, wait_until
+from tests.k8s.cases import named
+from tests.k8s.engines import Helm4, Manifest, Values, documents, start_params
+from tests.k8s.schemas import templates_of
+
+PASSWORD = "a-password.of_this~test"
+COMMANDS = Path(sys.executable).parent
+OBJECT_STORE_BYTES = 80 << 20
+
+
+def _values() -> Values:
+    """The demo with one engine, which is enough here."""
+    values = named("cpu-demo")
+    values["app"]["engine"]["replicas"] = 1
+    values["redis"]["auth"] = {"password": PASSWORD}
+    return values
+
+
+class MiniKubeRay:
+    """Does with a RayService what the operator does, on this machine."""
+
+    def __init__(self, manifests: list[Manifest], folder: Path) -> None:
+        self.service = next(m for m in manifests if m["kind"] == "RayService")
+        self.folder, self.processes = folder, dict[str, psutil.Popen]()
+        self.redis_port, self.gcs_port = free_port(), free_port()
+        self.dashboard_port, self.http_port = free_port(), free_port()
+        self._agent_ports = {name: free_port() for name in templates_of(self.service)}
+        # Not 127.0.0.1: Ray takes that for the machine's outer address.
+        self._addresses = {name: f"127.0.0.{i}" for i, name in enumerate(self._agent_ports, 2)}
+        self._local_env = one_machine_env(folder, free_port(), free_port())
+        self._redis_conf = next(m for m in manifests if m["kind"] == "ConfigMap" and "redis.conf" in m["data"])["data"]
+
+    def start_redis(self) -> None:
+        """The rendered configuration; the last of two lines for one setting counts."""
+        data = self.folder / "redis"
+        data.mkdir()
+        rendered = self._redis_conf["redis.conf"].replace("dir /data", f"dir {data}")
+        local = f"port {self.redis_port}\nbind 127.0.0.1\nrequirepass {PASSWORD}\n"
+        (data / "redis.conf").write_text(rendered + local)
+        self._start("redis", [find_server(), str(data / "redis.conf")], dict(os.environ))
+
+    def start_node(self, group: str) -> None:
+        params = start_params(self.service)[group] | self._local_params(group)
+        arguments = " ".join(f"--{name}={value}" for name, value in params.items())
+        arguments += " --head" if group == "head" else ""
+        # Through a shell, as KubeRay does: the quotes around `resources` are for it.
+        command = ["bash", "-c", f"exec ray start --block --disable-usage-stats {arguments}"]
+        self._start(group, command, self._env(group))
+        # One after the other: nodes of one machine that start at once take each other's ports.
+        started = "Ray runtime started"
+        wait_until(lambda: started in self._log(group) or self._ended(), 90, f"{group} has started")
+
+    def _local_params(self, group: str) -> dict[str, str]:
+        local = {
+            "node-ip-address": self._addresses[group],
+            "object-store-memory": str(OBJECT_STORE_BYTES),
+            "dashboard-agent-listen-port": str(self._agent_ports[group]),
+        }
+        if group != "head":
+            return local | {"address": f"{self._addresses['head']}:{self.gcs_port}"}
+        options = self.service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+        assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["key"] == "password"
+        ports = {"port": self.gcs_port, "dashboard-port": self.dashboard_port, "ray-client-server-port": free_port()}
+        head = {name: str(port) for name, port in ports.items()} | {"temp-dir": str(self.folder / "r")}
+        return local | head | {"dashboard-host": "127.0.0.1", "redis-password": PASSWORD}
+
+    def _env(self, group: str) -> dict[str, str]:
+        """The pod's, with Kubernetes' way of naming other variables, then what only this machine needs."""
+        env: dict[str, str] = {}
+        for entry in templates_of(self.service)[group]["spec"]["containers"][0]["env"]:
+            value = PASSWORD if "valueFrom" in entry else entry["value"]
+            for name, known in env.items():
+                value = value.replace(f"$({name})", known)
+            env[entry["name"]] = value
+        env["SLUICE_REDIS_URL"] = env["SLUICE_REDIS_URL"].replace(
+            "my-sluice-redis:6379", f"127.0.0.1:{self.redis_port}"
+        )
+        paths = {"PYTHONPATH": str(REPOSITORY), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
+        local = {**os.environ, **env, **self._local_env, **paths, "HF_HOME": str(self.folder / "models")}
+        local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # else nothing may join a head on loopback
+        if group == "head":
+            local |= {"RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}", "RAY_external_storage_namespace": "uid-1"}
+        return local
+
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        with (self.folder / f"{name}.log").open("ab") as output:
+            self.processes[name] = psutil.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def put_config(self) -> None:
+        config = yaml.safe_load(self.service["spec"]["serveConfigV2"])
+        config |= {"http_options": {"host": "127.0.0.1", "port": self.http_port}, "proxy_location": "HeadOnly"}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.dashboard_port}/api/serve/applications/",
+            data=json.dumps(config).encode(),
+            method="PUT",
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
+
+    def answers(self, address: str) -> bool:
+        try:
+            with urllib.request.urlopen(address, timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}/api/version"
+
+    @property
+    def health(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}/health"
+
+    def family(self, name: str) -> list[psutil.Process]:
+        process = self.processes[name]
+        return [process, *process.children(recursive=True)] if process.is_running() else []
+
+    def replicas(self, name: str) -> set[int]:
+        """Processes of Ray Serve's replicas on a node."""
+        return {p.pid for p in self.family(name) if any("ray::ServeReplica" in part for part in p.cmdline())}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to all of a node at once, as when its machine is lost."""
+        for process in (family := self.family(name)):
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(family, timeout=30)
+        # A new pod has a file system of its own.
+        (self.folder / "r/ray_current_cluster").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        everything = [process for name in self.processes for process in self.family(name)]
+        for name in self.processes:
+            _signal(self.processes[name], signal.SIGTERM)
+        psutil.wait_procs(everything, timeout=20)
+        for process in alive(everything):
+            _signal(process, signal.SIGKILL)
+
+    def wait(self, address: str, timeout_s: float, what: str) -> None:
+        try:
+            wait_until(lambda: self.answers(address) or self._ended(), timeout_s, what)
+            assert not self._ended(), f"{self._ended()} ended before {what}"
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n{self.logs()}") from late
+
+    def _log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def _ended(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
+    def logs(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        """Ended by itself."""
+
+
+@pytest.fixture
+def operator(helm4: Helm4) -> Iterator[MiniKubeRay]:
+    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
+        running = MiniKubeRay(documents(helm4.render(_values())), Path(folder))
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def _complete(operator: MiniKubeRay) -> Any:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{operator.http_port}/v1", api_key="none", timeout=60)
+    messages: Any = [{"role": "user", "content": "Name three rivers."}]
+    return client.chat.completions.create(model="sluice-demo", messages=messages, max_tokens=8).usage
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_rendered_manifest_serves_and_survives_the_loss_of_its_head(operator: MiniKubeRay) -> None:
+    operator.start_redis()
+    operator.start_node("head")
+    operator.wait(operator.dashboard, 120, "the dashboard")
+    operator.start_node("router")
+    operator.start_node("engine")
+    operator.put_config()
+    operator.wait(operator.health, 240, "the first answer")
+    assert _complete(operator).completion_tokens > 0
+    assert len(operator.replicas("engine")) == len(operator.replicas("router")) == 1, "each on pods of its own"
+    assert operator.replicas("head") == set()
+
+    operator.kill("head")
+    assert not operator.answers(operator.health), "the only proxy went with the head"
+    operator.start_node("head")
+    operator.wait(operator.health, 120, "the answer after the loss")
+    assert _complete(operator).completion_tokens > 0
+    assert len(operator.replicas("engine")) == 1, "still one engine, where engines belong"

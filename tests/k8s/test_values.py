@@ -1,0 +1,144 @@
+"""Values: the schema is complete, strict and up to date, and wrong values are refused with a message that helps."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.k8s import refresh
+from tests.k8s.cases import with_password
+from tests.k8s.engines import CHART, Engine, RefusedError, Values
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def test_the_schema_of_app_is_that_of_the_application() -> None:
+    """After a change of deployments/config.py: python -m tests.k8s.refresh"""
+    assert (CHART / "values.schema.json").read_text() == refresh.schema_text()
+
+
+def test_the_table_of_values_is_up_to_date() -> None:
+    """After a change of values.yaml or the schema: python -m tests.k8s.refresh"""
+    assert (CHART / "README.md").read_text() == refresh.table_text()
+
+
+def test_the_schema_is_draft_07() -> None:
+    assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def _objects(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _objects(part, path)
+    if isinstance(schema, dict):
+        if isinstance(schema.get("properties"), dict):
+            yield path, schema
+        for key, part in schema.items():
+            yield from _objects(part, f"{path}/{key}")
+
+
+def test_every_object_of_ours_refuses_unknown_keys() -> None:
+    """Objects that Kubernetes defines are open: it checks them itself."""
+    kubernetes = {"/definitions/envVar", "/definitions/named", "/definitions/mount"}
+    loose = {path for path, schema in _objects(SCHEMA) if schema.get("additionalProperties") is not False}
+    assert loose <= kubernetes
+
+
+def test_every_value_is_described() -> None:
+    for path, schema in _objects(SCHEMA):
+        for name, value in schema["properties"].items():
+            assert value.get("description") or "$ref" in value, f"{path}/{name}"
+
+
+def test_every_default_is_in_the_schema_and_every_value_in_the_table() -> None:
+    table = (CHART / "README.md").read_text()
+    jsonschema.Draft7Validator(SCHEMA).validate(DEFAULTS)
+    for name in SCHEMA["properties"]:
+        assert re.search(rf"^\| {name}\b", table, re.MULTILINE), name
+    assert set(SCHEMA["properties"]) - set(DEFAULTS) == {"global"}, "values.yaml shows all"
+
+
+GPU = {"name": "gpu", "replicas": 1, "resources": {}}
+REFUSED: dict[str, tuple[Values, str]] = {
+    "an unknown value": ({"imagee": {}}, "imagee"),
+    "an unknown setting of the application": ({"app": {"model": "demo", "engin": {}}}, "engin"),
+    "a setting with a typo, deep down": ({"app": {"engine": {"drain_timeout": 3}}}, "drain_timeout"),
+    "a setting that the chart makes": ({"app": {"engine": {"num_gpus": 1}}}, "num_gpus"),
+    "a Redis URL in the application": ({"app": {"redis_url": "redis://x"}}, "redis_url"),
+    "a key in the clear": ({"auth": {"apiKeys": {"entries": [{"name": "a", "key": "sk-1"}]}}}, "key"),
+    "text for a number": ({"gpusPerEngine": "1"}, "gpusPerEngine"),
+    "no such mode of Redis": ({"redis": {"mode": "cluster"}}, "mode"),
+    "Ray's database": ({"redis": {"database": 0}}, "database"),
+    "a password that no URL can hold": ({"redis": {"auth": {"password": "p@ss/word"}}}, "password"),
+    "an environment variable that is a number": ({"extraEnv": [{"name": "A", "value": 1}]}, "value"),
+    "a broken digest": ({"image": {"digest": "sha256:abc"}}, "digest"),
+    "a group without resources": ({"engineGroups": [{"name": "gpu", "replicas": 1}]}, "resources"),
+    "a name with capitals": ({"fullnameOverride": "Sluice"}, "fullnameOverride"),
+    "no Redis with engine pods": ({"redis": {"mode": "none"}}, "set engineGroups to []"),
+    "no engines": ({"engineGroups": []}, "name at least one group"),
+    "two groups of one name": ({"engineGroups": [GPU, GPU]}, '"gpu" is taken'),
+    "a group named router": ({"engineGroups": [{**GPU, "name": "router"}]}, '"router" is taken'),
+    "a range upside down": (
+        {"autoscaler": {"enabled": True}, "engineGroups": [{**GPU, "minReplicas": 3, "maxReplicas": 2}]},
+        "group gpu: minReplicas (3) is above maxReplicas (2)",
+    ),
+    "more engines than room": (
+        {"app": {"engine": {"replicas": 3}}},
+        "asks for up to 3 engine replicas, and there is room for 1",
+    ),
+    "more engines of classes than room": ({"app": {"classes": {"a": {"own_replicas": 1}}}}, "up to 2 engine replicas"),
+    "more routers than CPUs": ({"app": {"router": {"replicas": 2}}}, "asks for 2 CPUs"),
+    "external Redis nowhere": ({"redis": {"mode": "external"}}, "set redis.external.host"),
+    "two Redis passwords": ({"redis": {"auth": {"password": "a", "existingSecret": "b"}}}, "not both"),
+    "internal TLS without certificates": ({"redis": {"tls": {"enabled": True}}}, "ca.crt, tls.crt and tls.key"),
+    "a user of the internal Redis": ({"redis": {"auth": {"username": "me"}}}, "for redis.mode external"),
+    "a user without a password": (
+        {"redis": {"mode": "external", "external": {"host": "h"}, "auth": {"username": "me"}}},
+        "goes with redis.auth.password",
+    ),
+    "two sources of keys": (
+        {"auth": {"apiKeys": {"existingSecret": "a", "entries": [{"name": "a", "sha256": "0" * 64}]}}},
+        "entries or existingSecret",
+    ),
+    "two hub tokens": ({"huggingface": {"token": "a", "existingSecret": "b"}}, "token or existingSecret"),
+    "less time than a drain takes": ({"drainSeconds": 60}, "is above drainSeconds (60)"),
+    "an incremental upgrade without the autoscaler": (
+        {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        "needs autoscaler.enabled",
+    ),
+    "an incremental upgrade without a gateway": (
+        {"autoscaler": {"enabled": True}, "upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        "needs upgrade.gatewayClassName",
+    ),
+    "steps above the surge": (
+        {
+            "autoscaler": {"enabled": True},
+            "upgrade": {
+                "type": "NewClusterWithIncrementalUpgrade",
+                "gatewayClassName": "istio",
+                "stepSizePercent": 50,
+                "maxSurgePercent": 20,
+            },
+        },
+        "stepSizePercent (50) is above upgrade.maxSurgePercent (20)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_both_engines_refuse(helm: Engine, mistake: str) -> None:
+    values, message = REFUSED[mistake]
+    with pytest.raises(RefusedError, match=re.escape(message)):
+        helm.render(values)
+
+
+def test_a_long_release_name_is_refused_with_the_way_out(helm: Engine) -> None:
+    values = with_password({"fullnameOverride": "a" * 48})
+    with pytest.raises(RefusedError, match="fullnameOverride"):
+        helm.render(values)
