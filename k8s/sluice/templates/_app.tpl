@@ -5,7 +5,9 @@
 {{- $_ := set $args "name" (include "sluice.fullname" .) -}}
 {{- end -}}
 {{- $place := dict "num_gpus" .Values.gpusPerEngine "num_cpus" 0 "resources" (dict "sluice_engine" 1) -}}
-{{- $_ := set $args "engine" (merge $place ($args.engine | default dict)) -}}
+{{- range $model := prepend ($args.more_models | default list) $args -}}
+{{- $_ := set $model "engine" (merge (deepCopy $place) ($model.engine | default dict)) -}}
+{{- end -}}
 {{- if include "sluice.apiKeysSecret" . -}}
 {{- $_ := set $args "keys" (merge (dict "file" "/etc/sluice/keys/keys.yaml") ($args.keys | default dict)) -}}
 {{- end -}}

@@ -67,9 +67,14 @@
 {{- if gt (float64 $drain) (float64 .Values.drainSeconds) -}}
 {{- fail (printf "app.engine.drain_timeout_s (%v, 3600 if it is not set) is above drainSeconds (%v), after which pods are killed: lower the one or raise the other" $drain .Values.drainSeconds) -}}
 {{- end -}}
-{{- $needed := dig "engine" "autoscaling" "max_replicas" (dig "engine" "replicas" 1 .Values.app) .Values.app | int -}}
+{{- $own := 0 -}}
 {{- range $class := .Values.app.classes -}}
-{{- $needed = add $needed ($class.own_replicas | default 0 | int) -}}
+{{- $own = add $own ($class.own_replicas | default 0 | int) -}}
+{{- end -}}
+{{- $needed := 0 -}}
+{{- range $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- $shared := dig "engine" "autoscaling" "max_replicas" (dig "engine" "replicas" 1 $model) $model | int -}}
+{{- $needed = add $needed $shared $own -}}
 {{- end -}}
 {{- $room := ternary (int .Values.head.enginesPerPod) 0 (eq .Values.redis.mode "none") -}}
 {{- range $group := .Values.engineGroups -}}
