@@ -17,8 +17,8 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 test: venv check ## check and test everything
 	$(BIN)/python -m pytest tests/ --durations=15
 
-test-unit: venv ## the fast tests: no Ray, no engine
-	$(BIN)/python -m pytest tests/ --ignore=tests/integration --hypothesis-profile=quick -m "not slow"
+test-unit: venv ## the fast tests: no Ray, no engine, no chart
+	$(BIN)/python -m pytest tests/ --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow" --durations=15
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .
