@@ -62,12 +62,16 @@ async def ticket_delay(rate: float, seconds: float, router: RigRouter) -> Figure
     return {"ticket p50 ms": percentile(delays, 0.5) * 1e3, "ticket p99 ms": percentile(delays, 0.99) * 1e3}
 
 
+async def _redis_bytes(router: RigRouter) -> int:
+    return int((await router.store._redis.info("memory"))["used_memory"])
+
+
 async def queued(number: int, redis_pid: int, router: RigRouter) -> Figures:
     """Cost of one more ticket, and of taking it back, while `number` wait for a replica that is not there."""
     server = psutil.Process(redis_pid)
-    memory = psutil.Process().memory_info().rss, server.memory_info().rss
+    memory = psutil.Process().memory_info().rss, await _redis_bytes(router)
     waiting = [await router.submit(1) for _ in range(number)]
-    grown = psutil.Process().memory_info().rss - memory[0], server.memory_info().rss - memory[1]
+    grown = psutil.Process().memory_info().rss - memory[0], await _redis_bytes(router) - memory[1]
     times, before_cpu_s, before_redis = [], cpu_s(), sum(server.cpu_times()[:2])
     for _ in range(200):
         before_s = time.perf_counter()

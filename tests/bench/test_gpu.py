@@ -7,6 +7,8 @@ import pytest
 
 from bench.gpu import Part, main, parts, run, write_model
 
+pytestmark = pytest.mark.slow
+
 
 def options(out: Path) -> argparse.Namespace:
     return argparse.Namespace(sizes=["0.6b", "8b"], repeats=3, out=out)

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from deployments.demo_model import answers, dialogues, loops, training
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 MODEL = Path(training.__file__).parent
 LOADED_FILES = (
     "README.md",

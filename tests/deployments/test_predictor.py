@@ -9,6 +9,8 @@ from deployments.predictor import RemoteScorer, learned_predictor, local_batcher
 from policies.errors import AdmissionError, ConfigError, PredictorError
 from predictor.learned import Question
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 SECTION = PredictorSection(kind="bert", deadline_s=30.0, dtype="float32")
 
 

@@ -284,6 +284,7 @@ async def test_a_stranger_without_the_secret_is_refused(replica: Replica) -> Non
         await ReplicaConnection.open(forged, router_id="a", engine_version="fake-1")
 
 
+@pytest.mark.slow
 async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace() -> None:
     store = RedisStateStore(connect(f"redis://127.0.0.1:{free_port()}/0"), "nowhere")
     replica = Replica(store)

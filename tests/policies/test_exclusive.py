@@ -86,6 +86,7 @@ def tokens_per_s(results: list[StepResult]) -> float:
     return sum(r.scheduled_tokens for r in results) / sum(r.step_s for r in results)
 
 
+@pytest.mark.slow
 class TestPhases:
     def test_no_step_of_exclusive_batching_mixes_prefill_and_decode(self) -> None:
         engine = saturated(ToyEngine(exclusive(), make_times(), slots=32, total_blocks=300), count=200)
@@ -271,6 +272,7 @@ CONTENDED = make_times(prefill_overhead_s=0.01, interference_s=3e-4)
 FREE = make_times(prefill_overhead_s=0.03)
 
 
+@pytest.mark.slow
 class TestAuto:
     @pytest.mark.parametrize("prior", [True, False])
     def test_it_takes_turns_where_mixing_is_dear(self, prior: bool) -> None:

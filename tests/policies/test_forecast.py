@@ -207,6 +207,7 @@ def fresh(jobs: list[Job]) -> list[Job]:
     ]
 
 
+@pytest.mark.slow
 class TestInAnEngine:
     def test_it_preempts_seldom_and_is_faster_than_filling_the_slots_and_than_equation_12(self) -> None:
         jobs = random_jobs(600, prompt=(50, 150), mean_output=200, seed=3)

@@ -106,6 +106,7 @@ class TestPhaseThreshold:
             phase_threshold(c)
 
 
+@pytest.mark.slow
 class TestIfrCorrection:
     def test_it_is_the_papers_first_order_term(self) -> None:
         theta, p0, eta, cost = 0.2, 0.01, 1e-6, 0.5
@@ -310,6 +311,7 @@ class TestMaxBatchSizeExclusive:
         assert found == pytest.approx(1000, abs=1)
 
 
+@pytest.mark.slow
 class TestCrossover:
     @pytest.mark.parametrize(
         ("slots", "mixed_overhead_s", "ratio"),

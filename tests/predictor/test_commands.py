@@ -9,6 +9,8 @@ import pytest
 from deployments import cli
 from predictor.commands import training_config
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 
 def test_a_predictor_is_trained_and_judged_from_the_command_line(
     real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

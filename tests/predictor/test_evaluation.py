@@ -6,6 +6,8 @@ from predictor.calibration import CalibratorConfig, fit_curve
 from predictor.evaluation import Judgement, as_table, ceilings, confusion, evaluate, metrics, rank_correlation
 from predictor.samples import Sample
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 
 def judged(actual: list[float], predicted: list[float]) -> Judgement:
     a, p = np.array(actual), np.array(predicted)

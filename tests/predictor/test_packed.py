@@ -11,6 +11,8 @@ from predictor.packed import pack_tokens, token_batches
 from predictor.samples import Sample
 from predictor.tokens import PromptTokenizer
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 
 def one_by_one(encoder: Encoder, prompts: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():

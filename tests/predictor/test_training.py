@@ -13,6 +13,8 @@ from predictor.evaluation import evaluate, metrics
 from predictor.samples import Sample, split_by_prompt
 from predictor.training import STATE_FILE, Training, TrainingConfig
 
+pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
+
 HEAD_ONLY: dict[str, Any] = {"layers": 1, "adapter_rank": 0, "epochs": 12, "patience": 12, "head_learning_rate": 3e-3}
 
 

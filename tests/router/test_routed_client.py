@@ -385,6 +385,7 @@ async def test_a_spent_quota_is_refused_with_the_time_of_the_next_try(service: S
     await service.finish(answers)
 
 
+@pytest.mark.slow
 async def test_a_replica_of_measured_half_speed_gets_less(service: Service) -> None:
     slow = await service.replica(slots=64, step_s=0.02, step_times=STEP_TIMES)
     fast = await service.replica(slots=64, step_s=0.005, step_times=STEP_TIMES)
@@ -595,6 +596,7 @@ async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Serv
     await victim.relay.drain()
 
 
+@pytest.mark.slow
 async def test_a_replica_that_hangs_is_left_after_its_silence(service: Service) -> None:
     victim = await service.replica()
     front_end = await service.front_end(silence_s=0.5)
@@ -886,6 +888,7 @@ async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate) -> N
     await service.close()
 
 
+@pytest.mark.slow
 async def test_without_redis_a_new_request_is_refused_in_words() -> None:
     server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     service = Service(server.url)
@@ -899,6 +902,7 @@ async def test_without_redis_a_new_request_is_refused_in_words() -> None:
     await service.close()
 
 
+@pytest.mark.slow
 async def test_a_redis_that_stands_still_for_a_while_doubles_nothing(redis_url: str, service: Service) -> None:
     replica, front_end = await service.replica(slots=4, lease_s=3600.0), await service.front_end()
     admin = connect(redis_url)

@@ -24,6 +24,8 @@ from simulator.router import RouterConfig
 from simulator.workload import Workload, length_law, poisson, synthetic
 from tests.toy_engine import check_plan
 
+pytestmark = pytest.mark.slow
+
 TIMES = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
     decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4, kv_s=5e-8),

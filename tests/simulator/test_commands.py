@@ -14,6 +14,8 @@ from simulator.metrics import GapHistogram
 from simulator.presets import FEATURES
 from simulator.report import Target, parse_target
 
+pytestmark = pytest.mark.slow
+
 FEW = ("--requests", "60", "--arrivals", "poisson:20")
 
 
