@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -92,7 +92,7 @@ class SluiceScheduler(AsyncScheduler):
         self.settings = settings
         if policy is not None:
             self.__class__ = _PlannedScheduler
-            self._plan_by(policy)
+            cast(_PlannedScheduler, self)._plan_by(policy)
         elif self._policy is not None:
             self._policy = None
             self.__class__ = SluiceScheduler
@@ -103,9 +103,6 @@ class SluiceScheduler(AsyncScheduler):
     def _phases_work(self) -> bool:
         """Data-parallel ranks step together, and a KV connector admits in every step: neither goes with phases."""
         return self.parallel_config.data_parallel_size == 1 and self.connector is None
-
-    def _plan_by(self, policy: Auto) -> None:
-        raise NotImplementedError
 
     def _requeue(self, queue: Any) -> None:
         for request in self.waiting:
