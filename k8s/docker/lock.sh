@@ -5,7 +5,7 @@
 # index of PyTorch's (UV_EXTRA_INDEX_URL) or a folder (UV_FIND_LINKS).
 set -eu
 resolve() {
-    "$uv" pip compile pyproject.toml --extra predictor --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    "$uv" pip compile pyproject.toml --extra predictor --extra nixl --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
         --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet "$@" >/dev/null
 }
 uv=$1
