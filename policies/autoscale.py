@@ -8,6 +8,7 @@ Delays against thrash are the driver's (Ray Serve holds a decision until it has 
 treats the number of replicas.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
@@ -62,3 +63,33 @@ class ReplicasForWork:
         for_slots = (state.running + state.waiting) / (self.config.slot_use * slots_each)
         for_queue = state.waiting_s * state.slowness / self.config.max_queue_s
         return max(self.config.min_replicas, ceil(max(for_slots, for_queue) - 1e-9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasForCpuConfig:
+    """What is enough for routers, each of which has one event loop and so about one core.
+
+    Attributes:
+        cpu_use: cores that one should use on average, below 1 for room to take a burst.
+        min_replicas: never fewer.
+
+    Raises:
+        ConfigError: cpu_use is not between 0 and 1, or min_replicas below 1.
+    """
+
+    cpu_use: float = 0.6
+    min_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        require_probability(self, "cpu_use")
+        require_at_least(1, self, "min_replicas")
+
+
+class ReplicasForCpu:
+    """The cores in use by all, over what one should use."""
+
+    def __init__(self, config: ReplicasForCpuConfig) -> None:
+        self.config = config
+
+    def choose(self, cores: Iterable[float]) -> int:
+        return max(self.config.min_replicas, ceil(sum(cores) / self.config.cpu_use - 1e-9))

@@ -5,6 +5,7 @@ SluiceError
 ├── InputError         (also ValueError)  a value handed to a function is out of its domain
 ├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
 ├── ReplicaLostError                      an engine replica went away with requests on board
+├── EngineCallError                       an engine refused a control call
 ├── PredictorError                        the learned length predictor cannot be reached or has failed
 ├── StateStoreError                       the shared state (Redis) cannot be read or written
 └── ProtocolError                         a peer sent something the wire format does not allow
@@ -37,6 +38,10 @@ class AdmissionError(SluiceError):
 
 class ReplicaLostError(SluiceError):
     """An engine replica stopped answering while it held requests."""
+
+
+class EngineCallError(SluiceError):
+    """An engine replica refused a control call, as one to load an adapter; the message is the engine's own."""
 
 
 class PredictorError(SluiceError):

@@ -424,7 +424,7 @@ class LengthStatistics:
     @property
     def completed(self) -> int:
         """Completions in all windows."""
-        return sum(window.count for window in self._windows)
+        return sum([window.count for window in self._windows])
 
     def observe(self, finished: Sequence[FinishedRequest], step: int | None = None) -> None:
         """Remember departures.

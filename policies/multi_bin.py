@@ -69,6 +69,8 @@ class MultiBinConfig:
 
     Attributes:
         bins: k. Two to four suffice with a predictor: the paper's own gained 8 % at four (appendix C.1).
+        seconds_per_token: of a gang batch's answer. With it ``bins`` is the most, and every refit takes as many as pay
+            at the rate at which requests finished since the last (`bins_for_load`); None keeps ``bins``.
         batch_size: size of a gang batch, for the "optimal" rule and the prior's edges.
         rule: how a refit cuts: "optimal" (least expected batch maximum), "equal_mass" (as the paper), "fixed" (never).
         initial_edges: bins + 1 ascending edges to start with; None takes `exponential_edges` at the prior's mean.
@@ -82,6 +84,7 @@ class MultiBinConfig:
     """
 
     bins: int = 4
+    seconds_per_token: float | None = None
     batch_size: int = 8
     rule: EdgeRule = "optimal"
     initial_edges: tuple[float, ...] | None = None
@@ -93,6 +96,8 @@ class MultiBinConfig:
         require_at_least(1, self, "bins", "batch_size", "window_requests", "refit_every")
         require_one_of(get_args(EdgeRule), self, "rule")
         require_positive(self, "prior_mean_tokens")
+        if self.seconds_per_token is not None:
+            require_positive(self, "seconds_per_token")
         if self.initial_edges is not None and not _fits(self.initial_edges, self.bins):
             raise ConfigError(f"initial_edges must be {self.bins + 1} ascending numbers, got {self.initial_edges}")
 
@@ -137,11 +142,13 @@ class MultiBin:
         self._recent = _RecentLengths(config.window_requests)
         self._recent_of_class: dict[str | None, _RecentLengths] = {}
         self._since_refit = 0
+        self._now_s: float | None = None
+        self._refit_s: float | None = None
         self.adopt(config.initial_edges or self._prior_edges())
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """The bins + 1 edges in force, ascending, in tokens."""
+        """The edges in force, one more than bins, ascending, in tokens."""
         return self._edges
 
     def assign(self, predicted_output_tokens: float | None, *, slo_class: str | None = None) -> int:
@@ -156,7 +163,13 @@ class MultiBin:
 
     def _median_bin(self, slo_class: str | None) -> int:
         recent = self._recent_of_class.get(slo_class, self._recent)
-        return bisect_right(self._inner, recent.median()) if recent.ascending else (self.config.bins - 1) // 2
+        return bisect_right(self._inner, recent.median()) if recent.ascending else (len(self._edges) - 2) // 2
+
+    def note_time(self, now_s: float) -> None:
+        """At which what is observed next finished, on one clock: the load is told by it."""
+        self._now_s = now_s
+        if self._refit_s is None:
+            self._refit_s = now_s
 
     def observe(self, output_tokens: float, *, slo_class: str | None = None) -> None:
         """Take note of a finished request's true length; may refit.
@@ -176,28 +189,47 @@ class MultiBin:
 
     def refit(self) -> tuple[float, ...]:
         """Cut the window anew by the configured rule; without samples, or with fixed edges, nothing changes."""
-        self._since_refit = 0
+        finished, self._since_refit = self._since_refit, 0
         if self._recent.ascending and self.config.rule != "fixed":
-            self.adopt(self._fitted())
+            self.adopt(self._fitted(self._bins_that_pay(finished)))
+        self._refit_s = self._now_s
         return self._edges
+
+    def _bins_that_pay(self, finished: int) -> int:
+        """At the rate of what finished since the last refit; as many as now while that is not known."""
+        config = self.config
+        if config.seconds_per_token is None:
+            return config.bins
+        if self._now_s is None or self._refit_s is None or self._now_s <= self._refit_s or not finished:
+            return len(self._edges) - 1
+        per_token_time = config.seconds_per_token * finished / (self._now_s - self._refit_s)
+        return bins_for_load(per_token_time, config.batch_size, self._recent.ascending, max_bins=config.bins)
 
     def _prior_edges(self) -> FloatArray:
         return exponential_edges(self.config.bins, 1.0 / self.config.prior_mean_tokens, self.config.batch_size)
 
-    def _fitted(self) -> FloatArray:
+    def _fitted(self, bins: int) -> FloatArray:
         config, sample = self.config, self._recent.ascending
         if config.rule == "equal_mass":
-            return equal_mass_edges(sample, config.bins)
-        return optimal_edges(sample, config.bins, config.batch_size, resolution=_REFIT_RESOLUTION)
+            return equal_mass_edges(sample, bins)
+        return optimal_edges(sample, bins, config.batch_size, resolution=_REFIT_RESOLUTION)
+
+    def fits(self, edges: Sequence[float]) -> bool:
+        """Whether these may be in force here: of ``bins`` bins, or where their number follows the load of fewer."""
+        bins = len(edges) - 1
+        is_count = bins == self.config.bins or (
+            self.config.seconds_per_token is not None and 1 <= bins < self.config.bins
+        )
+        return is_count and _fits(edges, bins)
 
     def adopt(self, edges: Iterable[float]) -> None:
         """Put edges in force that another router fitted.
 
         Raises:
-            InputError: they are not bins + 1 ascending numbers.
+            InputError: they do not fit.
         """
         adopted = tuple(float(edge) for edge in edges)
-        if not _fits(adopted, self.config.bins):
+        if not self.fits(adopted):
             raise InputError(f"edges must be {self.config.bins + 1} ascending numbers, got {adopted}")
         self._edges = adopted
         self._inner = adopted[1:-1]

@@ -4,6 +4,9 @@ A batch is taken when the model is free: what came while it was busy, up to the 
 for company when it was idle. Callers have deadlines and something else to turn to, so an overload must not make
 everybody late: the newest prompts go first, what has waited for max_age_s is given up, and what comes beyond
 max_waiting is refused at once.
+
+The budget follows the machine: a batch longer than half of max_age_s makes nearly all in it late, for most came while
+the one before was running. It shrinks after each such batch, and grows after full ones that were quick.
 """
 
 import asyncio
@@ -17,15 +20,18 @@ from policies.checks import require_at_least
 from policies.errors import AdmissionError, PredictorError
 from policies.types import FloatArray
 
+FIRST_BATCH_TOKENS, LEAST_BATCH_TOKENS = 512, 32
+SHRINKS, GROWS = 0.8, 1.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
     """Attributes: tokens and seconds that a batch is gathered for; how long and how many prompts may wait; scores kept.
 
-    On two CPU cores 512 tokens take some 25 ms, and larger batches are hardly faster for each prompt.
+    max_batch_tokens bounds the budget, which begins at FIRST_BATCH_TOKENS if that is less.
     """
 
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = 4096
     max_wait_s: float = 0.002
     max_age_s: float = 0.015
     max_waiting: int = 256
@@ -71,7 +77,13 @@ class Batcher:
         self._running: dict[bytes, asyncio.Future[float]] = {}
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._worker: asyncio.Task[None] | None = None
+        self._budget_tokens = float(min(FIRST_BATCH_TOKENS, self._config.max_batch_tokens))
         self.counts = BatchingCounts()
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens of the next batch, at most; one prompt is always taken."""
+        return int(self._budget_tokens)
 
     async def score(self, prompt: str) -> float:
         """The prompt's score; identical prompts share one place in the queue.
@@ -123,7 +135,7 @@ class Batcher:
         tokens = 0
         for entry in reversed(self._waiting.values()):
             tokens += len(entry.token_ids)
-            if batch and tokens > self._config.max_batch_tokens:
+            if batch and tokens > self._budget_tokens:
                 break
             batch.append(entry)
         for entry in batch:
@@ -145,6 +157,7 @@ class Batcher:
         self.counts.batched_prompts += len(batch)
         self._running = {entry.key: entry.score for entry in batch}
         prompts = [entry.token_ids for entry in batch]
+        started_s = asyncio.get_running_loop().time()
         try:
             scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, prompts)
         except Exception as error:
@@ -156,6 +169,14 @@ class Batcher:
                 self._remember(entry.key, score)
         finally:
             self._running = {}
+            self._follow(asyncio.get_running_loop().time() - started_s)
+
+    def _follow(self, batch_s: float) -> None:
+        """Let the budget follow what a batch took; one that left nobody waiting says nothing about larger ones."""
+        if batch_s > 0.5 * self._config.max_age_s:
+            self._budget_tokens = max(min(LEAST_BATCH_TOKENS, self._budget_tokens), SHRINKS * self._budget_tokens)
+        elif self._waiting:
+            self._budget_tokens = min(float(self._config.max_batch_tokens), GROWS * self._budget_tokens)
 
     def _remember(self, key: bytes, score: float) -> None:
         self._cache[key] = score

@@ -185,15 +185,19 @@ class Calibrator:
     def predict(self, score: float) -> LengthPrediction:
         return self.curve.predict(score)
 
-    def observe(self, score: float, output_tokens: float, is_cut: bool) -> None:
-        """Take note of a finished request; a cut one would have been longer."""
-        self._finished.append((score, output_tokens, is_cut))
-        self._unfitted += 1
+    def observe(self, finished: Iterable[tuple[float, float, bool]]) -> None:
+        """Take note of finished requests, as (score, output_tokens, is_cut); a cut one would have been longer.
+
+        However many they are, they lead to one fit at most.
+        """
+        for one in finished:
+            self._finished.append(one)
+            self._unfitted += 1
         if self._unfitted >= self._config.refit_every:
             self._refit()
 
     def observe_all(self, finished: Iterable[tuple[float, float, bool]]) -> None:
-        """Many at once, as (score, output_tokens, is_cut), with one fit at the end."""
+        """The same, with a fit at the end in any case."""
         self._finished.extend(finished)
         self._refit()
 

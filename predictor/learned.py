@@ -1,7 +1,8 @@
 """What is foreseen of a request: the learned predictor's word, a client's hint or a limit, each while it proves right.
 
 A driver: it asks the scorer (with a deadline), turns the score into tokens by the curve of the served model and, once
-that one has seen enough, of its system prompt, and lets `policies.drift` decide who is believed:
+that one has seen enough, of its system prompt, and lets `policies.drift` decide who is believed. Curves learn from what
+all routers share (`scored`, `learn`); who is believed each router judges by the requests that it served itself:
 
 * the learned predictor against the histogram of the class, for each model and class; believed until it does worse;
 * a client's expected tokens, and the request's own limit on tokens, against what would be used without them, for each
@@ -11,10 +12,11 @@ What is not believed is still asked and judged, so that it can return. Everythin
 lately goes first.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from hashlib import blake2b
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from policies.checks import require_at_least
 from policies.drift import Accuracy, DriftConfig, DriftSwitch, Judged
@@ -34,7 +36,7 @@ class Question:
 
     Attributes:
         prompt: its text, without the system prompt.
-        system_prompt: or any other name of what asks; requests that share one share a curve.
+        system_prompt: its name (`predictor.conversation`), not its text; requests that share one share a curve.
         key: who asks, as it is told apart for hints; "" for nobody in particular.
         hinted_tokens: what the client expects.
         max_output_tokens: the request's own limit.
@@ -63,6 +65,21 @@ class Foresight:
     source: Source | None
     score: float | None
     learned: LengthPrediction | None
+
+
+class Scored(NamedTuple):
+    """A finished request as the curves of every router learn from it.
+
+    Attributes:
+        scale: of the checkpoint that gave the score; a score means nothing to another one.
+    """
+
+    scale: str
+    model: str
+    system_prompt: str
+    score: float
+    output_tokens: int
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,7 @@ class LearnedPredictor:
     def __init__(self, asking: Asking, prior: Curve, config: LearnedConfig | None = None) -> None:
         chosen = config or LearnedConfig()
         self.asking = asking
+        self._scale = blake2b(repr(prior).encode(), digest_size=8).hexdigest()
         self._curves: Kept[tuple[str, ...], Calibrator] = Kept(
             chosen.max_curves, lambda: Calibrator(prior, chosen.calibrator)
         )
@@ -145,7 +163,7 @@ class LearnedPredictor:
         histogram: LengthPrediction | None,
         bin_of: Callable[[float], int],
     ) -> None:
-        """Take note of a finished request.
+        """Judge what was foreseen of a request that is finished.
 
         Args:
             is_cut: it ended at its limit and would have been longer.
@@ -153,9 +171,6 @@ class LearnedPredictor:
             bin_of: the bin of so many predicted tokens.
         """
         question = foresight.question
-        if foresight.score is not None:
-            self._curves[question.model,].observe(foresight.score, output_tokens, is_cut)
-            self._curves[question.model, question.system_prompt].observe(foresight.score, output_tokens, is_cut)
         reference = histogram
         if foresight.learned is not None and histogram is not None and not is_cut:
             switch = self._learned[question.model, question.slo_class]
@@ -163,6 +178,24 @@ class LearnedPredictor:
             reference = foresight.learned if switch.is_on else histogram
         if reference is not None:
             self._judge_claims(question, reference, output_tokens, bin_of)
+
+    def scored(self, foresight: Foresight, output_tokens: int, is_cut: bool) -> Scored | None:
+        """What all routers' curves are to learn from it; None when it got no score in time."""
+        if foresight.score is None:
+            return None
+        asked = foresight.question
+        return Scored(self._scale, asked.model, asked.system_prompt, foresight.score, output_tokens, is_cut)
+
+    def learn(self, finished: Iterable[Scored]) -> None:
+        """Take note of requests that this router or another one finished; those of another checkpoint teach nothing."""
+        of_curve: defaultdict[tuple[str, ...], list[tuple[float, float, bool]]] = defaultdict(list)
+        for scored in finished:
+            if scored.scale == self._scale:
+                one = (scored.score, float(scored.output_tokens), scored.is_cut)
+                of_curve[scored.model,].append(one)
+                of_curve[scored.model, scored.system_prompt].append(one)
+        for key, taken in of_curve.items():
+            self._curves[key].observe(taken)
 
     def _judge_claims(
         self, question: Question, reference: LengthPrediction, output_tokens: int, bin_of: Callable[[float], int]

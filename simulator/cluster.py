@@ -11,6 +11,7 @@ from typing import Any
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.order import Order
 from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig
 from policies.registry import Family, build, kinds
 from policies.types import BatchPolicy, StepTimes
@@ -126,10 +127,11 @@ class Source:
         return self.ended < len(self._requests)
 
 
-def new_router(config: ClusterConfig) -> Router:
+def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
+    """``order`` in the place of the configured one."""
     return Router(
         config.router,
-        order=build(config.order, **config.order_settings),
+        order=order or build(config.order, **config.order_settings),
         placement=build(config.placement),
         work=LeastOutstandingWork(LeastOutstandingWorkConfig()),
         step_times=config.times,

@@ -5,18 +5,19 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from policies.errors import ConfigError, InputError
+from policies.prefill_decode import PrefillDecodeConfig, TransferTimes
 from simulator import plots
 from simulator.cluster import ClusterConfig, Run, run
-from simulator.disaggregated import TransferConfig, run_disaggregated
+from simulator.disaggregated import PoolsConfig, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_names, engine_profile
-from simulator.planner import PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
+from simulator.planner import PLANNED, PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
 from simulator.report import Target, parse_target, summary, table
@@ -57,12 +58,15 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     one.add_argument("--order", help="another order of the queue, such as fcfs")
     one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
     one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
-    one.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="between the pools (default: %(default)s)")
-    one.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
+    one.add_argument(
+        "--split", choices=("always", "auto"), default="always", help="which requests go there (default: %(default)s)"
+    )
     one.add_argument("--list-engines", action="store_true", help="list the engines that are built in, and end")
     plan = _command(commands, "plan", "which replicas, and what does each feature add?", _PLAN_EPILOG)
     plan.add_argument("--replicas", default="1,2,4", help="counts to try (default: %(default)s)")
-    plan.add_argument("--systems", default=",".join(SYSTEMS), help="systems to try (default: %(default)s)")
+    plan.add_argument(
+        "--systems", default=",".join(PLANNED), help="systems to try; split is sluice with P/D pools (%(default)s)"
+    )
     plan.add_argument("--load", default="1", help="factors on the arrival rate (default: %(default)s)")
     plan.add_argument("--price", action="append", default=[], metavar="ENGINE=PRICE", help="per replica (default: 1)")
     plan.add_argument("--attainment", type=float, default=0.95, help="share that must meet the target (default: 0.95)")
@@ -97,6 +101,8 @@ def _command(
     engine.add_argument("--engine", action="append", default=[], help=f"name or file (default: {DEFAULT_ENGINE})")
     engine.add_argument("--slots", type=int, default=256, help="max_num_seqs (default: %(default)s)")
     engine.add_argument("--max-batch-tokens", type=int, default=8192, help="per step (default: %(default)s)")
+    engine.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="of KV between pools (%(default)s)")
+    engine.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
     engine.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")
     output = command.add_argument_group("output")
     output.add_argument("--json", type=Path, help="write all numbers here")
@@ -135,13 +141,25 @@ def _run(
 ) -> Run:
     if options.prefill_replicas is None:
         return run(config, workload, on_progress)
-    if config.clients is not None or options.transfer_gb_per_s <= 0:
-        raise ConfigError("--prefill-replicas goes with arrival times, not --clients, and a positive transfer rate")
-    transfer = TransferConfig(
+    if config.clients is not None:
+        raise ConfigError("--prefill-replicas goes with arrival times, not --clients")
+    pools = PoolsConfig(
         prefill_replicas=options.prefill_replicas,
-        s_per_token=options.kv_bytes_per_token / (options.transfer_gb_per_s * 1e9),
+        split=_split(options, options.split, 1 if options.split == "always" else 256),
+        itl_targets_s={name: target.tpot_s for name, target in _targets(options).items()},
     )
-    return run_disaggregated(config, transfer, workload, on_progress)
+    return run_disaggregated(config, pools, workload, on_progress)
+
+
+def _split(options: argparse.Namespace, mode: Literal["always", "auto"], min_prompt_tokens: int) -> PrefillDecodeConfig:
+    if options.transfer_gb_per_s <= 0:
+        raise ConfigError(f"--transfer-gb-per-s must be positive, got {options.transfer_gb_per_s}")
+    return PrefillDecodeConfig(
+        mode=mode,
+        min_prompt_tokens=min_prompt_tokens,
+        max_batch_tokens=options.max_batch_tokens,
+        transfer=TransferTimes(s_per_token=options.kv_bytes_per_token / (options.transfer_gb_per_s * 1e9)),
+    )
 
 
 def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfig:
@@ -268,6 +286,7 @@ def _plan_config(options: argparse.Namespace) -> PlanConfig:
         systems=options.systems.split(","),
         loads=loads,
         attainment=options.attainment,
+        split=_split(options, "auto", 256),
     )
 
 

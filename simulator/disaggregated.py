@@ -1,58 +1,102 @@
 """Prefill and decode in pools of their own, with the time that the KV cache takes from one to the other.
 
-A request is prefilled where the prefill pool's router puts it, yields its first token there, and joins the decode
-pool's queue when its cache has arrived:
+The policies are those of the live router (`policies.prefill_decode`): which requests are split, in which order prompts
+are read, how many a prefill replica holds. As there, the decode replica gives the first token: it computes the last
+token of the prompt again when the cache has arrived,
 
     transfer_s = overhead_s + s_per_token * prompt_tokens
 
-The cache leaves the prefill engine when the prefill ends, as if there were always room to send from. Transfers do not
-compete with each other; a decode engine that preempts recomputes the prompt itself.
+after the prefill ended. The cache leaves the prefill engine at once, as if there were always room to send from.
+Transfers do not compete with each other; a decode engine that preempts recomputes the prompt itself.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from policies.checks import require_at_least
+from policies.placement import work_s
+from policies.prefill_decode import (
+    BucketOrder,
+    BucketOrderConfig,
+    PrefillDecode,
+    PrefillDecodeConfig,
+    SplitState,
+    Why,
+    prefill_replicas,
+    prefill_slots,
+)
+from policies.types import RequestView, StepTimes
 from simulator.cluster import ClusterConfig, Run, Source, new_router
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine
 from simulator.requests import Request
 from simulator.workload import Workload
 
+_SHARED_BATCH = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferConfig:
-    """How the cache moves; 131 072 bytes per token (Llama-3.1-8B, 16 bits) over 25 GB/s take 5.2 microseconds.
+class PoolsConfig:
+    """The pool that prefills, and what goes there.
+
+    Attributes:
+        prefill_replicas: besides those of the cluster, which decode.
+        split: which requests, and how their caches move.
+        itl_targets_s: what classes promise between tokens; "*" stands for every one not named.
 
     Raises:
         ConfigError: a value is out of bounds.
     """
 
     prefill_replicas: int = 1
-    overhead_s: float = 0.002
-    s_per_token: float = 5.2e-6
+    split: PrefillDecodeConfig = field(default_factory=lambda: PrefillDecodeConfig(mode="always", min_prompt_tokens=1))
+    itl_targets_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "prefill_replicas")
-        require_at_least(0, self, "overhead_s", "s_per_token")
 
-    def transfer_s(self, prompt_tokens: int) -> float:
-        return self.overhead_s + self.s_per_token * prompt_tokens
+    def itl_target_s(self, slo_class: str | None) -> float | None:
+        return self.itl_targets_s.get(slo_class or "*", self.itl_targets_s.get("*"))
+
+
+def planned_prefill_replicas(workload: Workload, times: StepTimes, replicas: int) -> int:
+    """By the policy, from the work of reading and of answering these requests; 0 leaves them unsplit."""
+    prefill_s = decode_s = 0.0
+    for request in workload.requests():
+        view = RequestView(request_id="", arrival_s=0.0, prompt_tokens=request.prompt_tokens)
+        reading_s = times.prefill.prefill_s * request.prompt_tokens
+        both_s = work_s(view, times, output_tokens=request.output_tokens, shared_batch_size=_SHARED_BATCH)
+        prefill_s, decode_s = prefill_s + reading_s, decode_s + both_s - reading_s
+    return prefill_replicas(replicas, prefill_s, decode_s)
+
+
+class _ByBucket:
+    """The order of prompts, as the simulator's router asks for it."""
+
+    def __init__(self) -> None:
+        self._order = BucketOrder(BucketOrderConfig())
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        return self._order.key(arrival_s, self._order.assign(prompt_tokens))
 
 
 class _Pools:
     """The two routers, and the way from the one to the other."""
 
-    def __init__(self, config: ClusterConfig, transfer: TransferConfig, on_progress: Callable[[int], object]) -> None:
-        self._transfer, self._on_progress = transfer, on_progress
-        self._prefill, self._decode = new_router(config), new_router(config)
+    def __init__(
+        self, config: ClusterConfig, pools: PoolsConfig, workload: Workload, on_progress: Callable[[int], object]
+    ) -> None:
+        self._pools, self._on_progress = pools, on_progress
+        self._policy = PrefillDecode(pools.split, config.times)
+        self._prefill = new_router(replace(config, bins=None), order=_ByBucket())
+        self._decode = new_router(config)
         self._whole: dict[str, Request] = {}
-        stock = replace(config, batch="stock", batch_settings={})
-        self.engines = [
-            *(self._engine(f"prefill-{n}", stock, self._prefilled) for n in range(transfer.prefill_replicas)),
-            *(self._engine(f"decode-{n}", config, self._decoded) for n in range(config.replicas)),
-        ]
+        self._reading_s = 0.0
+        self._decoding = [self._engine(f"decode-{n}", config, self._decoded) for n in range(config.replicas)]
+        reader = _reader(config, workload)
+        self._reading = [self._engine(f"prefill-{n}", reader, self._prefilled) for n in range(pools.prefill_replicas)]
+        self.engines = [*self._reading, *self._decoding]
 
     def _engine(
         self, name: str, config: ClusterConfig, ended: Callable[[float, Engine, list[Request]], Iterable[Event]]
@@ -60,29 +104,34 @@ class _Pools:
         return Engine(name, config.engine, config.batch_policy(), config.clock or config.times, ended)
 
     def start(self) -> list[Event]:
-        events = []
-        for engine in self.engines:
-            router = self._prefill if engine.replica_id.startswith("prefill") else self._decode
-            events += router.join(engine, 0.0)
-        return events
+        events = [event for engine in self._reading for event in self._prefill.join(engine, 0.0)]
+        return events + [event for engine in self._decoding for event in self._decode.join(engine, 0.0)]
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
+        if request.output_tokens == 1 or self._policy.choose(self._state(request)) is not Why.SPLIT:
+            return self._decode.arrive(request, now_s)
         self._whole[request.request_id] = request
+        self._reading_s += self._policy.prefill_s(request.prompt_tokens)
         return self._prefill.arrive(replace(request, output_tokens=1), now_s)
+
+    def _state(self, request: Request) -> SplitState:
+        return SplitState(
+            prompt_tokens=request.prompt_tokens,
+            itl_target_s=self._pools.itl_target_s(request.slo_class),
+            prefill_replicas=len(self._reading),
+            prefill_wait_s=self._reading_s / len(self._reading),
+            decode_batch=sum(engine.holds for engine in self._decoding) / len(self._decoding),
+        )
 
     def _prefilled(self, now_s: float, engine: Engine, parts: list[Request]) -> Iterable[Event]:
         events = self._prefill.finished(now_s, engine, parts)
         for part in parts:
             request = self._whole.pop(part.request_id)
+            self._reading_s -= self._policy.prefill_s(request.prompt_tokens)
             request.started_s, request.preemptions = part.started_s, part.preemptions
-            request.first_token_s = request.last_token_s = now_s
-            request.generated_tokens, request.cached_tokens = 1, request.prompt_tokens
-            if request.output_tokens == 1:
-                request.finished_s, request.replica_id = now_s, part.replica_id
-                self._on_progress(1)
-            else:
-                due_s = now_s + self._transfer.transfer_s(request.prompt_tokens)
-                events.append(Event(due_s, Kind.ARRIVAL, partial(self._decode.arrive, request)))
+            request.cached_tokens = request.prompt_tokens
+            due_s = now_s + self._pools.split.transfer.transfer_s(request.prompt_tokens)
+            events.append(Event(due_s, Kind.ARRIVAL, partial(self._decode.arrive, request)))
         return events
 
     def _decoded(self, now_s: float, engine: Engine, requests: list[Request]) -> Iterable[Event]:
@@ -90,9 +139,18 @@ class _Pools:
         return self._decode.finished(now_s, engine, requests)
 
 
+def _reader(config: ClusterConfig, workload: Workload) -> ClusterConfig:
+    """An engine that only prefills: plain batches, and as many prompts as fit two of its steps."""
+    requests = workload.requests()
+    mean_tokens = sum(request.prompt_tokens for request in requests) / max(1, len(requests))
+    fitting = prefill_slots(config.engine.max_batch_tokens, max(1.0, mean_tokens))
+    engine = replace(config.engine, slots=min(config.engine.slots, fitting))
+    return replace(config, engine=engine, batch="stock", batch_settings={})
+
+
 def run_disaggregated(
     config: ClusterConfig,
-    transfer: TransferConfig,
+    pools: PoolsConfig,
     workload: Workload,
     on_progress: Callable[[int], object] | None = None,
 ) -> Run:
@@ -101,10 +159,10 @@ def run_disaggregated(
     capacity = config.engine.capacity_tokens
     served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
     refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
-    pools = _Pools(config, transfer, on_progress or (lambda count: None))
+    both = _Pools(config, pools, workload, on_progress or (lambda count: None))
     loop = EventLoop()
-    loop.add(pools.start())
-    loop.add(Source(served, None, pools.arrive).start())
+    loop.add(both.start())
+    loop.add(Source(served, None, both.arrive).start())
     loop.run()
     last_s = max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
-    return Run(served, refused, pools.engines, last_s, last_s * len(pools.engines), loop.events)
+    return Run(served, refused, both.engines, last_s, last_s * len(both.engines), loop.events)

@@ -6,18 +6,23 @@ Each point is a simulation of its own, so points run in parallel and the answer 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from policies.checks import require_probability
 from policies.errors import ConfigError
-from simulator.cluster import ClusterConfig, run
+from policies.prefill_decode import PrefillDecodeConfig
+from simulator.cluster import ClusterConfig, Run, run
+from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
-from simulator.presets import FEATURES, system, without
+from simulator.presets import FEATURES, SYSTEMS, system, without
 from simulator.report import Target, summary
 from simulator.workload import Workload
+
+# What a plan may try: whole systems by name, and Sluice with some of its replicas for prefill alone.
+PLANNED = (*SYSTEMS, "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,7 @@ class PlanConfig:
         profiles: engines by name, with their sizes; prices per replica and hour, 1 where not named.
         replicas, systems, loads: what to combine; a load multiplies the workload's arrival rate.
         attainment: share of every class's requests that must meet their target.
+        split: how the system "split" decides and moves caches.
 
     Raises:
         ConfigError: nothing to try, or a value out of bounds.
@@ -68,6 +74,7 @@ class PlanConfig:
     systems: Sequence[str] = ("stock", "sluice")
     loads: Sequence[float] = (1.0,)
     attainment: float = 0.95
+    split: PrefillDecodeConfig = field(default_factory=PrefillDecodeConfig)
 
     def __post_init__(self) -> None:
         require_probability(self, "attainment")
@@ -83,11 +90,16 @@ class PlanConfig:
             for engine in self.profiles
             for count in sorted(set(self.replicas))
             for name in self.systems
+            if name != "split" or count > 1
         ]
+
+    def pools(self, prefill_replicas: int) -> PoolsConfig:
+        targets = {name: target.tpot_s for name, target in self.targets.items()}
+        return PoolsConfig(prefill_replicas=prefill_replicas, split=self.split, itl_targets_s=targets)
 
     def cluster(self, point: Point) -> ClusterConfig:
         profile, engine = self.profiles[point.engine]
-        config = system(point.system, profile, engine, point.replicas)
+        config = system("sluice" if point.system == "split" else point.system, profile, engine, point.replicas)
         return without(point.without, config) if point.without else config
 
 
@@ -120,7 +132,7 @@ def _noted(tried: Tried, on_done: Callable[[], object]) -> Tried:
 
 
 def _try(config: PlanConfig, workload: Workload, point: Point) -> Tried:
-    numbers = summary(run(config.cluster(point), workload.faster(point.load)), config.targets)
+    numbers = summary(_run(config, workload.faster(point.load), point), config.targets)
     classes = numbers["classes"].values()
     judged = [one for one in classes if one["attainment"] is not None]
     price = config.prices.get(point.engine, 1.0)
@@ -131,6 +143,14 @@ def _try(config: PlanConfig, workload: Workload, point: Point) -> Tried:
         cost=price * numbers["replica_s"] / numbers["makespan_s"] if numbers["makespan_s"] else 0.0,
         numbers=numbers,
     )
+
+
+def _run(config: PlanConfig, workload: Workload, point: Point) -> Run:
+    cluster = config.cluster(point)
+    reading = planned_prefill_replicas(workload, cluster.times, point.replicas) if point.system == "split" else 0
+    if not reading:
+        return run(cluster, workload)
+    return run_disaggregated(replace(cluster, replicas=point.replicas - reading), config.pools(reading), workload)
 
 
 def cheapest(tried: Iterable[Tried], attainment: float, load: float) -> Tried | None:

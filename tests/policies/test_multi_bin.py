@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import policies.multi_bin as module
 from policies.errors import ConfigError, InputError
-from policies.multi_bin import EdgeRule, MultiBin, MultiBinConfig, equal_mass_edges, exponential_edges, optimal_edges
+from policies.multi_bin import (
+    EdgeRule,
+    MultiBin,
+    MultiBinConfig,
+    bins_for_load,
+    equal_mass_edges,
+    exponential_edges,
+    optimal_edges,
+)
 
 EDGES = (0.0, 10.0, 20.0, 30.0, 40.0)
 
@@ -177,3 +185,38 @@ def test_one_bin_takes_everything() -> None:
 def test_the_exported_names_exist_and_are_sorted() -> None:
     assert sorted(module.__all__) == module.__all__
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+def finish_at(bins: MultiBin, per_s: float, number: int, start_s: float) -> float:
+    """So many requests at an even pace; returns when the last has finished."""
+    for n in range(1, number + 1):
+        bins.note_time(start_s + n / per_s)
+        bins.observe(float(20 * (1 + n % 10)))
+    return start_s + number / per_s
+
+
+def test_the_number_of_bins_follows_the_load_up_and_down() -> None:
+    bins = MultiBin(MultiBinConfig(bins=4, batch_size=8, seconds_per_token=0.01, refit_every=64, rule="equal_mass"))
+    at_s, counts = 0.0, []
+    for per_s in (1.0, 10.0, 1000.0, 1.0):
+        bins.note_time(at_s)
+        at_s = finish_at(bins, per_s, 256, at_s)
+        counts.append(len(bins.edges) - 1)
+        assert {bins.assign(float(tokens)) for tokens in range(300)} == set(range(counts[-1]))
+    assert counts == [1, bins_for_load(0.1, 8, [20.0 * (1 + n % 10) for n in range(10)]), 4, 1]
+    assert counts[1] in (2, 3)
+
+
+def test_without_a_clock_the_number_of_bins_stays() -> None:
+    bins = MultiBin(MultiBinConfig(bins=3, seconds_per_token=0.01, refit_every=8))
+    for n in range(32):
+        bins.observe(float(n))
+    assert len(bins.edges) == 4
+
+
+@pytest.mark.parametrize(
+    ("edges", "fits"), [([0, 1], True), ([0, 1, 2, 3], True), ([0, 1, 2, 3, 4], False), ([0], False)]
+)
+def test_edges_of_fewer_bins_fit_where_the_load_decides(edges: list[float], fits: bool) -> None:
+    assert MultiBin(MultiBinConfig(bins=3, seconds_per_token=0.01)).fits(edges) is fits
+    assert MultiBin(MultiBinConfig(bins=3)).fits(edges) is (len(edges) == 4)

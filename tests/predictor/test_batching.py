@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,26 @@ async def test_prompts_that_come_together_share_batches_within_the_budget() -> N
     batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=20, max_age_s=60.0))
     await asyncio.gather(*(batcher.score(f"{number:05}") for number in range(10)))
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
+    await batcher.close()
+
+
+async def test_batches_shrink_until_they_fit_into_half_of_what_a_prompt_may_wait() -> None:
+    def score(prompts: Sequence[list[int]]) -> FloatArray:
+        time.sleep(1e-4 * sum(map(len, prompts)))  # 512 tokens: 51 ms
+        return np.zeros(len(prompts))
+
+    batcher = Batcher(encode, score, BatchingConfig(max_age_s=0.04))
+    for turn in range(40):
+        asked = (batcher.score(f"{turn:04}-{number:04}-12345") for number in range(64))
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert 32 <= batcher.budget_tokens < 256
+    await batcher.close()
+
+
+async def test_batches_grow_while_they_are_quick() -> None:
+    batcher = Batcher(encode, Model().score, BatchingConfig(max_batch_tokens=600, max_age_s=60.0))
+    await asyncio.gather(*(batcher.score(f"{number:0100}") for number in range(40)))
+    assert batcher.budget_tokens == 600
     await batcher.close()
 
 

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError, InputError
@@ -19,14 +19,15 @@ def taught(calibrator: Calibrator, factor: float, seed: int, requests: int, cap:
     chance = np.random.default_rng(seed)
     for score in chance.uniform(2.0, 6.0, requests):
         tokens = factor * np.exp(score + 0.3 * chance.normal())
-        calibrator.observe(float(score), float(min(tokens, cap)), bool(tokens > cap))
+        calibrator.observe([(float(score), float(min(tokens, cap)), bool(tokens > cap))])
 
 
+@settings(deadline=None)
 @given(REQUESTS)
 def test_no_curve_ever_falls_whatever_was_seen(requests: list[tuple[float, int, bool]]) -> None:
     calibrator = Calibrator(PRIOR, CalibratorConfig(cell_requests=3, own_from_requests=5, refit_every=1))
     for request in requests:
-        calibrator.observe(*request)
+        calibrator.observe([request])
     predictions = [calibrator.predict(score) for score in np.linspace(-6, 6, 50)]
     means = [prediction.mean_tokens for prediction in predictions]
     assert means == sorted(means)
@@ -46,7 +47,7 @@ def test_before_anything_was_seen_the_shipped_curve_speaks() -> None:
 def test_after_a_few_requests_the_shipped_curve_is_scaled_to_them() -> None:
     calibrator = Calibrator(PRIOR, CalibratorConfig(refit_every=8))
     for _ in range(8):
-        calibrator.observe(0.5, 200.0, False)
+        calibrator.observe([(0.5, 200.0, False)])
     assert calibrator.predict(0.5).mean_tokens == pytest.approx(200.0)
     assert calibrator.predict(0.0).mean_tokens == pytest.approx(100.0)
 
@@ -84,8 +85,8 @@ def test_answers_cut_at_a_limit_count_as_longer() -> None:
     for score in chance.uniform(2.0, 6.0, 2000):
         tokens = np.exp(score + 0.6 * chance.normal())
         limit = chance.choice([40.0, 160.0, 2000.0])
-        heeding.observe(score, min(tokens, limit), tokens > limit)
-        ignoring.observe(score, min(tokens, limit), False)
+        heeding.observe([(score, min(tokens, limit), tokens > limit)])
+        ignoring.observe([(score, min(tokens, limit), False)])
     truth = np.exp(5.0)
     assert heeding.predict(5.0).quantile_tokens[0.5] == pytest.approx(truth, rel=0.25)
     assert ignoring.predict(5.0).quantile_tokens[0.5] < 0.7 * truth
@@ -94,9 +95,9 @@ def test_answers_cut_at_a_limit_count_as_longer() -> None:
 def test_requests_outside_the_window_are_forgotten() -> None:
     calibrator = Calibrator(PRIOR, CalibratorConfig(window_requests=96, refit_every=1))
     for _ in range(96):
-        calibrator.observe(0.5, 1000.0, False)
+        calibrator.observe([(0.5, 1000.0, False)])
     for _ in range(96):
-        calibrator.observe(0.5, 10.0, False)
+        calibrator.observe([(0.5, 10.0, False)])
     assert calibrator.predict(0.5).mean_tokens == pytest.approx(10.0)
 
 

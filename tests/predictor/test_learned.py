@@ -64,6 +64,8 @@ def finish(
         histogram=LengthPrediction(mean_tokens=histogram),
         bin_of=lambda tokens: int(tokens >= 100),
     )
+    if (scored := learned.scored(foresight, output_tokens, is_cut)) is not None:
+        learned.learn([scored])
 
 
 async def source_after(learned: LearnedPredictor, asked: Question, output_tokens: int, times: int) -> str | None:
@@ -214,6 +216,18 @@ async def test_each_system_prompt_has_a_curve_of_its_own_once_it_is_known() -> N
         tokens[name] = known.mean_tokens
     assert tokens["brief"] == pytest.approx(20.0, rel=0.05)
     assert tokens["essay"] == pytest.approx(900.0, rel=0.05)
+
+
+async def test_scores_of_another_checkpoint_teach_nothing() -> None:
+    other = LearnedPredictor(Asking(Scorer()), CURVE.scaled(2.0), CONFIG)
+    learned = predictor()
+    for _ in range(120):
+        scored = other.scored(await other.foresee(question(500)), 20, is_cut=False)
+        assert scored is not None
+        learned.learn([scored])
+    known = (await learned.foresee(question(500))).learned
+    assert known is not None
+    assert known.mean_tokens == 500.0
 
 
 async def test_live_accuracy_is_on_the_metrics_page() -> None:

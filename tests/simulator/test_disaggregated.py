@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from policies.errors import ConfigError
+from policies.prefill_decode import PrefillDecodeConfig, TransferTimes
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import ClusterConfig
-from simulator.disaggregated import TransferConfig, run_disaggregated
+from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig
+from simulator.engines import EngineProfile
+from simulator.planner import PlanConfig, try_all
+from simulator.report import Target
 from simulator.workload import Workload, length_law, poisson, synthetic
 
 TIMES = StepTimes(
@@ -15,7 +19,10 @@ TIMES = StepTimes(
     decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4, kv_s=5e-8),
     mixed=StepCoefficients(overhead_s=0.012, prefill_s=5e-5, decode_s=1e-4, kv_s=5e-8),
 )
-TRANSFER = TransferConfig(prefill_replicas=2, overhead_s=0.5, s_per_token=1e-3)
+TRANSFER = TransferTimes(overhead_s=0.5, s_per_token=1e-3)
+POOLS = PoolsConfig(
+    prefill_replicas=2, split=PrefillDecodeConfig(mode="always", min_prompt_tokens=1, max_wait_s=1e6, transfer=TRANSFER)
+)
 
 
 def workload(count: int) -> Workload:
@@ -26,26 +33,80 @@ def workload(count: int) -> Workload:
 
 def test_each_request_is_prefilled_in_one_pool_and_decoded_in_the_other() -> None:
     config = ClusterConfig(times=TIMES, engine=EngineConfig(slots=16, total_blocks=2000), replicas=2)
-    result = run_disaggregated(config, TRANSFER, workload(200))
+    result = run_disaggregated(config, POOLS, workload(200))
     prefill, decode = result.engines[:2], result.engines[2:]
-    assert all(r.generated_tokens == r.output_tokens and r.finished_s is not None for r in result.requests)
-    assert sum(e.totals.prefill_tokens for e in prefill) == sum(r.prompt_tokens for r in result.requests)
-    assert sum(e.totals.decode_tokens for e in prefill) == 0
-    # The token that the prefill gave, and the last of the prompt, are computed again where decoding starts.
     longer = [r for r in result.requests if r.output_tokens > 1]
-    assert sum(e.totals.prefill_tokens for e in decode) <= 2 * len(longer)
+    assert all(r.generated_tokens == r.output_tokens and r.finished_s is not None for r in result.requests)
+    assert sum(e.totals.prefill_tokens for e in prefill) == sum(r.prompt_tokens for r in longer)
+    assert sum(e.totals.decode_tokens for e in prefill) == 0
+    # The last token of each prompt is computed again where decoding starts; prompts for one token only are not split.
+    whole = sum(r.prompt_tokens for r in result.requests if r.output_tokens == 1)
+    assert sum(e.totals.prefill_tokens for e in decode) == len(longer) + whole
 
 
-def test_the_second_token_waits_for_the_cache_to_arrive() -> None:
+def test_the_first_token_waits_for_the_cache_to_arrive() -> None:
     config = ClusterConfig(times=TIMES, engine=EngineConfig(slots=64, total_blocks=4000))
-    for request in run_disaggregated(config, TRANSFER, workload(60)).requests:
+    for request in run_disaggregated(config, POOLS, workload(60)).requests:
         if request.output_tokens > 1:
-            assert request.last_token_s is not None and request.first_token_s is not None
-            assert request.last_token_s - request.first_token_s > TRANSFER.transfer_s(request.prompt_tokens)
+            assert request.ttft_s is not None
+            assert request.ttft_s > TRANSFER.transfer_s(request.prompt_tokens)
 
 
-def test_transfers_have_bounds() -> None:
+def test_auto_splits_under_tight_targets_alone_and_then_evens_the_gaps() -> None:
+    rng = np.random.default_rng(3)
+    drawn = synthetic("long", length_law("uniform:2000:6000"), length_law("exponential:60"), 150, rng)
+    long_prompts = drawn.arriving(poisson(2.0, 150, rng))
+    config = ClusterConfig(times=TIMES, engine=EngineConfig(slots=64, total_blocks=30_000), replicas=2)
+    split = PrefillDecodeConfig(mode="auto", max_wait_s=1e6)
+
+    def gap_s(target_s: float) -> tuple[float, int]:
+        pools = PoolsConfig(prefill_replicas=1, split=split, itl_targets_s={"*": target_s})
+        engines = run_disaggregated(config, pools, long_prompts).engines
+        gaps = [engine.totals.gaps.percentile(99.0) for engine in engines[1:]]
+        return max(gap or 0.0 for gap in gaps), engines[0].totals.prefill_tokens
+
+    (loose_s, loosely_read), (tight_s, tightly_read) = gap_s(10.0), gap_s(0.05)
+    assert loosely_read == 0 < tightly_read
+    assert tight_s < loose_s / 4
+
+
+def test_the_plan_gives_prefill_its_share_of_replicas_and_leaves_small_setups_whole() -> None:
+    rng = np.random.default_rng(1)
+    long_prompts = synthetic("long", length_law("uniform:4000:8000"), length_law("exponential:60"), 50, rng)
+    answers = synthetic("answers", length_law("uniform:10:50"), length_law("exponential:300"), 50, rng)
+    assert 1 <= planned_prefill_replicas(long_prompts, TIMES, 4) <= 3
+    assert planned_prefill_replicas(answers, TIMES, 4) == 0
+    assert planned_prefill_replicas(long_prompts, TIMES, 1) == 0
+
+
+def test_pools_have_bounds() -> None:
     with pytest.raises(ConfigError, match="prefill_replicas"):
-        TransferConfig(prefill_replicas=0)
-    with pytest.raises(ConfigError, match="s_per_token"):
-        TransferConfig(s_per_token=-1.0)
+        PoolsConfig(prefill_replicas=0)
+
+
+def test_a_plan_finds_out_where_splitting_pays() -> None:
+    rng = np.random.default_rng(0)
+    drawn = synthetic("long", length_law("lognormal:4000:0.5"), length_law("exponential:80"), 100, rng)
+    long_prompts = drawn.arriving(poisson(2.0, 100, rng))
+    profile = EngineProfile(name="ours", times=TIMES, clock=TIMES, cache_tokens=480_000)
+    engine = EngineConfig(slots=64, total_blocks=30_000)
+
+    def attained(tpot_s: float) -> dict[str, float]:
+        config = PlanConfig(
+            profiles={"ours": (profile, engine)},
+            prices={},
+            targets={"*": Target(ttft_s=10.0, tpot_s=tpot_s)},
+            replicas=(1, 2),
+            systems=("sluice", "split"),
+        )
+        tried = try_all(config, config.points(), long_prompts, lambda: None, processes=1)
+        assert [(each.point.replicas, each.point.system) for each in tried] == [
+            (1, "sluice"),
+            (2, "sluice"),
+            (2, "split"),
+        ]
+        return {each.point.system: each.attainment for each in tried[1:]}
+
+    tight, loose = attained(0.014), attained(1.0)
+    assert tight["split"] > tight["sluice"] + 0.1
+    assert loose["split"] == loose["sluice"] == 1.0

@@ -1,0 +1,102 @@
+"""Gang batches: a replica that is busy until its longest request ends takes, when idle, a whole batch from one bin.
+
+Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1, lines 4
+and 5, and its system model (section 3): the first formed batch is the first served.
+
+Departures (ERRATA numbers):
+- 0.12 A bin's batch also counts as formed, as it is, when a request has waited max_wait_s. With 0 an idle replica takes
+  what is there at once; a batch that has to wait for a replica grows until one is idle, up to its size.
+- 0.18 There may be several replicas.
+- Time of formation is told by the keys of the order policy, not by a clock: a bin holds requests of one class and like
+  length, so their keys ascend as they arrive. With first come, first served it is the paper's order; with virtual
+  deadlines the classes' targets count between bins, and their ageing bounds the wait.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from policies.checks import require_at_least
+from policies.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangConfig:
+    """How many requests make a batch, and for how long fewer wait for more.
+
+    Attributes:
+        batch_size: B.
+        max_wait_s: after which a batch goes with fewer; infinite waits for full ones.
+
+    Raises:
+        ConfigError: batch_size is below 1, or max_wait_s negative or not a number.
+    """
+
+    batch_size: int = 8
+    max_wait_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "batch_size")
+        if not self.max_wait_s >= 0.0:
+            raise ConfigError(f"max_wait_s must be at least 0, got {self.max_wait_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneView:
+    """What waits in one bin of one class.
+
+    Attributes:
+        keys: of the order policy, ascending: of its first requests, up to the batch size.
+        waited_s: how long the one has waited that waits longest; it decides in a lane that holds less than a batch.
+    """
+
+    slo_class: str
+    bin_index: int
+    keys: Sequence[float]
+    waited_s: float
+
+
+def formed_key(lane: LaneView, config: GangConfig) -> float | None:
+    """When the lane's batch was formed, in terms of keys; None when it is not: it has less than B, and time left.
+
+    The key of the B-th request, or that of the first plus max_wait_s if that is less.
+    """
+    if len(lane.keys) >= config.batch_size:
+        return min(lane.keys[config.batch_size - 1], lane.keys[0] + config.max_wait_s)
+    is_due = bool(lane.keys) and lane.waited_s >= config.max_wait_s
+    return lane.keys[0] + config.max_wait_s if is_due else None
+
+
+def first_formed(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | None:
+    """The lane whose batch goes next, None when no batch is formed; equal keys go by bin, then by class."""
+    formed = ((formed_key(lane, config), lane) for lane in lanes)
+    ready = [(key, lane.bin_index, lane.slo_class, lane) for key, lane in formed if key is not None]
+    return min(ready, key=lambda entry: entry[:3])[3] if ready else None
+
+
+def rows_that_fit(
+    prompts_tokens: Sequence[int], answers_tokens: Sequence[int], usual_answer_tokens: float, capacity_tokens: float
+) -> int:
+    """How many of the first requests of a batch fit into the KV cache together; at least 1.
+
+    Rows of a gang are as long as the longest, so k of them need k * (longest prompt + longest answer). An answer is
+    taken for the least of what the request allows and ``usual_answer_tokens``, a length that its bin seldom exceeds.
+
+    Args:
+        prompts_tokens, answers_tokens: of each request; the most tokens that its answer may have.
+    """
+    longest_prompt, longest_answer = 0, 0.0
+    for rows, (prompt, answer) in enumerate(zip(prompts_tokens, answers_tokens, strict=True), start=1):
+        longest_prompt = max(longest_prompt, prompt)
+        longest_answer = max(longest_answer, min(answer, usual_answer_tokens))
+        if rows > 1 and rows * (longest_prompt + longest_answer) > capacity_tokens:
+            return rows - 1
+    return len(prompts_tokens)
+
+
+def tick_s(max_wait_s: float, heartbeat_s: float) -> float:
+    """How often an idle replica asks whether a wait is over, so that none lasts much longer.
+
+    A quarter of max_wait_s, at least 10 ms, and no less often than it beats. A wait of 0 is over on arrival, and one
+    that is infinite never: the heartbeat's pace will do.
+    """
+    return heartbeat_s if max_wait_s == 0.0 else min(heartbeat_s, max(0.01, max_wait_s / 4.0))

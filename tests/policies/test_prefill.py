@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.errors import ConfigError
+from policies.prefill import PrefillConfig, PrefillMode, prefill_passes
+
+MODES: list[PrefillMode] = ["padded", "prepacked", "length_ordered"]
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(lengths=LENGTHS, most=st.integers(1, 400))
+def test_every_prompt_is_in_one_pass_in_its_own_length_and_passes_keep_to_the_budget(
+    mode: PrefillMode, lengths: list[int], most: int
+) -> None:
+    passes = prefill_passes(lengths, PrefillConfig(mode=mode, max_pass_tokens=most))
+    assert sorted(index for each in passes for index in each.prompts) == list(range(len(lengths)))
+    for each in passes:
+        assert [span.stop - span.start for span in each.layout.spans] == [lengths[i] for i in each.prompts]
+        assert each.layout.row_count == 1 or each.layout.row_count * each.layout.capacity <= most
+
+
+@given(lengths=LENGTHS)
+def test_packed_rows_are_as_long_as_the_longest_prompt_and_never_more_than_padded_ones(lengths: list[int]) -> None:
+    padded, packed = (prefill_passes(lengths, PrefillConfig(mode=mode, max_pass_tokens=10**6)) for mode in MODES[:2])
+    assert len(packed) == len(padded) == 1
+    assert packed[0].layout.capacity == padded[0].layout.capacity == max(lengths)
+    assert packed[0].layout.row_count <= padded[0].layout.row_count == len(lengths)
+
+
+def test_row_tokens_make_rows_longer_than_the_longest_prompt() -> None:
+    (only,) = prefill_passes([4, 4, 4, 4], PrefillConfig(row_tokens=16))
+    assert (only.layout.row_count, only.layout.capacity, only.is_packed) == (1, 16, True)
+    (only,) = prefill_passes([4, 4, 4, 4], PrefillConfig())
+    assert (only.layout.row_count, only.layout.capacity, only.is_packed) == (4, 4, False)
+
+
+def test_ordered_by_length_less_than_half_of_a_pass_is_padding() -> None:
+    passes = prefill_passes([3, 100, 60, 2, 49, 1], PrefillConfig(mode="length_ordered"))
+    assert [each.prompts for each in passes] == [(1, 2), (4,), (0, 3), (5,)]
+
+
+def test_no_prompts_make_no_pass() -> None:
+    assert [prefill_passes([], PrefillConfig(mode=mode)) for mode in MODES] == [[], [], []]
+
+
+@pytest.mark.parametrize("fields", [{"mode": "best"}, {"max_pass_tokens": 0}, {"row_tokens": 0}])
+def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        PrefillConfig(**fields)  # type: ignore[arg-type]
