@@ -6,13 +6,14 @@ The environment is read here and nowhere else.
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import ray
 from ray import serve
 from ray.serve import Application, Deployment
 
-from deployments.autoscaling import serve_config
-from deployments.config import AppConfig
+from deployments.autoscaling import engines_config, routers_config
+from deployments.config import AppConfig, AutoscalingSection, Role
 from deployments.embedded_redis import embedded_url, free_port
 from deployments.engine_replica import EngineReplica
 from deployments.environment import cpu_env
@@ -24,6 +25,8 @@ from policies.errors import ConfigError
 
 REDIS_URL_ENV = "SLUICE_REDIS_URL"
 DRAIN_MARGIN_S = 5.0
+# An adapter loaded at run time would be known to one router alone: those that are served stand in the configuration.
+ROUTER_ENV = {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
 HEALTH_CHECK_PERIOD_S = 2.0
 
 
@@ -41,9 +44,9 @@ def build(config: AppConfig) -> Application:
         redis_url = embedded_url(port, password)
         redis_server = _redis_deployment().bind(port, password)
     engines = [
-        _engine_deployment(each, number, classes, replicas).bind(each, redis_url, redis_server, classes)
+        _engine_deployment(each, number, group).bind(each, redis_url, redis_server, group.classes, group.role)
         for number, each in enumerate(config.each_model())
-        for classes, replicas in _groups(each)
+        for group in _groups(each)
     ]
     learns_apart = config.predictor.kind == "bert" and config.predictor.place == "replicas"
     predictor = predictor_application(config.predictor) if learns_apart else None
@@ -51,12 +54,24 @@ def build(config: AppConfig) -> Application:
     return _router_deployment(config).bind(config, redis_url, redis_server, engines, api_keys, predictor)
 
 
-def _groups(config: AppConfig) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Replicas for all classes, and those of classes that have their own."""
-    yield (), config.engine.replicas
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Engine replicas of one kind: for all classes, for those that have their own, or for prompts only."""
+
+    replicas: int
+    classes: tuple[str, ...] = ()
+    role: Role = "decode"
+    autoscaling: AutoscalingSection | None = None
+    resources: dict[str, float] | None = None
+
+
+def _groups(config: AppConfig) -> Iterator[_Group]:
+    yield _Group(config.engine.replicas, autoscaling=config.engine.autoscaling)
     for name, section in config.classes.items():
         if section.own_replicas:
-            yield (name,), section.own_replicas
+            yield _Group(section.own_replicas, classes=(name,))
+    if (prefill := config.engine.prefill) is not None:
+        yield _Group(prefill.replicas, role="prefill", autoscaling=prefill.autoscaling, resources=prefill.resources)
 
 
 def _redis_deployment() -> Deployment:
@@ -65,18 +80,19 @@ def _redis_deployment() -> Deployment:
     )
 
 
-def _engine_deployment(config: AppConfig, model: int, classes: tuple[str, ...], replicas: int) -> Deployment:
+def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployment:
     number = (str(model + 1),) if model else ()
-    scaled = None if classes else config.engine.autoscaling
+    kind = ("", "prefill") if group.role == "prefill" else group.classes  # two hyphens: a class may be named prefill
+    scaled = group.autoscaling
     return serve.deployment(
         EngineReplica,
-        name="-".join(("EngineReplica", *number, *classes)),
-        num_replicas="auto" if scaled else replicas,
-        autoscaling_config=serve_config(scaled) if scaled else None,
+        name="-".join(("EngineReplica", *number, *kind)),
+        num_replicas="auto" if scaled else group.replicas,
+        autoscaling_config=engines_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus,
             "num_gpus": config.engine.num_gpus,
-            "resources": config.engine.resources,
+            "resources": config.engine.resources if group.resources is None else group.resources,
             "runtime_env": {"env_vars": engine_env(config)},
         },
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -85,12 +101,14 @@ def _engine_deployment(config: AppConfig, model: int, classes: tuple[str, ...], 
 
 
 def _router_deployment(config: AppConfig) -> Deployment:
+    scaled = config.router.autoscaling
     return serve.deployment(
         serve.ingress()(Router),  # late-bound: the replica builds its own application
-        num_replicas=config.router.replicas,
+        num_replicas="auto" if scaled else config.router.replicas,
+        autoscaling_config=routers_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.router.num_cpus,
-            "runtime_env": {"env_vars": {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}},
+            "runtime_env": {"env_vars": ROUTER_ENV},
         },
         max_ongoing_requests=config.router.max_ongoing_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -56,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
     serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
+    serving.add_argument(
+        "--engine",
+        choices=("vllm", "transformers"),
+        help="what runs the model (default: vllm); see docs/transformers.md",
+    )
     serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
     serving.add_argument(
         "--config", type=Path, help="YAML file of the application's settings; options here go before it"
@@ -80,6 +85,7 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     for path, value in {
         "model": options.model,
         "served_model_name": options.served_model_name,
+        "engine.kind": options.engine,
         "engine.replicas": options.engine_replicas,
         "engine.num_gpus": options.num_gpus,
         "router.replicas": options.router_replicas,
@@ -92,10 +98,17 @@ def app_config(options: argparse.Namespace) -> AppConfig:
         further = settings.get("vllm_args") or []
         settings["vllm_args"] = [*DEMO_ARGS, *further] if isinstance(further, list) else further
     engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
-    engine.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
-    engine.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
+    for each in (engine, *_engines_of_more_models(settings)):
+        each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
+        each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
     router.setdefault("num_cpus", 0)
     return checked(settings)
+
+
+def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Their sections, made where they are missing; what is no model is left for the check."""
+    more = settings.get("more_models")
+    return [_section(each, "engine") for each in more if isinstance(each, dict)] if isinstance(more, list) else []
 
 
 def checked(settings: dict[str, Any]) -> AppConfig:

@@ -10,16 +10,21 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 
 import hashlib
 import json
+import os
 import re
+import tempfile
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, calibrated
-from policies.multi_bin import MultiBinConfig
+from policies.gang import GangConfig
+from policies.multi_bin import EdgeRule, MultiBinConfig
 from policies.order import VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
+from policies.prefill import PrefillConfig, PrefillMode
+from policies.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
@@ -28,6 +33,9 @@ from router.routed_client import RoutedClientConfig
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+
+Role = Literal["prefill", "decode"]
+"""Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 
@@ -38,11 +46,48 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class ScalingSection(Section):
+    """Between which numbers of replicas, and how long a need must stand."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """Also at no traffic at all: from nothing, no replica would be there to report."""
+    max_replicas: int = Field(ge=1)
+    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """How long the need for more must stand."""
+    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    """How long the need for fewer must stand: longer than loading the model takes."""
+    interval_s: Seconds = 1.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+        return self
+
+
+class AutoscalingSection(ScalingSection):
+    """Shared engine replicas follow the predicted work."""
+
+    slot_use: float = Field(default=0.8, gt=0, lt=1)
+    """Fraction of all slots that should be in use."""
+    max_queue_s: Seconds = 5.0
+    """Longest time that working off the queue should take, by prediction."""
+
+
+class RouterAutoscalingSection(ScalingSection):
+    """Routers follow the CPU that they use."""
+
+    cpu_use: float = Field(default=0.6, gt=0, lt=1)
+    """Cores that a router should use on average; it cannot use much more than one."""
+
+
 class RouterSection(Section):
     """The deployment that speaks HTTP."""
 
     replicas: int = Field(default=1, ge=1)
     """One front end handles about 13 000 tokens/s per core: several for each fast GPU."""
+    autoscaling: RouterAutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
     num_cpus: float = Field(default=1, ge=0)
     max_ongoing_requests: int = Field(default=10_000, ge=1)
     """HTTP requests that one router replica handles at once; more get 503."""
@@ -68,33 +113,110 @@ class RouterSection(Section):
         )
 
 
-class AutoscalingSection(Section):
-    """Shared engine replicas follow the predicted work."""
+class LoraSection(Section):
+    """LoRA adapters over the model, each served by a name of its own, on every replica."""
 
-    min_replicas: int = Field(default=1, ge=1)
-    """Also at no traffic at all: from nothing, no replica would be there to report."""
-    max_replicas: int = Field(ge=1)
-    slot_use: float = Field(default=0.8, gt=0, lt=1)
-    """Fraction of all slots that should be in use."""
-    max_queue_s: Seconds = 5.0
-    """Longest time that working off the queue should take, by prediction."""
-    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """How long the need for more must stand."""
-    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
-    """How long the need for fewer must stand: longer than loading the model takes."""
-    interval_s: Seconds = 1.0
+    adapters: dict[str, str] = Field(min_length=1)
+    """By the name that clients use: a folder that every node has, or a name on the hub."""
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """The highest rank among the adapters; memory is set aside for it."""
+    max_in_step: int = Field(default=4, ge=1)
+    """Adapters that one engine step may use; the engine keeps that many on the device, requests for others wait."""
+
+    def vllm_argv(self) -> list[str]:
+        in_memory = max(len(self.adapters), self.max_in_step)  # all, so that none is read from disk while serving
+        modules = [json.dumps({"name": name, "path": path}) for name, path in self.adapters.items()]
+        limits = ["--max-loras", str(self.max_in_step), "--max-lora-rank", str(self.max_rank)]
+        return ["--enable-lora", *limits, "--max-cpu-loras", str(in_memory), "--lora-modules", *modules]
+
+
+class GangSection(Section):
+    """Batches of the Transformers engine: each runs until its longest request ends."""
+
+    batch_size: int = Field(default=8, ge=1, le=1024)
+    """Most requests of a batch; all are of one bin and class. What memory allows may be less."""
+    max_wait_s: float = Field(default=0.1, ge=0)
+    """How long a request waits for a full batch; 0 starts with what is there, .inf waits for ever."""
+    prefill: PrefillMode = "prepacked"
+    """`prepacked` puts short prompts into shared rows, `padded` gives each a row, `length_ordered` runs prompts of like
+    length together."""
+    max_pass_tokens: int = Field(default=8192, ge=1)
+    """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
+    row_tokens: int | None = Field(default=None, ge=1)
+    """Least tokens of a packed row; null is the longest prompt of the batch."""
+    shrink: bool = True
+    """Rows leave the batch as they end; false computes all of them until the longest ends."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a batch's cache may hold, padding included; null is by the memory that is free at the start."""
+    gather_s: Seconds = 0.01
+    """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
+
+    def prefill_config(self) -> PrefillConfig:
+        return PrefillConfig(mode=self.prefill, max_pass_tokens=self.max_pass_tokens, row_tokens=self.row_tokens)
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> "AutoscalingSection":
-        if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+    def _is_valid(self) -> Self:
+        GangConfig(batch_size=self.batch_size, max_wait_s=self.max_wait_s)
         return self
+
+
+class PrefillSection(Section):
+    """Replicas that only read prompts; `engine.replicas` then decode, and read what is not worth the way.
+
+    They are placed as those are, with the same GPUs, model and arguments.
+    """
+
+    replicas: int = Field(default=1, ge=1)
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    resources: dict[str, float] | None = None
+    """Custom Ray resources for each of them; null is those of `engine`."""
+    scheduler: SchedulerSettings = SchedulerSettings(mode="mixed", admission="slots")
+    """Their engine steps."""
+    connector: Literal["nixl", "file"] = "nixl"
+    """How KV caches travel: `nixl` from memory to memory (package nixl), `file` through a folder that both see."""
+    keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
+    """How long a cache is kept for a replica that has not begun to fetch it. It holds its blocks meanwhile."""
+    folder: Path | None = None
+    """Of connector `file`; null is a folder under the temporary ones of this machine."""
+    max_folder_bytes: int = Field(default=4 << 30, ge=1)
+    """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
+    split: Literal["auto", "always", "never"] = "auto"
+    """Which requests: `auto` where reading the prompt would break the class's `itl_s` for those that decode."""
+    min_prompt_tokens: int = Field(default=256, ge=1)
+    """Shorter prompts are never split."""
+    max_wait_s: Seconds = 2.0
+    """Prompts that would wait longer for these replicas go to the others."""
+    bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
+    """Seconds that moving a cache takes, whatever its size."""
+    transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
+    """And for each token; the default is 131 072 bytes over 25 GB/s."""
+
+    def policy(self, max_batch_tokens: int) -> PrefillDecodeConfig:
+        return PrefillDecodeConfig(
+            mode=self.split,
+            min_prompt_tokens=self.min_prompt_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_wait_s=self.max_wait_s,
+            transfer=TransferTimes(overhead_s=self.transfer_overhead_s, s_per_token=self.transfer_s_per_token),
+        )
+
+    def order(self) -> BucketOrderConfig:
+        return BucketOrderConfig(window_s=self.bucket_window_s)
 
 
 class EngineSection(Section):
     """The deployment that runs the model."""
 
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
+    gang: GangSection = GangSection()
+    """Of the kind `transformers`."""
     replicas: int = Field(default=1, ge=1)
+    prefill: PrefillSection | None = None
+    """A second group of replicas, which only reads prompts; see docs/prefill-decode.md."""
     autoscaling: AutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     num_gpus: float = Field(default=0, ge=0)
@@ -108,10 +230,14 @@ class EngineSection(Section):
     """Address on which a replica listens for routers; None is the node's own address in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    lora: LoraSection | None = None
+    """Adapters served beside the model."""
     scheduler: SchedulerSettings = SchedulerSettings()
     """What each engine step may do; `mode: stock` is plain vLLM."""
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
+    hang_timeout_s: Seconds = 120.0
+    """An engine that neither steps nor answers for so long is replaced: longer than its longest step."""
     drain_timeout_s: Seconds = 3600.0
     """How long running requests may go on when a replica is told to leave: at least the longest generation."""
 
@@ -120,17 +246,26 @@ class BinsSection(Section):
     """Bins of predicted output length."""
 
     count: int = Field(default=4, ge=1, le=64)
-    rule: Literal["equal_mass", "optimal", "fixed"] = "equal_mass"
-    """How edges follow the observed lengths; `optimal` pays for gang batches, `fixed` keeps `edges`."""
+    seconds_per_token: Seconds | None = None
+    """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
+    moment: one while requests are few, for which batches of many bins would take too long to fill."""
+    rule: EdgeRule | None = None
+    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a gang batch), or
+    `fixed`, which keeps `edges`; null is `optimal` with engines of kind transformers, else `equal_mass`."""
     edges: tuple[float, ...] | None = None
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
     window_requests: int = Field(default=4096, ge=8)
 
-    def build(self) -> MultiBinConfig:
+    def build(self, gang: GangSection | None = None) -> MultiBinConfig:
+        """Args:
+        gang: how engines take batches, None where they take single requests.
+        """
         return MultiBinConfig(
             bins=self.count,
-            rule=self.rule,
+            seconds_per_token=self.seconds_per_token,
+            batch_size=gang.batch_size if gang else GangSection().batch_size,
+            rule=self.rule or ("optimal" if gang else "equal_mass"),
             initial_edges=self.edges,
             refit_every=self.refit_every,
             window_requests=self.window_requests,
@@ -153,6 +288,9 @@ class ClassSection(Section):
     """Requests of this class that may wait; more get 429 with Retry-After."""
     max_wait_s: Seconds | None = None
     """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    fills_idle: bool = False
+    """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
+    one of another class waits that is due earlier."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
 
@@ -179,7 +317,7 @@ class KeysSection(Section):
     file: Path | None = None
     """YAML file of keys, see deployments/keys.py; read again when it changes."""
     redis: bool = False
-    """Keys in Redis, written by `sluice keys new --redis-url`."""
+    """Keys in Redis, written by `sluice keys new --store`."""
 
 
 class OrderSection(Section):
@@ -233,8 +371,8 @@ class PredictorSection(Section):
     """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
     deadline_s: Seconds = 0.015
     """The longest that a request waits for its prediction."""
-    max_batch_tokens: int = Field(default=512, ge=1)
-    """Tokens scored together; some thousands suit a GPU."""
+    max_batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens scored together, at most: batches begin with 512 and become what the machine does in half the deadline."""
     max_wait_s: float = Field(default=0.002, ge=0, le=0.1)
     """How long an idle predictor waits for company for a prompt."""
     max_waiting: int = Field(default=256, ge=1)
@@ -255,8 +393,11 @@ def _default_classes() -> dict[str, ClassSection]:
     return {
         "interactive": ClassSection(ttft_s=0.5),
         "standard": ClassSection(ttft_s=2.0),
-        "offline": ClassSection(ttft_s=60.0),
+        "offline": ClassSection(ttft_s=60.0, fills_idle=True),
     }
+
+
+_LORA_ARGS = {"--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 
 
 class ModelSection(Section):
@@ -275,6 +416,11 @@ class ModelSection(Section):
     def public_name(self) -> str:
         return self.served_model_name or self.model
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's own, and those of its adapters."""
+        return (self.public_name, *(self.engine.lora.adapters if self.engine.lora else ()))
+
     @field_validator("vllm_args")
     @classmethod
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
@@ -288,10 +434,31 @@ class ModelSection(Section):
         return argv
 
     @model_validator(mode="after")
+    def _names_adapters_in_one_place(self) -> Self:
+        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        if self.engine.lora and (clash := given & _LORA_ARGS):
+            raise ValueError(f"{sorted(clash)} in vllm_args: engine.lora sets what they say")
+        return self
+
+    @model_validator(mode="after")
     def _has_one_scheduler(self) -> Self:
         given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        if self.engine.kind == "transformers" and self.engine.prefill:
+            raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
+        if self.engine.kind == "transformers" and self.engine.lora:
+            raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
+        if self.engine.kind == "transformers" and self.engine.credit_lookahead:
+            raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
         if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
             raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
+        return self
+
+    @model_validator(mode="after")
+    def _moves_caches_one_way(self) -> Self:
+        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        clash = given & {"--kv-transfer-config", "--scheduler-cls", "--additional-config"}
+        if self.engine.prefill is not None and clash:
+            raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
         return self
 
 
@@ -328,8 +495,8 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _knows_its_default_class(self) -> "AppConfig":
         for name in self.classes:
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-                raise ValueError(f"class {name!r} must be up to 64 letters, digits, - and _")
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", name):
+                raise ValueError(f"class {name!r} must be a letter and up to 63 letters, digits, - and _")
         if self.default_class not in self.classes:
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
         return self
@@ -337,15 +504,33 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _scales_what_it_counts(self) -> "AppConfig":
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
-        if self.engine.autoscaling and own:
+        if own and any(section.engine.autoscaling for section in (self, *self.more_models)):
             raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
         return self
 
     @model_validator(mode="after")
+    def _predicts_waits_by_work(self) -> "AppConfig":
+        """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
+        if self.mode == "full":
+            return self
+        limited = sorted(name for name, section in self.classes.items() if section.max_wait_s is not None)
+        if limited:
+            raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
+        if any(section.engine.autoscaling for section in (self, *self.more_models)):
+            raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
+        return self
+
+    @model_validator(mode="after")
+    def _splits_by_policy(self) -> "AppConfig":
+        if self.mode != "full" and any(section.engine.prefill for section in (self, *self.more_models)):
+            raise ValueError(f"engine.prefill is a policy of mode: full, not of mode: {self.mode}")
+        return self
+
+    @model_validator(mode="after")
     def _tells_models_apart(self) -> "AppConfig":
-        names = [section.public_name for section in (self, *self.more_models)]
+        names = [name for section in (self, *self.more_models) for name in section.served_names]
         if len(set(names)) < len(names):
-            raise ValueError(f"more_models: served model names must differ, got {names}")
+            raise ValueError(f"names of models and adapters must differ, got {names}")
         return self
 
     def each_model(self) -> list["AppConfig"]:
@@ -357,32 +542,75 @@ class AppConfig(ModelSection):
     @property
     def engine_replicas(self) -> int:
         """Shared ones and those of classes, at the start."""
-        shared = self.engine.autoscaling.min_replicas if self.engine.autoscaling else self.engine.replicas
+        groups = [group for group in (self.engine, self.engine.prefill) if group is not None]
+        shared = sum(each.autoscaling.min_replicas if each.autoscaling else each.replicas for each in groups)
         return shared + sum(section.own_replicas for section in self.classes.values())
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.
 
-        In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one.
+        In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one,
+        and replicas that move KV caches in another way must not be paired with them.
         """
-        what = json.dumps([engine_version, self.vllm_argv()])
+        kind = [self.engine.kind] if self.engine.kind != "vllm" else []
+        cache = [self.engine.prefill.connector] if self.engine.prefill else []
+        what = json.dumps([engine_version, self.vllm_argv(), *kind, *cache])
         return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+    def prefill_namespace(self, engine_version: str) -> str:
+        """Where the shared state of the replicas lives that only prefill."""
+        return f"{self.namespace(engine_version)}:prefill"
 
     def vllm_argv(self) -> list[str]:
         """The arguments for vLLM on both sides."""
         model = str(DEMO_MODEL) if self.model == "demo" else self.model
         name = ["--served-model-name", self.served_model_name] if self.served_model_name else []
-        return ["--model", model, *name, "--disable-log-stats", "--no-enable-log-requests", *self.vllm_args]
+        lora = self.engine.lora.vllm_argv() if self.engine.lora else []
+        return ["--model", model, *name, "--disable-log-stats", "--no-enable-log-requests", *self.vllm_args, *lora]
 
-    def engine_argv(self) -> list[str]:
+    def engine_argv(self, role: Role = "decode") -> list[str]:
         """The arguments for vLLM on an engine replica."""
-        settings = self.engine.scheduler
-        if settings.mode == "stock" or self.mode != "full":
-            return self.vllm_argv()
+        prefill = self.engine.prefill
+        settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
+        argv = [*self.vllm_argv(), *(self._transfer_argv(prefill) if prefill is not None else [])]
+        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
+        if prefill is None and not planned:
+            return argv
         targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
         settings = settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
         told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
-        return [*self.vllm_argv(), "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
+        return [*argv, "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
+
+    def _transfer_argv(self, prefill: PrefillSection) -> list[str]:
+        """Both sides get the same: which one moves what is said with each request."""
+        settings: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        if prefill.connector == "nixl":
+            settings["kv_connector"] = "NixlConnector"
+            settings["kv_connector_extra_config"] = {"kv_lease_duration": int(prefill.keep_s)}
+        else:
+            folder = prefill.folder or Path(tempfile.gettempdir(), f"sluice-kv-{os.getuid()}-{self.name}")
+            settings["kv_connector"], settings["kv_connector_module_path"] = "FileConnector", "deployments.kv_files"
+            settings["kv_connector_extra_config"] = {
+                "folder": str(folder),
+                "max_bytes": prefill.max_folder_bytes,
+                "keep_s": prefill.keep_s,
+            }
+        if self.engine.num_gpus == 0:
+            settings["kv_buffer_device"] = "cpu"
+        return ["--kv-transfer-config", json.dumps(settings)]
+
+    def itl_targets(self) -> dict[str, float | None]:
+        """Of every class, what decode replicas hold."""
+        settings = self.engine.scheduler
+        return {
+            name: settings.class_itl_targets_s.get(name, section.itl_s or settings.itl_target_s)
+            for name, section in self.classes.items()
+        }
+
+    @property
+    def gang(self) -> GangSection | None:
+        """How engines take batches, None where they take single requests."""
+        return self.engine.gang if self.engine.kind == "transformers" else None
 
     def order_config(self) -> VirtualDeadlineConfig:
         targets = {name: section.ttft_s for name, section in self.classes.items()}

@@ -1,6 +1,7 @@
 """A Redis of the application's own, for one machine: loopback, a password, nothing on disk, ended with its owner."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 MAX_MEMORY = "256mb"
+PREFIX = "sluice-redis-"
+LOCK = "owner"
+YOUNG_S = 60.0  # a folder that another process has just made, and not locked yet
 
 
 def find_server() -> str:
@@ -60,7 +64,10 @@ class EmbeddedRedis:
 
     def __init__(self, port: int, password: str) -> None:
         """Raises StateStoreError when Redis does not answer within START_TIMEOUT_S."""
-        self._folder = tempfile.TemporaryDirectory(prefix="sluice-redis-")
+        _remove_left_behind(Path(tempfile.gettempdir()))
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._lock = os.open(Path(self._folder.name, LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._port, self._password = port, password
         self._process = self._start()
         try:
@@ -124,7 +131,21 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_S)
+        os.close(self._lock)
         self._folder.cleanup()
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Folders whose owner was killed: the kernel has let go of their locks."""
+    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            if time.time() - lock.stat().st_mtime < YOUNG_S:
+                continue
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+        except OSError as error:  # its owner lives, or it is another user's, or another process was faster
+            logger.debug("leaving %s: %s", lock.parent, error)
 
 
 def free_port() -> int:

@@ -12,12 +12,14 @@ _GAUGES = {
     "waiting": "Requests in the engine's own queue; short as long as routers bind late.",
     "free_blocks": "Free KV blocks.",
     "total_blocks": "KV blocks.",
+    "kv_cache_tokens": "Tokens that the cache of a gang batch may hold.",
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
     "max_batch_size": "Cap of the last step.",
     "max_batch_tokens": "Token budget of the last step.",
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast.",
+    "kv_held": "Ended requests whose KV cache another replica may still fetch.",
     "overhead_us_per_step": "Microseconds that planning adds to a step.",
 }
 _COUNTERS = {
@@ -25,6 +27,16 @@ _COUNTERS = {
     "finished": "Requests that ended.",
     "phase_switches": "Changes of phase.",
     "busy_s": "Seconds of steps.",
+    "batches": "Gang batches.",
+    "decode_steps": "Decode steps of gang batches.",
+    "row_steps": "Rows computed in decode steps of gang batches.",
+    "wasted_row_steps": "Those of requests that had ended.",
+    "splits": "Gang batches cut in two because memory ran out.",
+    "kv_transfers": "KV caches moved between replicas, as the side that moved them counts.",
+    "kv_transfer_seconds": "Seconds that those took.",
+    "kv_transfer_bytes": "Bytes of those.",
+    "kv_transfer_failures": "KV caches that could not be moved.",
+    "kv_expired": "KV caches that were kept for another replica and not fetched in time.",
 }
 _STATES = {
     "mode": "The configured mode.",

@@ -1,7 +1,10 @@
 """The deployment that runs the model: an engine core and the relay in front of it."""
 
 import asyncio
+import importlib.util
 import logging
+import os
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,19 +14,42 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import Stats, fleet_stats
-from deployments.config import AppConfig
+from deployments.config import AppConfig, Role
+from deployments.environment import nixl_env
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
-from policies.errors import ReplicaLostError
-from router.background import BackgroundTasks
+from policies.errors import ConfigError, ReplicaLostError
 from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
-WATCH_TIMEOUT_S = 60.0
+
+def _require_nixl() -> None:
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            "engine.prefill.connector: nixl needs the package of that name: "
+            "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1, or set connector: file"
+        )
+
+
+def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
+    """A cache that is read with another layout is garbage, and nobody would notice.
+
+    Whoever registers second sees the other: so nobody of an unequal pair stays.
+
+    Raises:
+        ConfigError: a replica of the other group differs.
+    """
+    for other in others:
+        if other.kv_layout != mine.kv_layout:
+            raise ConfigError(
+                f"this {role} replica has {mine.kv_layout!r}, and {other.replica_id} of the other group has "
+                f"{other.kv_layout!r}: KV caches travel only between equals. Give both groups the same vllm_args, "
+                "model files and hardware, or name --block-size and --dtype in vllm_args"
+            )
 
 
 class EngineReplica:
@@ -35,22 +61,55 @@ class EngineReplica:
         redis_url: str,
         redis_server: DeploymentHandle | None,
         classes: tuple[str, ...] = (),
+        role: Role = "decode",
     ) -> None:
-        self._config, self._resources = config, AsyncExitStack()
+        self._config, self._role, self._resources = config, role, AsyncExitStack()
         log_as_json()
         keep_to_loopback()
         if redis_server is not None:
             await redis_server.ready.remote()
-        from deployments.vllm_adapter import VllmEngine, parse_vllm_args
-
-        self._engine = await asyncio.to_thread(VllmEngine, parse_vllm_args(config.engine_argv()))
-        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
+        if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
+            _require_nixl()
+            os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
+        self._engine = await self._load()
+        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(redis.aclose)
-        self._store = RedisStateStore(redis, config.namespace(self._engine.engine_version))
-        metrics = RelayMetrics(REGISTRY)
-        self._relay = Relay(
+        namespaces = {
+            "decode": config.namespace(self._engine.engine_version),
+            "prefill": config.prefill_namespace(self._engine.engine_version),
+        }
+        self._store = RedisStateStore(redis, namespaces[role])
+        self._others = RedisStateStore(redis, namespaces["decode" if role == "prefill" else "prefill"])
+        self._relay = self._relay_at(host, classes)
+        self._resources.push_async_callback(self._leave)
+        await self._engine.status()  # from now on it knows what it would admit
+        if config.engine.lora:
+            await self._engine.load_adapters()
+        await self._relay.start(host)
+        if config.engine.prefill is not None:
+            try:
+                check_pairs(self._relay.info, await self._others.replica_infos(), role)
+            except ConfigError:
+                await self._resources.aclose()  # else routers would go on finding it
+                raise
+        logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
+
+    async def _load(self) -> Any:
+        from deployments.vllm_adapter import VllmEngine, parse_vllm_args
+
+        args = parse_vllm_args(self._config.engine_argv(self._role))
+        if self._config.gang is None:
+            return await asyncio.to_thread(VllmEngine, args)
+        from deployments.transformers_engine import TransformersEngine
+
+        return await asyncio.to_thread(TransformersEngine, args, self._config.gang, asyncio.get_running_loop())
+
+    def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
+        """Of the engine that is loaded; it listens once it is started."""
+        config = self._config
+        return Relay(
             engine=self._engine,
             store=self._store,
             info=ReplicaInfo(
@@ -61,38 +120,30 @@ class EngineReplica:
                 model=self._engine.model,
                 max_model_len=self._engine.max_model_len,
                 classes=classes,
+                gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
+                kv_layout=self._engine.kv_layout,
             ),
             config=RelayConfig(
                 credit_lookahead=config.engine.credit_lookahead,
                 heartbeat_s=config.router.heartbeat_s,
+                hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
+                prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
             ),
-            metrics=metrics,
+            metrics=RelayMetrics(REGISTRY),
         )
-        self._resources.push_async_callback(self._leave)
-        await self._watch()
-        await self._relay.start(host)
-        background = BackgroundTasks(metrics.task_failures)
-        self._resources.push_async_callback(background.close)
-        background.repeat(self._watch, config.router.heartbeat_s, "watch engine")
-        logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
         return fleet_stats(await self._store.snapshot())
 
-    async def _watch(self) -> None:
-        """What the engine would admit is what the relay offers with its next heartbeat."""
-        async with asyncio.timeout(WATCH_TIMEOUT_S):
-            await self._engine.status()
-
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change settings of the engine's scheduler between two steps; returns those in force."""
-        return await self._engine.control(changes)
+        return dict(await self._engine.control(changes))
 
     def check_health(self) -> None:
         if not self._relay.healthy:
-            raise ReplicaLostError("the engine core has died")
+            raise ReplicaLostError("the engine core has died, or hangs")
 
     async def __del__(self) -> None:
         """Ray Serve awaits this before it ends the replica, within the drain timeout."""

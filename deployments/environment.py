@@ -1,6 +1,8 @@
 """Environment variables that Ray Serve and the CPU build of vLLM must find when their processes start."""
 
 import importlib.util
+import ipaddress
+import os
 import random
 import shlex
 import socket
@@ -43,6 +45,22 @@ def cpu_env() -> dict[str, str]:
         libraries = sorted(Path(spec.submodule_search_locations[0], "lib").glob("libgomp*.so*"))
         if libraries:
             env["LD_PRELOAD"] = str(libraries[0])
+    return env
+
+
+def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:
+    """Where an engine's NIXL connector listens: for handshakes on this address, for caches on that address' device.
+
+    Neither asks for a password, so like Ray's own ports they belong into a closed network.
+    """
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    if on_cpu:
+        env["UCX_TLS"] = os.environ.get("UCX_TLS", "tcp,self,sm,cma")
+    if ipaddress.ip_address(host).is_loopback:
+        env["UCX_NET_DEVICES"] = "lo"
     return env
 
 

@@ -4,31 +4,38 @@ import asyncio
 import math
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as redis
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import AppConfig
+from deployments.config import AppConfig, PrefillSection
 from deployments.engine_metrics import engine_exposition
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
+from policies.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
 from router.admission import Door
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import LabelledPage, RouterMetrics, shared_exposition
+from router.metrics import LabelledPage, RouterMetrics, SplitMetrics, shared_exposition
+from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient
-from router.state_store import ReplicaLoad
+from router.state_store import ReplicaLoad, Snapshot
+
+if TYPE_CHECKING:
+    from deployments.vllm_adapter import VllmCodec
 
 REPLICA_POLL_S = 0.2
+MAX_BATCH_TOKENS = 8192  # of a step, for the decision to split, where vllm_args leaves it to vLLM
 
 
 class FrontEnd:
@@ -36,7 +43,7 @@ class FrontEnd:
 
     def __init__(self, config: AppConfig, client: "redis.Redis", predictor: DeploymentHandle | None) -> None:
         self._config, self._redis, self._predictor = config, client, predictor
-        self.name = config.public_name
+        self.name, self.names = config.public_name, config.served_names
         self.metrics = RouterMetrics()
 
     async def start(self, resources: AsyncExitStack) -> FastAPI:
@@ -49,31 +56,76 @@ class FrontEnd:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
 
-        from deployments.vllm_adapter import ENGINE_VERSION, RoutedAsyncLLM, VllmCodec, parse_vllm_args
+        from deployments.gang_step import unsupported
+        from deployments.vllm_adapter import (
+            ENGINE_VERSION,
+            RoutedAsyncLLM,
+            as_front_end_of_any_model,
+            parse_vllm_args,
+        )
 
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
+        self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
+        if self._config.gang:
+            args = as_front_end_of_any_model(args)
         args.max_model_len = await self._max_model_len()
         learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
-        self.routed = RoutedClient(
-            router_id=uuid.uuid4().hex[:12],
-            store=self._store,
-            codec=VllmCodec(),
-            classifier=self._classifier(learned),
-            door=Door({name: section.limits() for name, section in self._config.classes.items()}),
-            clock=MonotonicClock(),
-            shared_clock=SharedClock(),
-            metrics=self.metrics,
-            config=self._config.router.build(),
-        )
+        self._max_batch_tokens = args.max_num_batched_tokens or MAX_BATCH_TOKENS
+        self.routed = self._routed_client(learned)
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
-        self._llm = RoutedAsyncLLM(args, self.routed)
+        self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, args, tasks)
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
+
+    def _routed_client(self, learned: LearnedPredictor | None) -> RoutedClient[Any, Any]:
+        from deployments.vllm_adapter import VllmCodec
+
+        config, codec = self._config, VllmCodec()
+        options: dict[str, Any] = {
+            "router_id": uuid.uuid4().hex[:12],
+            "door": Door({name: section.limits() for name, section in config.classes.items()}),
+            "clock": MonotonicClock(),
+            "config": config.router.build(),
+        }
+        answering = options | {
+            "store": self._store,
+            "classifier": self._classifier(learned),
+            "shared_clock": SharedClock(),
+            "metrics": self.metrics,
+        }
+        if config.engine.prefill is None:
+            return RoutedClient(codec=codec, **answering)
+        return self._split_client(config.engine.prefill, codec, options, answering)
+
+    def _split_client(
+        self, prefill: PrefillSection, codec: "VllmCodec", options: dict[str, Any], answering: dict[str, Any]
+    ) -> RoutedClient[Any, Any]:
+        """With a second pool of replicas, which reads prompts."""
+        metrics = SplitMetrics(self.metrics.registry)
+        policy = PrefillDecode(prefill.policy(self._max_batch_tokens), self._config.work.build())
+        reading: RoutedClient[Any, Any] = RoutedClient(
+            codec=codec,
+            store=self._prefill_store,
+            classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics),
+            shared_clock=SharedClock(),
+            metrics=RouterMetrics("prefill"),
+            **options,
+        )
+        return SplitClient(
+            pool=PrefillPool(reading, codec, metrics),
+            policy=policy,
+            split_codec=codec,
+            split_metrics=metrics,
+            split_config=SplitConfig(
+                cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=self._config.itl_targets()
+            ),
+            **answering,
+        )
 
     async def _max_model_len(self) -> int:
         """As the first replica settled it. Until one of this model is there, a redeploy leaves the old routers on."""
@@ -90,7 +142,7 @@ class FrontEnd:
         config = self._config
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
-            bins=MultiBin(config.bins.build()),
+            bins=MultiBin(config.bins.build(config.gang)),
             order=VirtualDeadline(config.order_config()),
             step_times=config.work.build(),
             shared_batch_size=config.work.batch_size,
@@ -100,6 +152,7 @@ class FrontEnd:
             prefix_tie_s=config.placement.prefix_tie_s,
             mode=config.mode,
             learned=learned,
+            fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
         )
 
     async def metrics_pages(self) -> list[LabelledPage]:
@@ -109,12 +162,22 @@ class FrontEnd:
             pages = await self._store.all_metrics() | mine
             of_all = (shared_exposition(await self._store.snapshot()), engine_exposition(await self.routed.statuses()))
             shared: list[LabelledPage] = [({"model": self.name}, page) for page in of_all]
+            if isinstance(self.routed, SplitClient):
+                shared.append(
+                    ({"model": self.name}, shared_exposition(await self._prefill_store.snapshot(), "prefill"))
+                )
+                shared += await self._reading_pages()
         except StateStoreError:
             pages, shared = mine, []
         mine_and_others: list[LabelledPage] = [
             ({"model": self.name, "router": router_id}, page) for router_id, page in pages.items()
         ]
         return mine_and_others + shared
+
+    async def _reading_pages(self) -> list[LabelledPage]:
+        """What routers count of the replicas that read prompts."""
+        pages = await self._prefill_store.all_metrics()
+        return [({"model": self.name, "router": router_id}, page) for router_id, page in pages.items()]
 
     async def status(self) -> dict[str, Any]:
         """Bins, replicas and what each engine says of itself.
@@ -124,6 +187,7 @@ class FrontEnd:
         """
         snapshot = await self._store.snapshot()
         engines = await self.routed.statuses()
+        reading = await self._prefill_store.snapshot() if isinstance(self.routed, SplitClient) else None
         return {
             "model": self.name,
             "routers": snapshot.routers,
@@ -135,7 +199,19 @@ class FrontEnd:
                 replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
                 for replica_id, load in snapshot.replicas.items()
             },
+            **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
+
+
+def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "waiting": {f"{name}:{bucket}": count for (name, bucket), count in snapshot.lanes.items()},
+        "waiting_s": round(snapshot.waiting_s, 4),
+        "replicas": {
+            replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
+            for replica_id, load in snapshot.replicas.items()
+        },
+    }
 
 
 def _load(load: ReplicaLoad) -> dict[str, float]:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.keys import KeyRing
-from policies.errors import AdmissionError
+from policies.errors import AdmissionError, InputError
 from router.admission import Tenant
 from router.timing import HttpContext, current
 
@@ -153,8 +153,11 @@ class _Exchange:
             await self._send(start)
         await self._send(message)
 
-    async def _refuse(self, refused: AdmissionError) -> None:
-        response = too_many(refused)
+    async def _refuse(self, refused: AdmissionError | InputError) -> None:
+        if isinstance(refused, InputError):
+            response: Response = error_response(400, str(refused), "BadRequest")
+        else:
+            response = too_many(refused)
         self._start, self._refused, self.status = None, True, response.status_code
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})

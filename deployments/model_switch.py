@@ -26,12 +26,12 @@ _named = msgspec.json.Decoder(_Named)
 
 
 class ModelSwitch:
-    """`apps` by the name that clients use. A request without a known name goes to the first, which answers for itself:
-    vLLM takes a missing name for its own model and answers 404 to another."""
+    """`apps` by every name that clients may use, of models and of their adapters. A request without a known name goes
+    to the first, which answers for itself: vLLM takes a missing name for its own model and answers 404 to another."""
 
     def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
-        self._apps = apps
-        self._first = next(iter(apps.values()))
+        self._by_name, self._apps = apps, list(dict.fromkeys(apps.values()))
+        self._first = self._apps[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,17 +48,17 @@ class ModelSwitch:
             except HTTPException as error:  # too large
                 await error_response(error.status_code, error.detail, "BadRequest")(scope, receive, send)
                 return
-            app = self._apps.get(_name(body) or "", self._first)
+            app = self._by_name.get(_name(body) or "", self._first)
             await app(scope, _replayed(body, more), send)
 
     async def _models(self, scope: Scope) -> Response:
         """Every model's own entry."""
-        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps.values()))
+        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
         return JSONResponse({"object": "list", "data": [m for _, body in replies for m in json.loads(body)["data"]]})
 
     async def _health(self, scope: Scope) -> Response:
         """Well when every model is."""
-        statuses = [status for status, _ in await asyncio.gather(*(_ask(app, scope) for app in self._apps.values()))]
+        statuses = [status for status, _ in await asyncio.gather(*(_ask(app, scope) for app in self._apps))]
         return Response(status_code=max(statuses))
 
 

@@ -3,6 +3,10 @@
 A replica batches by itself (`predictor.batching`): Serve's own batching counts requests, not tokens, and has no cache.
 """
 
+import logging
+import time
+from collections.abc import Callable, Sequence
+
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
@@ -17,6 +21,9 @@ from predictor.batching import Batcher
 from predictor.calibration import DAY_0, Curve
 from predictor.learned import LearnedPredictor
 
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 5
 WARM_UP = ("Name three rivers.", "word " * 64)
 ONGOING_FACTOR = 2  # beyond what may wait in a replica, so that the replica itself says when it is full
 
@@ -30,8 +37,25 @@ def local_batcher(section: PredictorSection) -> Batcher:
     from predictor.checkpoint import Ranker  # only here: a router without it need not load torch
 
     ranker = Ranker.load(section.checkpoint or DAY_0, "cuda" if section.num_gpus else "cpu", section.dtype)
-    ranker.scores(WARM_UP)
+    _warm_up(ranker.scores, section.deadline_s)
     return Batcher(ranker.tokenizer.encode, lambda prompts: ranker.outputs(prompts)[:, 0], section.batching())
+
+
+def _warm_up(score: Callable[[Sequence[str]], object], deadline_s: float) -> None:
+    """Warns where even a prompt alone is late: then the histogram answers, and the predictor only costs."""
+    score(WARM_UP)
+    took_s = []
+    for _ in range(WARM_UPS):
+        started_s = time.perf_counter()
+        score(WARM_UP[:1])
+        took_s.append(time.perf_counter() - started_s)
+    if min(took_s) > deadline_s:
+        logger.warning(
+            "one short prompt takes the length predictor %.0f ms here, its deadline is %.0f ms: raise "
+            "predictor.deadline_s, give it more processor, or use kind: histogram",
+            1e3 * min(took_s),
+            1e3 * deadline_s,
+        )
 
 
 class PredictorReplica:

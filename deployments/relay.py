@@ -9,7 +9,6 @@ what is left of itself. (vLLM's core ends itself on an id that it holds already.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections import defaultdict
@@ -21,7 +20,9 @@ import msgspec
 
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreError
+from policies.gang import tick_s
 from policies.placement import ReplicaSpeed, ReplicaSpeedConfig
+from policies.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
@@ -73,7 +74,15 @@ class Engine(Protocol):
 
     async def next_outputs(self) -> Any: ...
 
-    async def status(self) -> dict[str, Any]: ...
+    async def call(self, method: str, argument: bytes) -> Any:
+        """A control call from a router: `status` and what else this engine knows.
+
+        Returns:
+            what JSON can say.
+
+        Raises:
+            InputError: there is no such call.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +92,11 @@ class RelayConfig:
     Attributes:
         credit_lookahead: slots offered beyond the engine's own, so that the next request is at hand when one ends.
         heartbeat_s: how often the replica beats.
+        hang_timeout_s: an engine that neither steps nor answers for so long is taken for dead; longer than its longest
+            step, compiling included.
         lease_s: how long an assigned request may take to arrive before its slot is given back.
         step_times: as predicted, for the measured speed; None counts every replica as equally fast.
+        prefill_budget_tokens: of a replica that only prefills: tokens of one step, by which it offers slots.
 
     Raises:
         ConfigError: a value is negative, or a time 0.
@@ -93,11 +105,13 @@ class RelayConfig:
     credit_lookahead: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 15.0
+    hang_timeout_s: float = 120.0
     step_times: StepTimes | None = None
+    prefill_budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
-        require_positive(self, "heartbeat_s", "lease_s")
+        require_positive(self, "heartbeat_s", "lease_s", "hang_timeout_s")
 
 
 class _Steps:
@@ -164,12 +178,14 @@ class Relay:
         self._held: dict[str, _Held] = {}  # by the engine's id
         self._engine_ids: dict[str, str] = {}  # by the request's id
         self._arrivals = 0
+        self._mean_prompt_tokens = 0.0  # of the last 32 or so, where slots follow from it
         self._ended: set[str] = set()
         self._something_ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._failed = False
+        self._stepped_s = time.monotonic()
         self._steps = _Steps(config.step_times) if config.step_times else None
         self._registrations_due = 0
         self._server: asyncio.Server | None = None
@@ -179,7 +195,11 @@ class Relay:
     @property
     def slots(self) -> int:
         """What this replica offers to the routers."""
-        return 0 if self._draining else self._engine.slots + self._config.credit_lookahead
+        if self._draining:
+            return 0
+        if (budget := self._config.prefill_budget_tokens) is not None:
+            return min(self._engine.slots, prefill_slots(budget, self._mean_prompt_tokens or budget))
+        return self._engine.slots + self._config.credit_lookahead
 
     @property
     def healthy(self) -> bool:
@@ -195,8 +215,12 @@ class Relay:
         self.info = msgspec.structs.replace(self.info, port=self._server.sockets[0].getsockname()[1])
         self._background.spawn(self._pump(), "pump")
         self._background.repeat(self._release, 0, "release")
+        self._background.repeat(self._watch, self._config.heartbeat_s, "watch engine")
         await self._store.register_replica(self.info, self.slots, [])
         self._background.repeat(self._beat, self._config.heartbeat_s, "heartbeat")
+        if self.info.gang_max_wait_s is not None:
+            often_s = tick_s(self.info.gang_max_wait_s, self._config.heartbeat_s)
+            self._background.repeat(self._ask_for_due, often_s, "gang tick")
 
     async def drain(self) -> None:
         """Take no more requests, and return when the last one has ended."""
@@ -259,8 +283,9 @@ class Relay:
         elif frame.kind is wire.Kind.ABORT:
             ids = msgspec.msgpack.decode(frame.parts[0], type=list[str])
             await self._stop(router.request_ids.intersection(ids))
-        elif frame.kind is wire.Kind.STATUS:
-            self._background.spawn(self._tell_status(router, frame.parts[0]), "status")
+        elif frame.kind is wire.Kind.CALL:
+            call = msgspec.msgpack.decode(frame.parts[0], type=wire.Call)
+            self._background.spawn(self._answer(router, call), "call")
         else:
             raise ProtocolError(f"a router sent {frame.kind.name}")
 
@@ -270,25 +295,43 @@ class Relay:
             await self._stop({request_id})
         self._arrivals += 1
         request.request_id = engine_id = f"{request_id}~{self._arrivals}"
-        self._engine_ids[request_id], self._held[engine_id] = (
-            engine_id,
-            _Held(request_id, router, self._engine.codec.size(request).prompt_tokens),
-        )
+        prompt_tokens = self._engine.codec.size(request).prompt_tokens
+        self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
+        if self._config.prefill_budget_tokens is not None:
+            self._mean_prompt_tokens += (prompt_tokens - self._mean_prompt_tokens) / min(self._arrivals, 32)
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again
         self._idle.clear()
         await self._engine.add(request)
 
-    async def _stop(self, request_ids: Set[str]) -> None:
+    async def _stop(self, request_ids: Set[str], *, frees_slots: bool = True) -> None:
         engine_ids = [self._engine_ids[request_id] for request_id in request_ids]
         for engine_id in engine_ids:
-            self._end(engine_id)
+            self._end(engine_id, frees_slot=frees_slots)
         if engine_ids and self.healthy:
             await self._engine.abort(engine_ids)
 
-    async def _tell_status(self, router: _Router, number: Buffer) -> None:
-        counts = {**await self._engine.status(), "held": len(self._held), "slots": self.slots}
-        router.send(wire.Kind.STATUS, [number, json.dumps(counts).encode()])
+    async def _recall(self, router: _Router, request_ids: list[str]) -> int:
+        """Their slots may be other requests' as soon as this is answered, or their own again."""
+        self._ended.difference_update(request_ids)
+        await self._stop(router.request_ids.intersection(request_ids), frees_slots=False)
+        return len(request_ids)
+
+    async def _answer(self, router: _Router, call: wire.Call) -> None:
+        try:
+            result: Any
+            if call.method == "recall":
+                result = await self._recall(router, msgspec.msgpack.decode(call.argument, type=list[str]))
+            else:
+                result = await self._engine.call(call.method, call.argument)
+        except Exception as error:  # of whatever kind: it is the router's, which asked for it
+            logger.warning("the engine refused %s: %r", call.method, error)
+            reply = wire.Reply(call.number, error=str(error) or repr(error))
+        else:
+            if call.method == "status":
+                result = {**result, "held": len(self._held), "slots": self.slots}
+            reply = wire.Reply(call.number, msgspec.json.encode(result))
+        router.send(wire.Kind.CALL, [msgspec.msgpack.encode(reply)])
 
     # From the engine
 
@@ -296,10 +339,29 @@ class Relay:
         """Engine to routers, until the engine dies; then the routers must hear of it at once."""
         try:
             while True:
-                self._forward(await self._engine.next_outputs())
+                batch = await self._engine.next_outputs()
+                self._stepped_s = time.monotonic()
+                self._forward(batch)
         finally:
-            self._failed = True
-            self._hang_up()
+            self._give_up()
+
+    async def _watch(self) -> None:
+        """What the engine would admit is what the next heartbeat offers; and one that hangs says nothing."""
+        if not self.healthy:
+            return  # it would fail at every heartbeat until Ray Serve has replaced it
+        asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.hang_timeout_s):
+                await self._engine.call("status", b"")
+        except TimeoutError:
+            if self._stepped_s < asked_s and self.healthy:
+                logger.error("the engine hangs: no step and no answer for %s s", self._config.hang_timeout_s)
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Ray Serve replaces a replica that is not healthy; its routers move its requests at once."""
+        self._failed = True
+        self._hang_up()
 
     def _forward(self, batch: Any) -> None:
         by_router: defaultdict[_Router, list[Output]] = defaultdict(list)
@@ -320,12 +382,13 @@ class Relay:
         for router, mine in by_router.items():
             router.send(wire.Kind.OUTPUTS, self._engine.codec.encode_outputs(batch, mine))
 
-    def _end(self, engine_id: str) -> None:
+    def _end(self, engine_id: str, *, frees_slot: bool = True) -> None:
         held = self._held.pop(engine_id)
         del self._engine_ids[held.request_id]
         held.router.request_ids.remove(held.request_id)
-        self._ended.add(held.request_id)
-        self._something_ended.set()
+        if frees_slot:
+            self._ended.add(held.request_id)
+            self._something_ended.set()
         if not self._held:
             self._idle.set()
             if self._steps is not None:
@@ -346,6 +409,11 @@ class Relay:
             self._something_ended.set()
             await asyncio.sleep(self._config.heartbeat_s)
             raise
+
+    async def _ask_for_due(self) -> None:
+        """While idle: only time makes a gang batch of what waits."""
+        if self.healthy and not self._held and not self._draining:
+            await self._store.dispatch()
 
     async def _beat(self) -> None:
         if not self.healthy:

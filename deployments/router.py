@@ -4,6 +4,7 @@ import logging
 import os
 from contextlib import AsyncExitStack
 
+from fastapi import FastAPI
 from prometheus_client import generate_latest
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from deployments.autoscaling import CpuUse, Stats
 from deployments.config import AppConfig
 from deployments.front_end import FrontEnd
 from deployments.http_layer import SluiceMiddleware, error_response
@@ -42,7 +44,7 @@ class Router:
         api_keys: str | None,
         predictor: DeploymentHandle | None = None,
     ) -> None:
-        self._resources = AsyncExitStack()
+        self._resources, self._cpu_use = AsyncExitStack(), CpuUse()
         log_as_json()
         keep_to_loopback()
         self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
@@ -54,18 +56,24 @@ class Router:
         """Ray Serve calls this in the replica, once, after __init__."""
         if self._redis_server is not None:
             await self._redis_server.ready.remote()
-        apps = {front_end.name: await front_end.start(self._resources) for front_end in self._front_ends}
-        for app in apps.values():
+        apps: dict[str, FastAPI] = {}
+        for front_end in self._front_ends:
+            app = await front_end.start(self._resources)
+            apps |= dict.fromkeys(front_end.names, app)
             # First in the list: vLLM's own /metrics shows one process alone.
             app.router.routes.insert(0, Route("/metrics", self._metrics_page))
             app.router.routes.insert(0, Route("/sluice/status", self._status_page))
         return SluiceMiddleware(
-            ModelSwitch(apps) if len(apps) > 1 else app,
+            ModelSwitch(apps) if len(self._front_ends) > 1 else app,
             max_body_bytes=self._config.router.max_body_bytes,
             classes=self._config.classes,
             default_class=self._config.default_class,
             keys=await self._key_ring(),
         )
+
+    async def record_autoscaling_stats(self) -> Stats:
+        """Ray Serve asks for it where routers are scaled."""
+        return {"cores": self._cpu_use.cores()}
 
     async def _key_ring(self) -> KeyRing:
         """Raises ConfigError when the keys cannot be read at the start; later the old ones stay."""

@@ -52,7 +52,9 @@ class Snapshot:
     @property
     def mean_context_tokens(self) -> float:
         running = self.state.running
-        return float((running.prompt_tokens + running.output_tokens).sum()) / len(running) if len(running) else 0.0
+        if not len(running):
+            return 0.0
+        return (int(running.prompt_tokens.sum()) + int(running.output_tokens.sum())) / len(running)
 
 
 class SnapshotTaker:

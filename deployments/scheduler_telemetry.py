@@ -1,5 +1,6 @@
 """What the scheduler plug-in counts, as plain numbers and words that cross a process boundary."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies.auto import Auto
@@ -61,6 +62,30 @@ class Telemetry:
             "refill": policy.config.refill or policy.phases.phase_length.refill(state.slots),
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},
             "output_tokens": {} if law is None else {f"p{100 * q:g}": law.quantile(q) for q in _QUANTILES},
+        }
+
+
+class Transfers:
+    """KV caches that a connector moved, from the lists of numbers that vLLM's connectors tell."""
+
+    def __init__(self) -> None:
+        self._count, self._seconds, self._bytes, self._failures, self._expired = 0, 0.0, 0, 0, 0
+
+    def add(self, told: Mapping[str, Sequence[float]]) -> None:
+        self._count += len(told.get("transfer_duration", ()))
+        self._seconds += sum(told.get("transfer_duration", ()))
+        self._bytes += int(sum(told.get("bytes_transferred", ())))
+        for name in ("num_failed_transfers", "num_failed_handshakes", "num_failed_notifications"):
+            self._failures += len(told.get(name, ()))
+        self._expired += len(told.get("num_kv_expired_reqs", ()))
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "kv_transfers": self._count,
+            "kv_transfer_seconds": self._seconds,
+            "kv_transfer_bytes": self._bytes,
+            "kv_transfer_failures": self._failures,
+            "kv_expired": self._expired,
         }
 
 

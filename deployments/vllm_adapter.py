@@ -1,17 +1,18 @@
-"""Everything that touches vLLM's private engine interface: with `vllm_scheduler`, the only importer of `vllm.v1`.
+"""The engine's private interface on both sides; tests/test_layering.py names the few others that import `vllm.v1`.
 
 Two sides meet here. On a router `RoutedAsyncLLM` is vLLM's own front-end engine, with the routed client in the place of
 its engine-core client. On an engine replica `VllmEngine` is vLLM's engine core behind the relay. The structures that
 travel between them are vLLM's, packed by vLLM's codec, so both sides must run the same vLLM (the handshake checks it).
 """
 
+import hashlib
 import json
 import os
 import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
 from multiprocessing import connection, parent_process
@@ -19,13 +20,17 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import msgspec
+import numpy as np
 import vllm
 from msgspec.structs import replace
-from vllm import SamplingParams
+from transformers import AutoConfig
+from vllm import ModelRegistry, SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -34,10 +39,13 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
+from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
@@ -48,6 +56,11 @@ from router.wire import Buffer
 ENGINE_VERSION = f"vllm-{vllm.__version__}"
 # Set in the environment of engine replicas: tells `register_plugin` that it runs under one.
 REPLICA_ENV = "SLUICE_REPLICA"
+
+# Any architecture that vLLM's registry holds, for models that it does not.
+STAND_IN = "LlamaForCausalLM"
+# vLLM's name for what a KV connector is told of a request. It names addresses to read from: never a client's to say.
+TRANSFER_KEY = "kv_transfer_params"
 
 # Sampling that looks back over the tokens generated so far: after a resume those stand in the prompt, where it does not
 # look (or, for prompt logprobs, where it must not).
@@ -86,7 +99,31 @@ def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     return args
 
 
+def as_front_end_of_any_model(args: Namespace) -> Namespace:
+    """The same arguments for a front end whose engines are not vLLM: it must not refuse a model that vLLM cannot run.
+
+    vLLM's configuration looks the architecture up in its registry. One that is not there is called by the name of one
+    that is: of the model itself a front end uses nothing but the tokenizer, the templates and the context's length.
+    """
+    own = AutoConfig.from_pretrained(args.model, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    if not set(own.architectures or ()) & set(ModelRegistry.get_supported_archs()):
+        args.hf_overrides = {**(args.hf_overrides or {}), "architectures": [STAND_IN]}
+    return args
+
+
 # Both sides
+
+
+def lora_id(name: str, path: str) -> int:
+    """By which engines tell adapters apart: the same on every router, where vLLM's front end would count from 1."""
+    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:6], "big") + 1
+
+
+def lora_requests(args: Namespace) -> list[LoRARequest]:
+    """The adapters that vLLM's arguments name."""
+    return [
+        LoRARequest(module.name, lora_id(module.name, module.path), module.path) for module in args.lora_modules or ()
+    ]
 
 
 class VllmCodec:
@@ -149,28 +186,63 @@ class VllmCodec:
         if output.new_logprobs is not None:
             output.new_logprobs = output.new_logprobs.slice_request(tokens, rest)
 
+    def resumable(self, request: EngineCoreRequest) -> bool:
+        """Where the continuation does not depend on which tokens were prompt."""
+        params = request.sampling_params
+        return (
+            request.prompt_token_ids is not None
+            and not request.mm_features
+            and params is not None
+            and not without_metadata(params.extra_args)
+            and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
+        )
+
     def recover(self, request: EngineCoreRequest, sent: Sequence[int]) -> Recovery[EngineCoreRequest]:
-        """Resume where the continuation does not depend on which tokens were prompt, else replay from the start."""
-        if not _resumable(request):
+        """Resume where that is exact, else replay from the start."""
+        if not self.resumable(request):
             return Recovery(request, tuple(sent))
         params = request.sampling_params.clone()
         params.max_tokens -= len(sent)
         params.min_tokens = max(0, params.min_tokens - len(sent))
         return Recovery(replace(request, prompt_token_ids=[*request.prompt_token_ids, *sent], sampling_params=params))
 
+    # Where a prompt is read by another replica, see router.prefill_decode
+
+    def splits(self, request: EngineCoreRequest) -> bool:
+        """Not with what the KV cache does not hold (logprobs of the prompt) or what its prefill needs besides."""
+        params = request.sampling_params
+        return (
+            request.prompt_token_ids is not None
+            and request.prompt_embeds is None
+            and not request.mm_features
+            and request.lora_request is None
+            and params is not None
+            and params.prompt_logprobs is None
+        )
+
+    def prefill_of(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Nobody reads its one token, so it is sampled the cheapest way."""
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, extra_args={TRANSFER_KEY: wanted})
+        return replace(request, sampling_params=params)
+
+    def cache_of(self, output: Any) -> Mapping[str, Any] | None:
+        cache = output.kv_transfer_params
+        return cache if cache and cache.get("do_remote_prefill") else None
+
+    def with_cache(self, request: EngineCoreRequest, cache: Mapping[str, Any]) -> EngineCoreRequest:
+        params = request.sampling_params.clone()
+        params.extra_args = {**(params.extra_args or {}), TRANSFER_KEY: dict(cache)}
+        return replace(request, sampling_params=params)
+
+    def without_fetching(
+        self, request: EngineCoreRequest, request_id: str, cache: Mapping[str, Any]
+    ) -> EngineCoreRequest:
+        offered = self.with_cache(request, cache)
+        return replace(offered, request_id=request_id, abort_immediately=True)
+
     def failed(self, request_id: str) -> EngineCoreOutputs:
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)])
-
-
-def _resumable(request: EngineCoreRequest) -> bool:
-    params = request.sampling_params
-    return (
-        request.prompt_token_ids is not None
-        and not request.mm_features
-        and params is not None
-        and not without_metadata(params.extra_args)
-        and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
-    )
 
 
 # On a router
@@ -183,25 +255,35 @@ prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=N
 class RoutedEngineCore(EngineCoreClient):
     """vLLM's engine-core client interface over the routed client: the calls that serving needs.
 
-    Control calls that address one engine (sleep, profiling, LoRA loading) stay vLLM's NotImplementedError, which its
-    front end answers with 501.
+    Adapters are loaded into every replica. Control calls that address one engine (sleep, profiling) stay vLLM's
+    NotImplementedError, which its front end answers with 501.
     """
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs], model: str) -> None:
-        self._routed, self._model = routed, model
+    def __init__(
+        self,
+        routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
+        model: str,
+        unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
+    ) -> None:
+        """Args:
+        unsupported: names what a request asks for that the engines do not do; None where they do all that vLLM does.
+        """
+        self._routed, self._model, self._unsupported = routed, model, unsupported
         # vLLM ends the front end for good when its engine is dead; ours has many, and new ones come.
         self.resources = SimpleNamespace(engine_dead=False)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if request.resumable:
             raise GracefulHTTPError("streaming input is not supported: no router keeps it", HTTPStatus.NOT_IMPLEMENTED)
+        request = _without_transfer(request)
         now_s = time.monotonic()
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
         try:
+            self._refuse_unsupported(request)
             await self._routed.submit(
                 request,
                 slo_class=context.slo_class,
@@ -213,18 +295,27 @@ class RoutedEngineCore(EngineCoreClient):
             context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
         except InputError as error:
+            context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
         except StateStoreError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
+    def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
+        if self._unsupported is not None and (names := self._unsupported(request)):
+            raise InputError(f"the engine of {self._model} does not support {', '.join(names)}")
+
     def _question(self, request: EngineCoreRequest, context: HttpContext) -> Question | None:
         """What a learned predictor may go by; None for a prompt that has no text."""
         text = prompt_text.get()
-        if text is None:
+        asked = context.asked.get(text)
+        if asked is None and text is not None:
+            asked = Asked(text, "")
+        if asked is None:
             return None
         return Question(
-            prompt=text,
-            model=self._model,
+            prompt=asked.prompt,
+            system_prompt=asked.system_prompt,
+            model=request.lora_request.lora_name if request.lora_request else self._model,
             slo_class=context.slo_class,
             key=context.tenant.name if context.tenant else "",
             hinted_tokens=context.expected_tokens,
@@ -244,6 +335,18 @@ class RoutedEngineCore(EngineCoreClient):
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
 
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        lora_request.lora_int_id = lora_id(lora_request.lora_name, lora_request.lora_path)
+        await self._routed.add_lora(lora_request.lora_int_id, msgspec.msgpack.encode(lora_request))
+        return True
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        await self._routed.remove_lora(lora_id)
+        return True
+
+    async def list_loras_async(self) -> set[int]:
+        return await self._routed.list_loras()
+
     async def reset_mm_cache_async(self) -> None:
         """Nothing to do: a router keeps no multimodal cache of an engine's."""
 
@@ -251,22 +354,39 @@ class RoutedEngineCore(EngineCoreClient):
         """Nothing to do: the application closes the routed client."""
 
 
+def _without_transfer(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Without what its client would tell a KV connector."""
+    params = request.sampling_params
+    if params is None or not params.extra_args or TRANSFER_KEY not in params.extra_args:
+        return request
+    params = params.clone()
+    params.extra_args = {name: value for name, value in params.extra_args.items() if name != TRANSFER_KEY} or None
+    return replace(request, sampling_params=params)
+
+
 class RoutedAsyncLLM(AsyncLLM):
     """vLLM's front-end engine on top of the routed client."""
 
-    def __init__(self, args: Namespace, routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs]) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
+        unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
+    ) -> None:
         self._routed = routed
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config()
         model = (args.served_model_name or [args.model])[0]
+        core = RoutedEngineCore(routed, model, unsupported)
         # vLLM has no way to hand a client in; for this one call its factory yields ours.
-        with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: RoutedEngineCore(routed, model)):
+        with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: core):
             super().__init__(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
                 log_stats=not engine_args.disable_log_stats,
                 log_requests=engine_args.enable_log_requests,
             )
+        note_chats(self.renderer)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)
@@ -298,6 +418,25 @@ class RoutedAsyncLLM(AsyncLLM):
             raise EngineDeadError("no engine replica is registered")
 
 
+def note_chats(renderer: Any) -> None:
+    """Messages are seen in vLLM's renderer alone: behind it there is only what the chat template made of them."""
+    render = renderer.render_chat_async
+
+    async def noted(conversations: Sequence[list[Any]], *others: Any, **settings: Any) -> Any:
+        rendered = await render(conversations, *others, **settings)
+        if (context := current.get()) is not None:
+            _note(context, conversations, rendered[1])
+        return rendered
+
+    renderer.render_chat_async = noted
+
+
+def _note(context: HttpContext, conversations: Iterable[list[Any]], prompts: Iterable[Any]) -> None:
+    for messages, prompt in zip(conversations, prompts, strict=True):
+        if (asked := asked_in(messages)) is not None:
+            context.asked[prompt.get("prompt")] = asked
+
+
 # On an engine replica
 
 
@@ -310,6 +449,7 @@ class VllmEngine:
         """Starts the engine and blocks until it is ready: run it in a thread."""
         self._config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         self.codec = VllmCodec()
+        self._loras = lora_requests(args)
         self._admits: int | None = None
         self._core: AsyncMPClient = EngineCoreClient.make_async_mp_client(
             self._config, Executor.get_class(self._config), log_stats=False
@@ -329,6 +469,22 @@ class VllmEngine:
     def model(self) -> str:
         return str(self._config.model_config.model)
 
+    @property
+    def max_batch_tokens(self) -> int:
+        """Most tokens of one step."""
+        return int(self._config.scheduler_config.max_num_batched_tokens)
+
+    @property
+    def kv_layout(self) -> str:
+        """What two replicas must have in common to read each other's KV cache; "" without a connector."""
+        if (transfer := self._config.kv_transfer_config) is None:
+            return ""
+        model, cache = self._config.model_config, self._config.cache_config
+        return (
+            f"model={model.model} revision={model.revision} dtype={model.dtype} kv_dtype={cache.cache_dtype} "
+            f"block_size={cache.block_size} connector={transfer.kv_connector}"
+        )
+
     async def add(self, request: EngineCoreRequest) -> None:
         await self._core.add_request_async(request)
 
@@ -345,6 +501,23 @@ class VllmEngine:
         self._admits = status.get("batch_size")
         return status
 
+    async def load_adapters(self) -> None:
+        """Those that its arguments name. Raises an exception with vLLM's words when one cannot be loaded."""
+        for lora in self._loras:
+            await self._core.add_lora_async(lora)
+
+    async def call(self, method: str, argument: bytes) -> Any:
+        """For routers: its status, and adapters."""
+        if method == "status":
+            return await self.status()
+        if method == "add_lora":
+            return await self._core.add_lora_async(msgspec.msgpack.decode(argument, type=LoRARequest))
+        if method == "remove_lora":
+            return await self._core.remove_lora_async(msgspec.msgpack.decode(argument, type=int))
+        if method == "list_loras":
+            return await self._core.list_loras_async()
+        raise InputError(f"this engine has no call {method!r}")
+
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""
         return dict(await self._core.call_utility_async("sluice_control", changes))
@@ -355,6 +528,35 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self._core.shutdown()
+
+
+# For the Transformers engine
+
+_FINISH = {None: None, "stop": FinishReason.STOP, "length": FinishReason.LENGTH, "error": FinishReason.ERROR}
+
+
+def step_outputs(rows: Iterable[RowOutput]) -> EngineCoreOutputs:
+    """What a step of a gang batch brought, in vLLM's structures."""
+    return EngineCoreOutputs(
+        outputs=[
+            EngineCoreOutput(
+                request_id=row.request_id,
+                new_token_ids=row.token_ids,
+                new_logprobs=_logprobs_lists(row.logprobs) if row.logprobs else None,
+                finish_reason=_FINISH[row.finish],
+                stop_reason=row.stop_reason,
+            )
+            for row in rows
+        ]
+    )
+
+
+def _logprobs_lists(found: Logprobs) -> LogprobsLists:
+    return LogprobsLists(
+        logprob_token_ids=np.array([found.token_ids], dtype=np.int32),
+        logprobs=np.array([found.logprobs], dtype=np.float32),
+        sampled_token_ranks=np.array([found.rank], dtype=np.int32),
+    )
 
 
 # For `sluice calibrate`

@@ -12,7 +12,8 @@ how long it took go to `policy.observe`. No line of vLLM's scheduling is repeate
 * token budget: `max_num_scheduled_tokens`;
 * order: a waiting queue sorted by virtual deadline, where vLLM's policy is "fcfs".
 
-In mode `stock` the object is of a class that overrides none of vLLM's methods, so it costs nothing at all.
+In mode `stock` the object is of a class that overrides no method that a step calls, but where a KV connector moves
+caches, so it costs nothing at all.
 """
 
 import logging
@@ -34,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from deployments.scheduler_queue import DeadlineQueue
 from deployments.scheduler_settings import SchedulerSettings
 from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
-from deployments.scheduler_telemetry import Telemetry
+from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.clock import Clock
 from policies.errors import SluiceError
@@ -62,6 +63,7 @@ class SluiceScheduler(AsyncScheduler):
         self.clock: Clock = MonotonicClock()
         self.on_step: Callable[[StepResult], None] | None = None
         self.telemetry = Telemetry()
+        self.transfers = Transfers()
         self._stock_limits = (self.max_num_active_reqs, self.max_num_scheduled_tokens)
         self._policy: Auto | None = None
         self._adopt(self.settings)
@@ -103,6 +105,12 @@ class SluiceScheduler(AsyncScheduler):
     def _phases_work(self) -> bool:
         """Data-parallel ranks step together, and a KV connector admits in every step: neither goes with phases."""
         return self.parallel_config.data_parallel_size == 1 and self.connector is None
+
+    def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
+        """vLLM calls this where there is a KV connector."""
+        if (stats := kv_connector_output.kv_connector_stats) is not None:
+            self.transfers.add(stats.data)
+        super()._update_from_kv_xfer_finished(kv_connector_output)
 
     def _requeue(self, queue: Any) -> None:
         for request in self.waiting:
@@ -312,7 +320,11 @@ def core_status(core: Any) -> dict[str, Any]:
         "free_blocks": pool.get_num_free_blocks(),
         "total_blocks": pool.num_gpu_blocks,
     }
-    return counts | (scheduler.status() if isinstance(scheduler, SluiceScheduler) else {})
+    if scheduler.connector is not None:
+        counts["kv_held"] = len(scheduler.requests) - running - waiting
+    if not isinstance(scheduler, SluiceScheduler):
+        return counts
+    return counts | scheduler.status() | (scheduler.transfers.numbers() if scheduler.connector is not None else {})
 
 
 def core_control(core: Any, changes: dict[str, Any]) -> dict[str, Any]:

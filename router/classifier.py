@@ -6,9 +6,9 @@ router's bins and predictions rest on the same.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin
@@ -20,7 +20,7 @@ from predictor.learned import Foresight, LearnedPredictor, Question
 from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
 from router.metrics import RouterMetrics
-from router.state_store import StateStore, Ticket
+from router.state_store import FinishedLength, StateStore, Ticket
 
 MAX_UNSENT_LENGTHS = 4096
 Mode = Literal["full", "shadow", "stock"]
@@ -38,6 +38,38 @@ class Classified:
     ticket: Ticket
     tokens: float
     planned_key: float | None = None
+
+
+class TicketWriter(Protocol):
+    """What a routed client needs of whoever writes its tickets; see `Classifier`."""
+
+    @property
+    def bin_edges(self) -> tuple[float, ...]: ...
+
+    async def foresee(self, question: Question) -> Foresight | None: ...
+
+    def ticket(
+        self,
+        size: RequestSize,
+        slo_class: str,
+        router_id: str,
+        now_s: float,
+        replica_ids: Iterable[str] = (),
+        foresight: Foresight | None = None,
+    ) -> Classified: ...
+
+    @property
+    def knows_prefixes(self) -> bool: ...
+
+    def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None: ...
+
+    def forget_replica(self, replica_id: str) -> None: ...
+
+    def observe(
+        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+    ) -> None: ...
+
+    async def exchange(self, store: StateStore, now_s: float) -> None: ...
 
 
 class Classifier:
@@ -63,8 +95,9 @@ class Classifier:
         prefix_tie_s: float = 0.0,
         mode: Mode = "full",
         learned: LearnedPredictor | None = None,
+        fills_idle: Collection[str] = (),
     ) -> None:
-        self._mode = mode
+        self._mode, self._fills_idle = mode, frozenset(fills_idle)
         self._predictor, self._bins, self._order = predictor, bins, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
@@ -72,13 +105,18 @@ class Classifier:
         self._metrics, self._learned = metrics, learned
         if learned is not None:
             metrics.registry.register(PredictorMetrics(learned))
-        self._unsent: deque[tuple[str, int]] = deque(maxlen=MAX_UNSENT_LENGTHS)
+        self._unsent: deque[FinishedLength] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
         self._edges_version, self._edges_in_force = 0, bins.edges
 
     @property
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether what replicas were given has a say in where others go."""
+        return self._prefix_tie_s > 0.0
 
     async def foresee(self, question: Question) -> Foresight | None:
         """What the learned predictor says, within its deadline; None where there is none."""
@@ -112,6 +150,7 @@ class Classifier:
             predicted_output_tokens=predicted,
             tie_s=self._prefix_tie_s,
             prefixes=self._known_prefixes(size, replica_ids),
+            fills_idle=slo_class in self._fills_idle,
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
@@ -120,14 +159,13 @@ class Classifier:
         return Classified(_as_stock(ticket, now_s), tokens, planned_key)
 
     def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        if self._prefix_tie_s <= 0.0:
+        if not self.knows_prefixes:
             return ()
         return tuple(self._prefixes.known_tokens(replica_ids, size.prompt_token_ids).items())
 
     def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """A replica was given this prompt."""
-        if self._prefix_tie_s > 0.0:
-            self._prefixes.record(replica_id, prompt_token_ids)
+        """A replica was given this prompt; to be told when this `knows_prefixes`."""
+        self._prefixes.record(replica_id, prompt_token_ids)
 
     def forget_replica(self, replica_id: str) -> None:
         self._prefixes.forget(replica_id)
@@ -152,8 +190,9 @@ class Classifier:
         self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
     ) -> None:
         """Take note of a finished request, cut when it ended at its limit; it counts after the next `exchange`."""
-        self._unsent.append((slo_class, output_tokens))
+        scored = None
         if self._learned is not None and foresight is not None:
+            scored = self._learned.scored(foresight, output_tokens, is_cut)
             self._learned.observe(
                 foresight,
                 output_tokens,
@@ -161,9 +200,13 @@ class Classifier:
                 histogram=self._predictor.predict(slo_class, prompt_tokens=0),
                 bin_of=lambda tokens: self._bins.assign(tokens, slo_class=slo_class),
             )
+        self._unsent.append(FinishedLength(slo_class, output_tokens, scored))
 
-    async def exchange(self, store: StateStore) -> None:
+    async def exchange(self, store: StateStore, now_s: float) -> None:
         """Share the new lengths, learn from everybody's, and follow the edges in force.
+
+        Args:
+            now_s: on any clock, the same at every call.
 
         Raises:
             StateStoreError: the store does not answer; the lengths wait for the next time.
@@ -174,9 +217,12 @@ class Classifier:
         except StateStoreError:
             self._unsent = deque([*new, *self._unsent], maxlen=MAX_UNSENT_LENGTHS)
             raise
-        for slo_class, output_tokens in unseen:
-            self._bins.observe(output_tokens, slo_class=slo_class)
-            self._predictor.observe(slo_class, output_tokens)
+        self._bins.note_time(now_s)
+        for length in unseen:
+            self._bins.observe(length.output_tokens, slo_class=length.slo_class)
+            self._predictor.observe(length.slo_class, length.output_tokens)
+        if self._learned is not None:
+            self._learned.learn(length.scored for length in unseen if length.scored is not None)
         await self._follow_edges(store)
 
     async def _follow_edges(self, store: StateStore) -> None:
@@ -187,9 +233,9 @@ class Classifier:
             self._edges_version = 0
             return
         self._edges_version, self._edges_in_force = in_force
-        if self._bins.config.rule != "fixed" and len(self._edges_in_force) == len(self._bins.edges):
+        if self._bins.config.rule != "fixed" and self._bins.fits(self._edges_in_force):
             self._bins.adopt(self._edges_in_force)
 
 
 def _as_stock(ticket: Ticket, now_s: float) -> Ticket:
-    return replace(ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=())
+    return replace(ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=(), fills_idle=False)

@@ -57,6 +57,9 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
     def drop_first(self, output: Output, tokens: int) -> None:
         """Take the first of its new tokens out of an output, with all that belongs to them."""
 
+    def resumable(self, request: RequestT) -> bool:
+        """Whether a part of its answer can be continued elsewhere exactly, without computing it again."""
+
     def recover(self, request: RequestT, sent: Sequence[int]) -> Recovery[RequestT]:
         """Continue a request of which `sent` tokens, at least one, reached the client."""
 

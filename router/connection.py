@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from policies.errors import ProtocolError, ReplicaLostError
+from policies.errors import EngineCallError, ProtocolError, ReplicaLostError
 from router import wire
 from router.state_store import ReplicaInfo
 
 CONNECT_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 5.0
 STREAM_LIMIT_BYTES = 16 << 20
 
 OnOutputs = Callable[["ReplicaConnection", Sequence[wire.Buffer]], Awaitable[None]]
@@ -25,7 +23,7 @@ class ReplicaConnection:
     def __init__(self, info: ReplicaInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.info = info
         self._reader, self._writer = reader, writer
-        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
         self.missing_since_s: float | None = None
 
@@ -75,7 +73,7 @@ class ReplicaConnection:
                 frame = await wire.read_frame(self._reader)
                 if frame.kind is wire.Kind.OUTPUTS:
                     await on_outputs(self, frame.parts)
-                elif frame.kind is wire.Kind.STATUS:
+                elif frame.kind is wire.Kind.CALL:
                     self._answer(frame)
                 else:
                     raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
@@ -90,30 +88,37 @@ class ReplicaConnection:
     def abort(self, request_ids: Sequence[str]) -> None:
         wire.write_frame(self._writer, wire.Kind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
 
-    async def status(self) -> dict[str, Any]:
-        """The replica's own account of itself, from its engine.
+    async def call(self, method: str, argument: bytes = b"", *, timeout_s: float) -> Any:
+        """Ask the replica, or its engine.
 
         Raises:
-            ReplicaLostError: no answer within STATUS_TIMEOUT_S, or the connection ends.
+            EngineCallError: it refused; the message is its own.
+            ReplicaLostError: no answer in time, or the connection ends.
         """
         self._asked += 1
         number = self._asked
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[number] = answer
         try:
-            wire.write_frame(self._writer, wire.Kind.STATUS, [msgspec.msgpack.encode(number)])
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
+            wire.write_frame(
+                self._writer, wire.Kind.CALL, [msgspec.msgpack.encode(wire.Call(number, method, argument))]
+            )
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except OSError as error:
-            raise ReplicaLostError(f"replica {self.info.replica_id} does not tell its status: {error!r}") from error
+            raise ReplicaLostError(f"replica {self.info.replica_id} does not answer {method}: {error!r}") from error
         finally:
             del self._questions[number]
 
     def _answer(self, frame: wire.Frame) -> None:
-        number = msgspec.msgpack.decode(frame.parts[0], type=int)
-        question = self._questions.get(number)
-        if question and not question.done():
-            question.set_result(json.loads(bytes(frame.parts[1])))
+        reply = msgspec.msgpack.decode(frame.parts[0], type=wire.Reply)
+        question = self._questions.get(reply.number)
+        if question is None or question.done():
+            return
+        if reply.error:
+            question.set_exception(EngineCallError(f"replica {self.info.replica_id}: {reply.error}"))
+        else:
+            question.set_result(msgspec.json.decode(reply.result))
 
     def close(self) -> None:
         """At once: a replica that hangs would never take what is still to be sent."""

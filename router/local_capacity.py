@@ -64,9 +64,9 @@ class LocalCapacity:
         return list(self._ended)
 
     async def enqueue(self, ticket: Ticket, limits: Limits) -> list[Assignment] | Refusal:
-        """Quotas are not counted: they are shared."""
+        """Quotas are not counted: they are shared. Nothing is called back: what others run is out of sight."""
         assert self._store is not None
-        return await self._store.enqueue(ticket, replace(limits, quotas=()))
+        return await self._store.enqueue(replace(ticket, recallable=False), replace(limits, quotas=()))
 
     async def ended(self, request_id: str, router_id: str) -> list[Assignment]:
         """A request is over or was taken back: its slot goes to the next of this router."""
@@ -74,6 +74,10 @@ class LocalCapacity:
             return []
         self._ended.append(request_id)
         return await self._store.forget(request_id, router_id)
+
+    async def due(self, router_id: str) -> list[Assignment]:
+        """Gang batches of this router whose max-wait is over."""
+        return await self._store.dispatch(router_id) if self._store is not None else []
 
     async def lost(self, replica_id: str) -> None:
         if self._store is not None:

@@ -13,8 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s, spend
+from policies.gang import GangConfig, LaneView, first_formed
 from policies.placement import pick
-from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+from policies.recall import RecallableView, WaitingView, recalls
+from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
 MAX_NOTICES = 100_000
 
@@ -22,8 +24,8 @@ MAX_NOTICES = 100_000
 @dataclass(slots=True)
 class _Place:
     ticket: Ticket
+    since_s: float
     replica_id: str = ""
-    assigned_s: float = 0.0
     charge_s: float = 0.0
 
 
@@ -39,6 +41,19 @@ class _Replica:
     def serves(self, slo_class: str) -> bool:
         return not self.info.classes or slo_class in self.info.classes
 
+    @property
+    def is_for_all(self) -> bool:
+        """Whether a slot of it, given back, would serve any ticket."""
+        return not self.info.classes and self.info.gang_max_wait_s is None and self.slots > 0
+
+    @property
+    def takes_singles(self) -> bool:
+        return self.info.gang_max_wait_s is None and len(self.on) < self.slots
+
+    @property
+    def takes_a_gang(self) -> bool:
+        return self.info.gang_max_wait_s is not None and not self.on and self.slots > 0
+
 
 class MemoryStateStore:
     """`now` gives seconds; notices wait in bounded queues, one for each router that listens."""
@@ -48,11 +63,13 @@ class MemoryStateStore:
         self._places: dict[str, _Place] = {}
         self._replicas: dict[str, _Replica] = {}
         self._routers: dict[str, float] = {}
-        self._notices: dict[str, asyncio.Queue[list[Assignment]]] = {}
+        self._notices: dict[str, asyncio.Queue[list[Notice]]] = {}
+        self._recallable: set[str] = set()
+        self._recalled: set[str] = set()
         self._edges: tuple[int, tuple[float, ...]] | None = None
         self._spent: dict[str, float] = {}
         self._started_s, self._overtaken_s = -math.inf, 0.0
-        self._lengths: list[tuple[str, int]] = []
+        self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._metrics: dict[str, tuple[float, bytes]] = {}
 
@@ -68,69 +85,136 @@ class MemoryStateStore:
             return
         replica = self._replicas[place.replica_id]
         replica.on.discard(request_id)
+        self._no_longer_recallable(request_id)
         replica.work_s = replica.work_s - place.charge_s if replica.on else 0.0
 
     def _put_on(self, place: _Place, replica: _Replica) -> None:
-        place.replica_id, place.assigned_s = replica.info.replica_id, self._now()
+        place.replica_id, place.since_s = replica.info.replica_id, self._now()
         place.charge_s = place.ticket.work_s * replica.slowness
         replica.on.add(place.ticket.request_id)
         replica.work_s += place.charge_s
+        if place.ticket.recallable and replica.is_for_all:
+            self._recallable.add(place.ticket.request_id)
+
+    def _no_longer_recallable(self, request_id: str) -> None:
+        self._recallable.discard(request_id)
+        self._recalled.discard(request_id)
+
+    def _set_slots(self, replica: _Replica, slots: int) -> None:
+        """A replica that drains has no slots to give: nothing is called back from it."""
+        replica.slots = slots
+        if slots == 0:
+            self._recallable -= replica.on
 
     def _choose(self, ticket: Ticket) -> _Replica | None:
         scores = {
             replica_id: replica.work_s + ticket.work_s * replica.slowness
             for replica_id, replica in self._replicas.items()
-            if len(replica.on) < replica.slots and replica.serves(ticket.slo_class)
+            if replica.takes_singles and replica.serves(ticket.slo_class)
         }
         chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
         return None if chosen is None else self._replicas[chosen]
 
+    def _lanes(self) -> dict[tuple[str, int], list[_Place]]:
+        lanes: dict[tuple[str, int], list[_Place]] = {}
+        for place in sorted(self._waiting(), key=lambda p: (p.ticket.deadline_key, p.ticket.request_id)):
+            lanes.setdefault((place.ticket.slo_class, place.ticket.bin_index), []).append(place)
+        return lanes
+
     def _next_start(self) -> tuple[_Place, _Replica] | None:
         """The most urgent ticket that a replica with credit may take. Tickets of one lane may go to the same replicas,
         so that only heads matter."""
-        heads: dict[tuple[str, int], _Place] = {}
-        for place in sorted(self._waiting(), key=lambda p: (p.ticket.deadline_key, p.ticket.request_id)):
-            heads.setdefault((place.ticket.slo_class, place.ticket.bin_index), place)
-        for place in sorted(heads.values(), key=_urgency):
+        heads = [lane[0] for lane in self._lanes().values()]
+        for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
             if (replica := self._choose(place.ticket)) is not None:
                 return place, replica
         return None
 
     def _dispatch(self, router_id: str) -> list[Assignment]:
-        mine: list[Assignment] = []
+        started: list[_Place] = []
         while (found := self._next_start()) is not None:
-            place, replica = found
-            self._put_on(place, replica)
-            self._note_start(place.ticket.arrival_s)
-            assignment = Assignment(place.ticket.request_id, replica.info.replica_id)
+            started.append(self._start(*found))
+        for replica in sorted(self._replicas.values(), key=lambda r: (r.slowness, r.info.replica_id)):
+            if replica.takes_a_gang:
+                started += [self._start(place, replica) for place in self._next_gang(replica)]
+        mine = self._tell_owners(started, router_id)
+        self._recall()
+        return mine
+
+    def _tell_owners(self, started: Iterable[_Place], router_id: str) -> list[Assignment]:
+        mine: list[Assignment] = []
+        for place in started:
+            assignment = Assignment(place.ticket.request_id, place.replica_id)
             if place.ticket.router_id == router_id:
                 mine.append(assignment)
             else:
                 self._tell(place.ticket.router_id, [assignment])
         return mine
 
+    def _recall(self) -> None:
+        if not self._recallable:
+            return
+        tickets = sorted((place.ticket for place in self._waiting()), key=_urgency)
+        waiting = [WaitingView(key=t.deadline_key, fills_idle=t.fills_idle) for t in tickets]
+        keys = {i: self._places[i].ticket.deadline_key for i in self._recallable}
+        running = [RecallableView(key=key, request_id=i) for i, key in keys.items()]
+        for request_id in recalls(waiting, running, len(self._recalled)):
+            self._recallable.remove(request_id)
+            self._recalled.add(request_id)
+            self._tell(self._places[request_id].ticket.router_id, [Recall(request_id)])
+
+    def _next_gang(self, replica: _Replica) -> list[_Place]:
+        assert replica.info.gang_max_wait_s is not None
+        config = GangConfig(batch_size=replica.slots, max_wait_s=replica.info.gang_max_wait_s)
+        batches = {
+            name: places[: config.batch_size] for name, places in self._lanes().items() if replica.serves(name[0])
+        }
+        chosen = first_formed((self._lane_view(*name, batch) for name, batch in batches.items()), config)
+        return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index]
+
+    def _lane_view(self, slo_class: str, bin_index: int, batch: list[_Place]) -> LaneView:
+        return LaneView(
+            slo_class=slo_class,
+            bin_index=bin_index,
+            keys=[place.ticket.deadline_key for place in batch],
+            waited_s=self._now() - min(place.since_s for place in batch),
+        )
+
+    def _start(self, place: _Place, replica: _Replica) -> _Place:
+        self._put_on(place, replica)
+        self._note_start(place.ticket.arrival_s)
+        return place
+
     def _note_start(self, arrival_s: float | None) -> None:
         if arrival_s is not None:
             self._overtaken_s = max(self._overtaken_s, self._started_s - arrival_s)
             self._started_s = max(self._started_s, arrival_s)
 
-    def _tell(self, router_id: str, notice: list[Assignment]) -> None:
+    def _tell(self, router_id: str, notice: list[Notice]) -> None:
         if router_id in self._notices:
             with contextlib.suppress(asyncio.QueueFull):  # Redis drops the notices of a slow listener as well
                 self._notices[router_id].put_nowait(notice)
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+        had_a_place = ticket.request_id in self._places
         self._forget(ticket.request_id)
+        if (refusal := self._refusal(ticket, limits)) is not None:
+            if had_a_place:  # which is another's now
+                self._dispatch("")
+            return refusal
+        self._places[ticket.request_id] = _Place(ticket, self._now())
+        return self._dispatch(ticket.router_id)
+
+    def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        """None spends the quotas."""
         now_s, whole = self._now(), dict[str, float]()
         for quota in limits.quotas:
             whole[quota.name], late_s = spend(quota, self._spent.get(quota.name, -math.inf), now_s)
             if late_s > 0.0:
                 return Refusal(quota.name, late_s)
-        if (refusal := self._no_room(ticket, limits)) is not None:
-            return refusal
-        self._spent.update(whole)
-        self._places[ticket.request_id] = _Place(ticket)
-        return self._dispatch(ticket.router_id)
+        if (refusal := self._no_room(ticket, limits)) is None:
+            self._spent.update(whole)
+        return refusal
 
     def _no_room(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         if self._choose(ticket) is not None:
@@ -169,6 +253,9 @@ class MemoryStateStore:
         self._forget(request_id)
         return self._dispatch(router_id)
 
+    async def dispatch(self, router_id: str = "") -> list[Assignment]:
+        return self._dispatch(router_id)
+
     async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
         places = [self._places.get(request_id) for request_id in request_ids]
         return [None if place is None else place.replica_id for place in places]
@@ -177,13 +264,14 @@ class MemoryStateStore:
         self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
     ) -> None:
         replica = self._replicas.setdefault(info.replica_id, _Replica(info, slots, slowness, self._now()))
-        replica.info, replica.slots, replica.slowness, replica.beat_s = info, slots, slowness, self._now()
+        replica.info, replica.slowness, replica.beat_s = info, slowness, self._now()
+        self._set_slots(replica, slots)
         for request_id in running:
             if request_id not in self._places:
                 ticket = Ticket(
                     request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class=""
                 )
-                self._places[request_id] = _Place(ticket)
+                self._places[request_id] = _Place(ticket, self._now())
             if not self._places[request_id].replica_id:
                 self._put_on(self._places[request_id], replica)
         self._dispatch("")
@@ -194,15 +282,17 @@ class MemoryStateStore:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
-        replica.slots, replica.slowness, replica.beat_s = slots, slowness, self._now()
+        replica.slowness, replica.beat_s = slowness, self._now()
+        self._set_slots(replica, slots)
         self._dispatch("")
         oldest = self._now() - lease_s
-        return [request_id for request_id in replica.on if self._places[request_id].assigned_s <= oldest]
+        return [request_id for request_id in replica.on if self._places[request_id].since_s <= oldest]
 
     async def drop_replica(self, replica_id: str) -> None:
         replica = self._replicas.pop(replica_id, None)
         for request_id in replica.on if replica else ():
             self._places.pop(request_id)
+            self._no_longer_recallable(request_id)
 
     async def replica_info(self, replica_id: str) -> ReplicaInfo | None:
         replica = self._replicas.get(replica_id)
@@ -239,11 +329,12 @@ class MemoryStateStore:
                 predicted = place.ticket.predicted_output_tokens
                 if predicted is not None:
                     place.ticket = replace(place.ticket, bin_index=bisect_right(edges[1:-1], predicted))
+            self._dispatch("")
         return self._edges
 
     async def exchange_lengths(
-        self, seen: int, new: Iterable[tuple[str, int]], keep: int
-    ) -> tuple[int, list[tuple[str, int]]]:
+        self, seen: int, new: Iterable[FinishedLength], keep: int
+    ) -> tuple[int, list[FinishedLength]]:
         added = list(new)
         self._lengths = [*self._lengths, *added][-keep:]
         self._lengths_total += len(added)
@@ -262,7 +353,11 @@ class MemoryStateStore:
         waiting = [place.ticket for place in self._waiting()]
         loads = {
             key: ReplicaLoad(
-                slots=replica.slots, running=len(replica.on), outstanding_s=replica.work_s, slowness=replica.slowness
+                slots=replica.slots,
+                running=len(replica.on),
+                outstanding_s=replica.work_s,
+                slowness=replica.slowness,
+                gang=replica.info.gang_max_wait_s is not None,
             )
             for key, replica in self._replicas.items()
         }
@@ -271,10 +366,11 @@ class MemoryStateStore:
             replicas=loads,
             routers=len(self._routers),
             waiting_s=sum(ticket.work_s for ticket in waiting),
+            recalled=frozenset(self._recalled),
             overtaken_s=self._overtaken_s,
         )
 
-    async def notices(self, router_id: str) -> AsyncGenerator[list[Assignment], None]:
+    async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:
         queue = self._notices[router_id] = asyncio.Queue(MAX_NOTICES)
         yield []
         while True:
@@ -284,6 +380,5 @@ class MemoryStateStore:
         self._notices.clear()
 
 
-def _urgency(place: _Place) -> tuple[float, int, str]:
-    ticket = place.ticket
-    return ticket.deadline_key, ticket.bin_index, ticket.slo_class
+def _urgency(ticket: Ticket) -> tuple[float, int, str, str]:
+    return ticket.deadline_key, ticket.bin_index, ticket.slo_class, ticket.request_id

@@ -44,10 +44,14 @@ class ClassMetrics:
 
 
 class RouterMetrics:
-    """Counters and histograms of one router process."""
+    """Counters and histograms of one router process.
 
-    def __init__(self) -> None:
+    `pool` keeps those of a pool of replicas besides the one that answers apart, by their prefix.
+    """
+
+    def __init__(self, pool: str = "") -> None:
         self.registry = CollectorRegistry()
+        self._namespace = f"sluice_{pool}" if pool else "sluice"
         self._of_class: dict[str, ClassMetrics] = {}
         self.requests = self._counter(
             "requests",
@@ -73,14 +77,18 @@ class RouterMetrics:
         self.recovered = self._counter(
             "requests_recovered", "Requests moved off a lost replica: queued again, resumed or replayed.", "way"
         )
+        self.recalled = self._counter(
+            "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
+        )
         self.replicas_lost = self._counter("replicas_lost", "Connections to replicas that broke.")
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, labels, namespace="sluice", registry=self.registry)
+        return Counter(name, help_text, labels, namespace=self._namespace, registry=self.registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help_text, ("slo_class",), namespace="sluice", registry=self.registry, buckets=buckets)
+        labels = ("slo_class",)
+        return Histogram(name, help_text, labels, namespace=self._namespace, registry=self.registry, buckets=buckets)
 
     def of(self, slo_class: str) -> ClassMetrics:
         found = self._of_class.get(slo_class)
@@ -92,35 +100,64 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
 
-def shared_exposition(snapshot: Snapshot) -> bytes:
-    """The state shared by all routers, as gauges."""
+class SplitMetrics:
+    """What a router counts where prefill and decode may be on different replicas, in the registry that it is given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, labels, namespace="sluice", registry=registry)
+
+        self.decisions = counter("split_decisions", "Requests split (why=split), or why not.", "why")
+        self.hand_overs = counter("hand_overs", "Requests that a decode replica got with the KV cache of their prompt.")
+        self.fallbacks = counter(
+            "hand_over_fallbacks",
+            "Split requests read by their decode replica all the same: late, refused, failed, expired, stalled.",
+            "reason",
+        )
+        self.bucket_requests = counter("prefill_bucket_requests", "Prompts for prefill replicas, by bucket.", "bucket")
+        self.prefill_tokens = counter("prefill_tokens", "Prompt tokens read by prefill replicas.")
+        self.padding_tokens = counter(
+            "prefill_padding_tokens", "Tokens of padding that a kernel which pads would have added to those."
+        )
+        self.prefill_s = Histogram(
+            "prefill_seconds",
+            "From a prompt's queueing for a prefill replica to its KV cache.",
+            namespace="sluice",
+            registry=registry,
+            buckets=_WAIT_BUCKETS_S,
+        )
+
+
+def shared_exposition(snapshot: Snapshot, pool: str = "") -> bytes:
+    """The state shared by all routers, as gauges; `pool` as in RouterMetrics."""
+    namespace = f"sluice_{pool}" if pool else "sluice"
     registry = CollectorRegistry()
     lanes = Gauge(
         "queue_length",
         "Requests waiting, by class and bin.",
         ("slo_class", "bin"),
-        namespace="sluice",
+        namespace=namespace,
         registry=registry,
     )
     for (slo_class, bin_index), waiting in snapshot.lanes.items():
         lanes.labels(slo_class, bin_index).set(waiting)
-    queue_work = Gauge("queue_work_seconds", "Predicted work that waits.", namespace="sluice", registry=registry)
+    queue_work = Gauge("queue_work_seconds", "Predicted work that waits.", namespace=namespace, registry=registry)
     queue_work.set(snapshot.waiting_s)
     overtaken = Gauge(
         "overtaken_seconds_max",
         "How much later than a request another arrived that started before it, the longest so far.",
-        namespace="sluice",
+        namespace=namespace,
         registry=registry,
     )
     overtaken.set(snapshot.overtaken_s)
-    running = Gauge("replica_running", "Slots in use.", ("replica",), namespace="sluice", registry=registry)
-    credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace="sluice", registry=registry)
-    work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace="sluice", registry=registry)
+    running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
+    credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
+    work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)
     slowness = Gauge(
         "replica_slowness",
         "Busy seconds for one predicted second.",
         ("replica",),
-        namespace="sluice",
+        namespace=namespace,
         registry=registry,
     )
     for replica_id, load in snapshot.replicas.items():
@@ -128,7 +165,7 @@ def shared_exposition(snapshot: Snapshot) -> bytes:
         running.labels(replica_id).set(load.running)
         credit.labels(replica_id).set(load.credit)
         work.labels(replica_id).set(load.outstanding_s)
-    Gauge("routers", "Routers alive.", namespace="sluice", registry=registry).set(snapshot.routers)
+    Gauge("routers", "Routers alive.", namespace=namespace, registry=registry).set(snapshot.routers)
     return generate_latest(registry)
 
 

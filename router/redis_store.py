@@ -15,14 +15,14 @@ from redis.exceptions import RedisError
 
 from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import ConfigError, StateStoreError
-from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 
 CALL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
-_length_decoder = msgspec.msgpack.Decoder(tuple[str, int])
-_notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, str]])
+_length_decoder = msgspec.msgpack.Decoder(FinishedLength)
+_notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
 
 
 def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
@@ -76,8 +76,14 @@ def _packed(ticket: Ticket) -> bytes:
         False if ticket.predicted_output_tokens is None else ticket.predicted_output_tokens,
         ticket.tie_s,
         ticket.prefixes,
+        ticket.fills_idle,
+        ticket.recallable,
     )
     return msgspec.msgpack.encode(fields)
+
+
+def _notice(request_id: str, replica_id: str | None = None) -> Notice:
+    return Recall(request_id) if replica_id is None else Assignment(request_id, replica_id)
 
 
 def _packed_limits(limits: Limits) -> bytes:
@@ -125,6 +131,9 @@ class RedisStateStore:
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)
 
+    async def dispatch(self, router_id: str = "") -> list[Assignment]:
+        return [Assignment(*_strings(pair)) for pair in await self._run("dispatch", router_id)]
+
     async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
         places = await self._run("locate", *request_ids)
         return [None if place is None else place.decode() for place in places]
@@ -133,8 +142,9 @@ class RedisStateStore:
         self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
     ) -> None:
         classes = f",{','.join(info.classes)}," if info.classes else ""
+        gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
         packed = msgspec.msgpack.encode(info)
-        await self._run("register_replica", info.replica_id, packed, slots, classes, repr(slowness), *running)
+        await self._run("register_replica", info.replica_id, packed, slots, classes, repr(slowness), gang, *running)
 
     async def beat_replica(
         self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
@@ -169,9 +179,9 @@ class RedisStateStore:
         await self._run("remove_router", router_id)
 
     async def exchange_lengths(
-        self, seen: int, new: Iterable[tuple[str, int]], keep: int
-    ) -> tuple[int, list[tuple[str, int]]]:
-        packed = [msgspec.msgpack.encode(pair) for pair in new]
+        self, seen: int, new: Iterable[FinishedLength], keep: int
+    ) -> tuple[int, list[FinishedLength]]:
+        packed = [msgspec.msgpack.encode(length) for length in new]
         total, unseen = await self._run("exchange_lengths", seen, keep, *packed)
         return total, [_length_decoder.decode(raw) for raw in unseen]
 
@@ -193,10 +203,11 @@ class RedisStateStore:
             replicas={replica_id: ReplicaLoad(**load) for replica_id, load in tables["replicas"].items()},
             routers=tables["routers"],
             waiting_s=tables["waiting_s"],
+            recalled=frozenset(tables["recalled"]),
             overtaken_s=tables["overtaken_s"],
         )
 
-    async def notices(self, router_id: str) -> AsyncGenerator[list[Assignment], None]:
+    async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:
         channel = self._key(f"router:{router_id}")
         pubsub = self._redis.pubsub()
         try:
@@ -208,7 +219,7 @@ class RedisStateStore:
                 if message["type"] == "subscribe":
                     yield []
                 elif message["type"] == "message":
-                    yield [Assignment(*pair) for pair in _notice_decoder.decode(message["data"])]
+                    yield [_notice(*told) for told in _notice_decoder.decode(message["data"])]
         finally:
             # The connection is broken when we come here after an error; there is nothing more to lose by closing it.
             with contextlib.suppress(RedisError, OSError):

@@ -15,20 +15,29 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
-from policies.errors import AdmissionError, InputError, ReplicaLostError, SluiceError, StateStoreError
+from policies.errors import (
+    AdmissionError,
+    EngineCallError,
+    InputError,
+    ReplicaLostError,
+    SluiceError,
+    StateStoreError,
+)
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
-from router.classifier import Classifier
+from router.classifier import TicketWriter
 from router.clock import SharedClock
 from router.codec import EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
-from router.state_store import Assignment, Snapshot, StateStore, Ticket
+from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
 
@@ -37,6 +46,9 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
+STATUS_TIMEOUT_S = 5.0
+RECALL_TIMEOUT_S = 10.0
+LORA_TIMEOUT_S = 300.0  # an adapter may have to be fetched first
 # A replica that is connected but missing in the shared state for so many heartbeats is lost: one that was dropped by
 # mistake is back after its next one.
 MISSED_HEARTBEATS = 3
@@ -49,19 +61,21 @@ class RoutedClientConfig:
     Attributes:
         max_wait_s: the longest that a request may wait for a replica before it fails.
         max_moves: how often one request may be moved off a lost replica.
+        max_recalls: how often one that fills idle capacity may lose its slot to a more urgent one.
         heartbeat_s, silence_s: how often this router beats, and the silence after which another is taken for dead.
 
     Raises:
-        ConfigError: max_moves is below 0, or a time is not positive.
+        ConfigError: max_moves or max_recalls is below 0, or a time is not positive.
     """
 
     max_wait_s: float = 600.0
     max_moves: int = 3
+    max_recalls: int = 3
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
 
     def __post_init__(self) -> None:
-        require_at_least(0, self, "max_moves")
+        require_at_least(0, self, "max_moves", "max_recalls")
         require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
 
 
@@ -89,6 +103,7 @@ class _Entry(Generic[RequestT]):
     sent: list[int] = field(default_factory=list)
     repeats: deque[int] = field(default_factory=deque)
     moves: int = 0
+    recalls: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
 
@@ -106,7 +121,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         router_id: str,
         store: StateStore,
         codec: EngineCodec[RequestT, OutputsT],
-        classifier: Classifier,
+        classifier: TicketWriter,
         door: Door,
         clock: Clock,
         shared_clock: SharedClock,
@@ -122,6 +137,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
+        self._loras: dict[int, bytes] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(metrics.task_failures)
 
@@ -170,6 +186,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
 
+    def repeat(self, call: Callable[[], Awaitable[None]], name: str) -> None:
+        """Call it for ever, until this client closes; failures are counted."""
+        self._background.repeat(call, 0, name)
+
     # From the front end
 
     async def submit(
@@ -180,8 +200,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         timing: RequestTiming,
         tenant: Tenant | None = None,
         question: Question | None = None,
+        admitted: bool = False,
     ) -> None:
-        """Queue a request; its outputs come through `next_outputs`.
+        """Queue a request; its outputs come through `next_outputs`. One that was `admitted` before meets no limits.
 
         Raises:
             InputError: a request of this id is not over yet.
@@ -196,12 +217,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             size, slo_class, self.router_id, self._shared_clock.now(), self._connections, foresight
         )
         metrics = self._metrics.of(slo_class)
-        request = self._codec.with_ticket(request, classified.ticket)
-        entry = _Entry(request, classified.ticket, slo_class, metrics, timing, self._clock.now())
+        ticket = classified.ticket
+        if ticket.fills_idle:
+            recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
+            ticket = replace(ticket, recallable=recallable)
+        request = self._codec.with_ticket(request, ticket)
+        entry = _Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key, entry.foresight = classified.planned_key, foresight
         self._entries[size.request_id] = entry
         try:
-            refusal = await self._enqueue(entry, self._door.limits(slo_class, tenant, classified.tokens))
+            limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
+            refusal = await self._enqueue(entry, limits)
         except BaseException as error:
             # Whatever failed, the call may have been obeyed.
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
@@ -225,9 +251,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             del self._entries[entry.request_id]
             self._count(entry, outcome)
             (unsent if entry.connection is None else running[entry.connection]).append(entry.request_id)
+            self._end_locally(entry.request_id)
         for connection, ids in running.items():
             connection.abort(ids)
-            self._end_locally(entry)
         if unsent:
             self._background.spawn(self._with_retries(lambda: self._store.cancel(unsent)), "cancel")
 
@@ -238,15 +264,48 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """What each replica's engine says of itself, by replica id; one that does not answer has an `error`."""
+        replies = await self._call_replicas("status", timeout_s=STATUS_TIMEOUT_S)
+        return {
+            replica_id: {"error": str(reply)} if isinstance(reply, SluiceError) else reply
+            for replica_id, reply in replies.items()
+        }
+
+    async def add_lora(self, lora_id: int, packed: bytes) -> None:
+        """Load an adapter into every replica; one that comes later loads it before it gets a request from here.
+
+        Raises:
+            EngineCallError: a replica refused it; then none keeps it.
+            StateStoreError: the shared state cannot be reached.
+        """
+        self._loras[lora_id] = packed
+        replies = await self._call_replicas("add_lora", packed, timeout_s=LORA_TIMEOUT_S)
+        for reply in replies.values():
+            if isinstance(reply, EngineCallError):
+                await self.remove_lora(lora_id)
+                raise reply
+
+    async def remove_lora(self, lora_id: int) -> None:
+        """From every replica. Raises StateStoreError."""
+        self._loras.pop(lora_id, None)
+        await self._call_replicas("remove_lora", msgspec.msgpack.encode(lora_id), timeout_s=LORA_TIMEOUT_S)
+
+    async def list_loras(self) -> set[int]:
+        """Adapters that every replica holds. Raises StateStoreError."""
+        replies = await self._call_replicas("list_loras", timeout_s=STATUS_TIMEOUT_S)
+        held = [set(reply) for reply in replies.values() if not isinstance(reply, SluiceError)]
+        return set.intersection(*held) if held else set()
+
+    async def _call_replicas(self, method: str, argument: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
+        """By replica id what each engine answers, or the error in its place."""
         infos = await self._store.replica_infos()
-        replies = await asyncio.gather(*(self._status(info.replica_id) for info in infos))
+        replies = await asyncio.gather(*(self._call(info.replica_id, method, argument, timeout_s) for info in infos))
         return {info.replica_id: reply for info, reply in zip(infos, replies, strict=True)}
 
-    async def _status(self, replica_id: str) -> dict[str, Any]:
+    async def _call(self, replica_id: str, method: str, argument: bytes, timeout_s: float) -> Any:
         try:
-            return await (await self._connection(replica_id)).status()
+            return await (await self._connection(replica_id)).call(method, argument, timeout_s=timeout_s)
         except SluiceError as error:
-            return {"error": str(error)}
+            return error
 
     # Tickets
 
@@ -292,10 +351,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 mine[entry.replica_id].append(entry.request_id)
         return mine
 
-    def _end_locally(self, entry: _Entry[RequestT]) -> None:
-        """Its slot goes to the next, while the shared state is away."""
+    def _end_locally(self, request_id: str) -> None:
+        """Its place in the queue or its slot goes to the next, while the shared state is away."""
         if self._local.in_use:
-            self._background.spawn(self._place_next_locally(entry.request_id), "local")
+            self._background.spawn(self._place_next_locally(request_id), "local")
 
     async def _place_next_locally(self, request_id: str) -> None:
         for assignment in await self._local.ended(request_id, self.router_id):
@@ -303,7 +362,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _queue_again(self, entry: _Entry[RequestT]) -> None:
         """Back into its bin under its old key. Never refused: it was admitted once."""
-        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=())
+        recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
+        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
         try:
             await self._enqueue(entry, NO_LIMITS)
         except StateStoreError as error:
@@ -316,6 +376,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry is None or entry.replica_id not in (None, replica_id):  # over, or elsewhere: nobody takes this slot
             ids = [assignment.request_id]
             self._background.spawn(self._with_retries(lambda: self._store.release(replica_id, ids)), "release")
+            if entry is None:
+                self._end_locally(assignment.request_id)
         elif entry.replica_id is None:  # else told twice
             entry.replica_id = replica_id
             self._note_planned(entry)
@@ -345,15 +407,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _send(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
-            connection.add(self._codec.encode_request(entry.request))
+            connection.add(self._encoded(entry, connection))
         except Exception as error:  # too large, or beyond the codec: no other replica could take it either
             self._fail(entry, repr(error))
             return
         entry.connection = connection
-        self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
+        if self._classifier.knows_prefixes:
+            self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
+
+    def _encoded(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
+        return self._codec.encode_request(entry.request)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
@@ -384,6 +450,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
         Raises:
             ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
+            EngineCallError: it cannot load an adapter.
         """
         task = self._connections.get(replica_id)
         if task is None:
@@ -403,6 +470,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             info, router_id=self.router_id, engine_version=self._codec.engine_version
         )
         self._background.spawn(self._read(connection), "connection")
+        try:
+            for packed in list(self._loras.values()):
+                await connection.call("add_lora", packed, timeout_s=LORA_TIMEOUT_S)
+        except BaseException:  # a request for an adapter that it refuses would end its engine
+            connection.close()
+            raise
         return connection
 
     async def _read(self, connection: ReplicaConnection) -> None:
@@ -435,14 +508,41 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _take_back(self, entry: _Entry[RequestT]) -> bool:
         """Off a lost replica, ready to be queued again; False when it has been moved too often, and fails."""
-        entry.connection = entry.replica_id = None
-        entry.queueing, entry.waiting_since_s = True, self._clock.now()
+        self._unplace(entry)
         entry.moves += 1
         if entry.moves > self._config.max_moves:
             self._fail(entry, f"it lost {entry.moves} replicas")
             return False
         self._metrics.recovered.labels(self._recover(entry)).inc()
         return True
+
+    def _unplace(self, entry: _Entry[RequestT]) -> None:
+        entry.connection = entry.replica_id = None
+        entry.queueing, entry.waiting_since_s = True, self._clock.now()
+
+    def _give_back(self, request_id: str) -> None:
+        """Its slot, to a more urgent request; it waits again under its old key, to be continued where it stands."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.replica_id is None or self._local.in_use:
+            return
+        connection = entry.connection
+        self._unplace(entry)
+        entry.recalls += 1
+        self._metrics.recalled.labels(entry.slo_class).inc()
+        self._recover(entry)
+        self._background.spawn(self._recall(entry, connection), "recall")
+
+    async def _recall(self, entry: _Entry[RequestT], connection: ReplicaConnection | None) -> None:
+        """Queued again only when nothing of it can come any more over a connection that it may be sent over again."""
+        if connection is not None:
+            try:
+                packed = msgspec.msgpack.encode([entry.request_id])
+                await connection.call("recall", packed, timeout_s=RECALL_TIMEOUT_S)
+            except SluiceError as error:
+                logger.warning("%s", error)
+                connection.close()
+        if self._entries.get(entry.request_id) is entry:
+            await self._queue_again(entry)
 
     def _recover(self, entry: _Entry[RequestT]) -> str:
         """What to send to the next replica; returns the name of the way."""
@@ -480,7 +580,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if output.finish_reason is not None:
             del self._entries[output.request_id]
             self._count(entry, str(output.finish_reason))
-            self._end_locally(entry)
+            self._end_locally(entry.request_id)
         return True
 
     def _take_repeats(self, entry: _Entry[RequestT], output: Output) -> bool:
@@ -516,18 +616,25 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     # In the background
 
     async def _listen(self, subscribed: asyncio.Event) -> None:
-        async for assignments in self._store.notices(self.router_id):
+        async for notices in self._store.notices(self.router_id):
             subscribed.set()
-            for assignment in assignments:
-                self._place(assignment)
+            for notice in notices:
+                if isinstance(notice, Recall):
+                    self._give_back(notice.request_id)
+                else:
+                    self._place(notice)
 
     async def _heartbeat(self) -> None:
         self._fail_expired()
         try:
             await self._beat()
         except StateStoreError:
-            await self._goes_on_alone()
+            if await self._goes_on_alone():
+                for assignment in await self._local.due(self.router_id):
+                    self._place(assignment)
             raise
+        for request_id in self.snapshot.recalled:  # the notice may have been lost
+            self._give_back(request_id)
         await self._leave_missing()
         await self._look_after_waiting()
 
@@ -545,7 +652,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._background.spawn(self._with_retries(lambda: self._store.cancel(ended)), "cancel")
 
     async def _exchange(self) -> None:
-        await self._classifier.exchange(self._store)
+        await self._classifier.exchange(self._store, self._clock.now())
         await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
 
     def _fail_expired(self) -> None:

@@ -8,11 +8,12 @@ runs both over the same random histories.
 import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from policies.admission import NO_LIMITS, Limits, Refusal
+from predictor.learned import Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Ticket:
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             replica was lost.
         predicted_output_tokens: by which it is put into another bin when the edges are swapped; None stays.
+        fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
+        recallable: it may, where it runs on a replica that serves all classes.
         tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
             as (replica id, tokens).
     """
@@ -41,6 +44,8 @@ class Ticket:
     predicted_output_tokens: float | None = None
     tie_s: float = 0.0
     prefixes: tuple[tuple[str, int], ...] = ()
+    fills_idle: bool = False
+    recallable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,25 @@ class Assignment:
     replica_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A running request is to give its slot back and be queued again: a more urgent one waits (policies.recall)."""
+
+    request_id: str
+
+
+Notice = Assignment | Recall
+
+
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a replica and what runs there.
 
     Attributes:
         max_model_len: most tokens of prompt and answer together; an engine may lower the configured value to fit.
         classes: service classes for which it is reserved; none serves all.
+        gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
+            only when all are free; one that is not full goes when a request has waited so long (policies.gang).
+        kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
     """
 
@@ -67,21 +85,37 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_model_len: int
     classes: tuple[str, ...] = ()
+    gang_max_wait_s: float | None = None
+    kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
+
+
+class FinishedLength(NamedTuple):
+    """A finished request's length, and what a learned predictor's curves take from it, if it was scored."""
+
+    slo_class: str
+    output_tokens: int
+    scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What a replica holds; ``slowness`` is its own seconds for one predicted second of work."""
+    """What a replica holds.
+
+    Attributes:
+        slowness: its own seconds for one predicted second of work.
+        gang: it takes whole batches, when all its slots are free.
+    """
 
     slots: int
     running: int
     outstanding_s: float
     slowness: float = 1.0
+    gang: bool = False
 
     @property
     def credit(self) -> int:
-        return max(0, self.slots - self.running)
+        return 0 if self.gang and self.running else max(0, self.slots - self.running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +124,7 @@ class Snapshot:
 
     Attributes:
         waiting_s: predicted seconds of all that waits.
+        recalled: ids of requests that were called back and still hold their slots.
         overtaken_s: the longest overtaking seen: how much later than a request one arrived that started before it.
     """
 
@@ -97,6 +132,7 @@ class Snapshot:
     replicas: dict[str, ReplicaLoad] = field(default_factory=dict)
     routers: int = 0
     waiting_s: float = 0.0
+    recalled: frozenset[str] = frozenset()
     overtaken_s: float = 0.0
 
     @property
@@ -119,6 +155,9 @@ class StateStore(Protocol):
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Forget tickets whose requests were never sent, waiting or just assigned."""
+
+    async def dispatch(self, router_id: str = "") -> list[Assignment]:
+        """Assign what time alone has made due: gang batches whose max-wait is over. Returns this router's."""
 
     async def locate(self, request_ids: Sequence[str]) -> list[str | None]:
         """For each id the replica it is assigned to, "" while it waits, None when the store does not know it."""
@@ -164,17 +203,19 @@ class StateStore(Protocol):
     async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
         """Put bin edges in force that follow on `version`, and move what waits to its new bins in the same moment.
 
+        What this makes a whole gang batch is assigned.
+
         Does nothing when another router was first, or without edges. Returns the version and the edges in force, None
         before the first.
         """
 
     async def exchange_lengths(
-        self, seen: int, new: Iterable[tuple[str, int]], keep: int
-    ) -> tuple[int, list[tuple[str, int]]]:
-        """Append observed (slo_class, output_tokens) pairs to the shared window of the newest `keep`.
+        self, seen: int, new: Iterable[FinishedLength], keep: int
+    ) -> tuple[int, list[FinishedLength]]:
+        """Append observed lengths to the shared window of the newest `keep`.
 
-        `seen` is the count that the last call returned, 0 at first. Returns the new count and the pairs observed since,
-        by all routers and oldest first, as far as the window still holds them.
+        `seen` is the count that the last call returned, 0 at first. Returns the new count and the lengths observed
+        since, by all routers and oldest first, as far as the window still holds them.
         """
 
     async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
@@ -185,10 +226,10 @@ class StateStore(Protocol):
 
     async def snapshot(self) -> Snapshot: ...
 
-    def notices(self, router_id: str) -> AsyncIterator[list[Assignment]]:
-        """Assignments that a router did not ask for, for ever. The first item is empty: the subscription stands.
+    def notices(self, router_id: str) -> AsyncIterator[list[Notice]]:
+        """What a router did not ask for, for ever. The first item is empty: the subscription stands.
 
-        They may be lost; `locate` tells.
+        They may be lost; `locate` and `snapshot` tell.
         """
 
     async def close(self) -> None: ...

@@ -3,7 +3,8 @@
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from policies.errors import AdmissionError
+from policies.errors import AdmissionError, InputError
+from predictor.conversation import Asked
 from router.admission import Tenant
 
 
@@ -26,15 +27,17 @@ class RequestTiming:
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
 
-    `expected_tokens` is the client's own guess at its answer. `refused` is why one of those may not queue: the response
-    will be that refusal, whatever the front end makes of it.
+    `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text that the
+    chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may not
+    queue: the response will be that refusal, whatever the front end makes of it.
     """
 
     received_s: float
     slo_class: str
     tenant: Tenant | None = None
-    refused: AdmissionError | None = None
+    refused: AdmissionError | InputError | None = None
     expected_tokens: int | None = None
+    asked: dict[str | None, Asked] = field(default_factory=dict)
     timings: list[RequestTiming] = field(default_factory=list)
 
 

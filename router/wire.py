@@ -31,7 +31,7 @@ import msgspec
 
 from policies.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
 MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -55,8 +55,8 @@ class Kind(IntEnum):
     """router -> replica: stop requests; one part, a msgpack list of request ids."""
     OUTPUTS = 5
     """replica -> router: what one engine step produced for this router; parts of the engine's codec."""
-    STATUS = 6
-    """router -> replica: one part, a msgpack int (the question's number); and back: the number and a JSON object."""
+    CALL = 6
+    """router -> replica: what to call, a msgpack `Call`; and back: its `Reply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,23 @@ class Auth(msgspec.Struct):
 
 class Welcome(msgspec.Struct):
     mac: bytes
+
+
+class Call(msgspec.Struct):
+    """`recall`, of a msgpack list of request ids: as ABORT, but their slots are the router's to give back, and nothing
+    of them follows the reply. Else a call to the engine: `status`, `add_lora`, `remove_lora`, `list_loras`."""
+
+    number: int
+    method: str
+    argument: bytes = b""
+
+
+class Reply(msgspec.Struct):
+    """`result` is JSON; with an `error` the engine refused."""
+
+    number: int
+    result: bytes = b""
+    error: str = ""
 
 
 def pack(kind: Kind, parts: Sequence[Buffer]) -> list[Buffer]:

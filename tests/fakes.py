@@ -3,7 +3,7 @@
 import asyncio
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -15,18 +15,27 @@ VOCABULARY = 50_000
 
 
 class FakeRequest(msgspec.Struct, kw_only=True):
-    """`replays`: it cannot be resumed, as a seeded sampling cannot."""
+    """Attributes:
+    replays: it cannot be resumed, as a seeded sampling cannot.
+    leaves_cache: its KV cache is to be fetched.
+    cache: the one that it begins with.
+    fetches: False only tells that nobody will.
+    """
 
     request_id: str
     prompt: list[int]
     max_tokens: int
     replays: bool = False
+    leaves_cache: bool = False
+    cache: dict[str, int] | None = None
+    fetches: bool = True
 
 
 class FakeOutput(msgspec.Struct):
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
+    cache: dict[str, int] | None = None
 
 
 class FakeBatch(msgspec.Struct):
@@ -82,16 +91,35 @@ class FakeCodec:
         return batch.outputs
 
     def keep(self, batch: FakeBatch, outputs: Sequence[Output]) -> FakeBatch:
-        return FakeBatch([FakeOutput(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs])
+        return FakeBatch([o for o in outputs if isinstance(o, FakeOutput)])
 
     def drop_first(self, output: Output, tokens: int) -> None:
         output.new_token_ids = output.new_token_ids[tokens:]
+
+    def resumable(self, request: FakeRequest) -> bool:
+        return not request.replays
 
     def recover(self, request: FakeRequest, sent: Sequence[int]) -> Recovery[FakeRequest]:
         if request.replays:
             return Recovery(request, tuple(sent))
         prompt = [*request.prompt, *sent]
         return Recovery(msgspec.structs.replace(request, prompt=prompt, max_tokens=request.max_tokens - len(sent)))
+
+    def splits(self, request: FakeRequest) -> bool:
+        return True
+
+    def prefill_of(self, request: FakeRequest) -> FakeRequest:
+        return msgspec.structs.replace(request, max_tokens=1, leaves_cache=True)
+
+    def cache_of(self, output: Output) -> Mapping[str, int] | None:
+        assert isinstance(output, FakeOutput)
+        return output.cache
+
+    def with_cache(self, request: FakeRequest, cache: Mapping[str, int]) -> FakeRequest:
+        return msgspec.structs.replace(request, cache=dict(cache))
+
+    def without_fetching(self, request: FakeRequest, request_id: str, cache: Mapping[str, int]) -> FakeRequest:
+        return msgspec.structs.replace(request, request_id=request_id, cache=dict(cache), fetches=False)
 
     def failed(self, request_id: str) -> FakeBatch:
         return FakeBatch([FakeOutput(request_id, [], "error")])
@@ -107,9 +135,12 @@ class FakeEngine:
     def __init__(self, *, slots: int = 4, step_s: float = 0.002, salt: int = 0, version: str = "fake-1") -> None:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
-        self.dead = False
+        self.dead = self.hangs = False
+        self.loras: set[int] = set()
         self.most_held = 0
         self.taken = 0
+        self.fetched = self.let_go = 0  # caches
+        self.loses_caches = self.transfers_hang = False
         self._held: dict[str, FakeRequest] = {}
         self._states: dict[str, tuple[int, int]] = {}  # digest of all tokens so far, tokens generated
         self._work = asyncio.Event()
@@ -121,13 +152,23 @@ class FakeEngine:
         return len(self._held)
 
     async def add(self, request: FakeRequest) -> None:
+        if not request.fetches:
+            self.let_go += 1
+            return
         if request.request_id in self._held:
             self.die()
         self._held[request.request_id] = request
-        self._states[request.request_id] = digest(request.prompt, self.salt), 0
+        self._states[request.request_id] = self._read(request), 0
         self.taken += 1
         self.most_held = max(self.most_held, len(self._held))
         self._work.set()
+
+    def _read(self, request: FakeRequest) -> int:
+        """What its first token follows from: its prompt, or the cache that it came with, whatever that holds."""
+        if request.cache is None:
+            return digest(request.prompt, self.salt)
+        self.fetched += 1
+        return request.cache["digest"]
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -137,7 +178,8 @@ class FakeEngine:
         while True:
             await self._work.wait()
             await self._unpaused.wait()
-            outputs = [self._step(request) for request in list(self._held.values())[: self.slots]]
+            running = [r for r in self._held.values() if not (self.transfers_hang and r.cache)][: self.slots]
+            outputs = [self._step(request) for request in running]
             if not self._held:
                 self._work.clear()
             await asyncio.sleep(self.step_s)  # what is aborted now was computed all the same, and comes out
@@ -153,18 +195,38 @@ class FakeEngine:
         finished = generated + 1 == request.max_tokens
         if finished:
             self._forget(request.request_id)
-        return FakeOutput(request.request_id, [token], "length" if finished else None)
+        leaves = request.leaves_cache and finished and not self.loses_caches
+        cache = {"digest": digest(request.prompt, self.salt)} if leaves else None
+        return FakeOutput(request.request_id, [token], "length" if finished else None, cache)
 
     def _forget(self, request_id: str) -> None:
         self._held.pop(request_id, None)
         self._states.pop(request_id, None)
 
+    async def call(self, method: str, argument: bytes) -> dict[str, int] | list[int]:
+        """An adapter is its id alone; one that is odd cannot be loaded."""
+        if method == "status":
+            return await self.status()
+        if method != "list_loras":
+            lora_id = msgspec.msgpack.decode(argument, type=int)
+            if method == "add_lora" and lora_id % 2:
+                raise ValueError(f"no adapter {lora_id} here")
+            self.loras = self.loras - {lora_id} if method == "remove_lora" else self.loras | {lora_id}
+        return sorted(self.loras)
+
     async def status(self) -> dict[str, int]:
+        if self.hangs:
+            await asyncio.Event().wait()
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots)}
 
     def pause(self) -> None:
         """Stop stepping, as a hung device does."""
         self._unpaused.clear()
+
+    def hang(self) -> None:
+        """In the middle of a step: it does not answer either."""
+        self.hangs = True
+        self.pause()
 
     def resume(self) -> None:
         self._unpaused.set()

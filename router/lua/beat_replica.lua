@@ -8,14 +8,14 @@ end
 redis.call('ZADD', P .. ':beats', now_ms(), replica)
 redis.call('HSET', P .. ':slowness', replica, ARGV[3])
 if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] then
-  redis.call('HSET', P .. ':slots', replica, ARGV[2])
+  set_slots(replica, ARGV[2])
   offer(replica)
   dispatch('')
 end
 local old, oldest = {}, now_ms() - tonumber(ARGV[4])
 for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
   local ticket = load_ticket(id)
-  if ticket and ticket[ASSIGNED_MS] <= oldest then
+  if ticket and ticket[SINCE_MS] <= oldest then
     old[#old + 1] = id
   end
 end

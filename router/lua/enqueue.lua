@@ -48,10 +48,7 @@ local function predicted_wait_s()
   return pace > 0 and ahead / pace or 0
 end
 
-local function room()
-  if choose(ticket) then
-    return nil
-  end
+local function refused()
   local waiting = hash_number(':waiting', ticket[CLASS])
   local wait_s = predicted_wait_s()
   if waiting >= limits[1] then
@@ -61,17 +58,31 @@ local function room()
   end
 end
 
-forget(id)
+local had_a_place = forget(id)
+
+local function refuse(reply)
+  if had_a_place then -- which is another's now
+    dispatch('')
+  end
+  return reply
+end
+
 local allowed, whole = quotas_allow()
 if not allowed then
-  return whole
+  return refuse(whole)
 end
-local refusal = room()
+local replica = choose(ticket)
+local refusal = not replica and refused()
 if refusal then
-  return refusal
+  return refuse(refusal)
 end
 spend(whole)
-ticket[REPLICA], ticket[ASSIGNED_MS], ticket[CHARGE] = '', 0, 0
+ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
+if replica and redis.call('EXISTS', P .. ':occupied') == 0 then -- nothing else waits: as through its lane, in fewer moves
+  put_on(id, ticket, replica)
+  note_start(ticket)
+  return { 1, { { id, replica } } }
+end
 save_ticket(id, ticket)
 put_in_lane(id, ticket)
 return { 1, dispatch(ticket[ROUTER]) }

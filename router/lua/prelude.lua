@@ -9,19 +9,24 @@
 --   P:slots         hash  replica -> slots                      P:running   hash  replica -> tickets on it
 --   P:slowness      hash  replica -> its seconds for one predicted second
 --   P:work          hash  replica -> predicted seconds on it
---   P:free          zset  replica -> predicted seconds on it; only replicas with credit
+--   P:free          zset  replica -> predicted seconds on it; only replicas with credit that take single requests
+--   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
 --   P:on:<r>        set of ids on replica r
+--   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
+--   P:recalled      set of ids that were called back and still hold their slots
 --   P:beats         zset  replica -> ms of its last heartbeat   P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:spent:<k>     quota k: the time at which it will be whole again
 --   P:edges         {version, edges ...} in force for the bins
--- Channel P:router:<id> carries {{id, replica}, ...}: assignments that the router did not ask for.
+-- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
+-- is called back.
 --
 -- The twin in Python is router/memory_store.py; a contract test runs both over the same histories.
 
 local P = KEYS[1]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local REPLICA, ASSIGNED_MS, CHARGE = 10, 11, 12
+local FILLS_IDLE, RECALLABLE = 10, 11
+local REPLICA, SINCE_MS, CHARGE = 12, 13, 14 -- since when it is in its lane, or on its replica
 
 local function now_s()
   local time = redis.call('TIME')
@@ -56,7 +61,8 @@ end
 
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up.
 local function offer(replica)
-  if hash_number(':running', replica) < hash_number(':slots', replica) then
+  if hash_number(':running', replica) < hash_number(':slots', replica)
+      and redis.call('HEXISTS', P .. ':gangs', replica) == 0 then
     redis.call('ZADD', P .. ':free', hash_number(':work', replica), replica)
   else
     redis.call('ZREM', P .. ':free', replica)
@@ -87,21 +93,48 @@ local function slowness_of(replica)
   return tonumber(redis.call('HGET', P .. ':slowness', replica) or '1')
 end
 
+-- Whether a slot of this replica, given back, would serve any ticket.
+local function is_for_all(replica)
+  return redis.call('HGET', P .. ':serves', replica) == '' and redis.call('HEXISTS', P .. ':gangs', replica) == 0
+      and hash_number(':slots', replica) > 0
+end
+
 local function put_on(id, ticket, replica)
   ticket[REPLICA] = replica
-  ticket[ASSIGNED_MS] = now_ms()
+  ticket[SINCE_MS] = now_ms()
   ticket[CHARGE] = ticket[WORK] * slowness_of(replica)
   save_ticket(id, ticket)
   redis.call('SADD', P .. ':on:' .. replica, id)
   add_counted(':running', ':work', replica, 1, ticket[CHARGE])
+  if ticket[RECALLABLE] and is_for_all(replica) then
+    redis.call('ZADD', P .. ':recallable', ticket[KEY], id)
+  end
   offer(replica)
+end
+
+local function no_longer_recallable(id)
+  redis.call('ZREM', P .. ':recallable', id)
+  redis.call('SREM', P .. ':recalled', id)
 end
 
 local function take_from_replica(id, ticket)
   local replica = ticket[REPLICA]
   if redis.call('SREM', P .. ':on:' .. replica, id) == 1 then
     add_counted(':running', ':work', replica, -1, -ticket[CHARGE])
+    if ticket[RECALLABLE] then
+      no_longer_recallable(id)
+    end
     offer(replica)
+  end
+end
+
+-- A replica that drains has no slots to give: nothing is called back from it.
+local function set_slots(replica, slots)
+  redis.call('HSET', P .. ':slots', replica, slots)
+  if tonumber(slots) == 0 then
+    for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
+      redis.call('ZREM', P .. ':recallable', id)
+    end
   end
 end
 
@@ -120,14 +153,30 @@ local function forget(id)
   return ticket
 end
 
--- The head of a lane, as {id, key, bin, class}, or nil when it is empty.
-local function head_of(lane)
-  local head = redis.call('ZRANGE', P .. ':lane:' .. lane, 0, 0, 'WITHSCORES')
-  if not head[1] then
+-- The ticket of a lane that `rank` others go before, as {id, key, bin, class, lane, rank}; nil when there is none.
+local function of_rank(lane, rank)
+  local found = redis.call('ZRANGE', P .. ':lane:' .. lane, rank, rank, 'WITHSCORES')
+  if not found[1] then
     return nil
   end
   local class, bin = string.match(lane, '^(.*):(%d+)$')
-  return { id = head[1], key = tonumber(head[2]), bin = tonumber(bin), class = class, lane = lane }
+  return { id = found[1], key = tonumber(found[2]), bin = tonumber(bin), class = class, lane = lane, rank = rank }
+end
+
+local function heads_of_lanes()
+  local heads = {}
+  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+    heads[#heads + 1] = of_rank(lane, 0)
+  end
+  return heads
+end
+
+local function replace_or_remove(heads, index, following)
+  if following then
+    heads[index] = following
+  else
+    table.remove(heads, index)
+  end
 end
 
 local function more_urgent(a, b)
@@ -205,16 +254,11 @@ local function next_start(heads)
 end
 
 -- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first.
--- Tickets of `router` are returned, those of other routers are published to them.
-local function dispatch(router)
-  local mine, others = {}, {}
+local function start_singles(started)
   if redis.call('EXISTS', P .. ':free') == 0 then
-    return mine
+    return
   end
-  local heads = {}
-  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-    heads[#heads + 1] = head_of(lane)
-  end
+  local heads = heads_of_lanes()
   while true do
     local index, ticket, replica = next_start(heads)
     if not index then
@@ -222,26 +266,125 @@ local function dispatch(router)
     end
     local head = heads[index]
     start(head.id, ticket, replica)
-    if ticket[ROUTER] == router then
-      mine[#mine + 1] = { head.id, replica }
-    else
-      local batch = others[ticket[ROUTER]] or {}
-      batch[#batch + 1] = { head.id, replica }
-      others[ticket[ROUTER]] = batch
-    end
-    local following = head_of(head.lane)
-    if following then
-      heads[index] = following
-    else
-      table.remove(heads, index)
-    end
+    started[#started + 1] = { head.id, replica, ticket[ROUTER] }
+    replace_or_remove(heads, index, of_rank(head.lane, 0))
     if redis.call('EXISTS', P .. ':free') == 0 then
       break
+    end
+  end
+end
+
+-- Seconds that the ticket has waited which waits longest among these.
+local function longest_wait_s(ids)
+  local oldest = now_ms()
+  for _, id in ipairs(ids) do
+    oldest = math.min(oldest, load_ticket(id)[SINCE_MS])
+  end
+  return (now_ms() - oldest) / 1000
+end
+
+-- policies.gang.formed_key, with the ids of the batch, of a lane's first tickets up to `size`; nil when it is not formed.
+local function formed(lane, size, max_wait_s)
+  local first = redis.call('ZRANGE', P .. ':lane:' .. lane, 0, size - 1, 'WITHSCORES')
+  local ids = {}
+  for i = 1, #first, 2 do
+    ids[#ids + 1] = first[i]
+  end
+  local due = tonumber(first[2]) + max_wait_s
+  if #ids == size then
+    return ids, math.min(tonumber(first[2 * size]), due)
+  elseif longest_wait_s(ids) >= max_wait_s then
+    return ids, due
+  end
+end
+
+-- policies.gang.first_formed: the ids of the batch that this idle replica takes, or nil.
+local function next_gang(replica)
+  local size, max_wait_s = hash_number(':slots', replica), hash_number(':gangs', replica)
+  local best
+  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+    local class, bin = string.match(lane, '^(.*):(%d+)$')
+    if serves(replica, class) then
+      local ids, key = formed(lane, size, max_wait_s)
+      local batch = ids and { ids = ids, key = key, bin = tonumber(bin), class = class }
+      if batch and (not best or more_urgent(batch, best)) then
+        best = batch
+      end
+    end
+  end
+  return best and best.ids
+end
+
+-- Every idle replica that takes gang batches, the fastest first, takes one if one is formed.
+local function start_gangs(started)
+  local idle = {}
+  for _, replica in ipairs(redis.call('HKEYS', P .. ':gangs')) do
+    if hash_number(':running', replica) == 0 and hash_number(':slots', replica) > 0 then
+      idle[#idle + 1] = { slowness_of(replica), replica }
+    end
+  end
+  table.sort(idle, function(a, b)
+    return a[1] < b[1] or (a[1] == b[1] and a[2] < b[2])
+  end)
+  for _, pair in ipairs(idle) do
+    for _, id in ipairs(next_gang(pair[2]) or {}) do
+      local ticket = load_ticket(id)
+      start(id, ticket, pair[2])
+      started[#started + 1] = { id, pair[2], ticket[ROUTER] }
+    end
+  end
+end
+
+-- policies.recall.recalls: for urgent tickets that no replica could take.
+local function recall()
+  if redis.call('EXISTS', P .. ':recallable') == 0 then
+    return
+  end
+  local heads, on_the_way, owners = heads_of_lanes(), redis.call('SCARD', P .. ':recalled'), {}
+  while #heads > 0 do
+    table.sort(heads, more_urgent)
+    local head = heads[1]
+    if load_ticket(head.id)[FILLS_IDLE] then
+      break
+    elseif on_the_way > 0 then
+      on_the_way = on_the_way - 1
+    else
+      local last = redis.call('ZREVRANGE', P .. ':recallable', 0, 0, 'WITHSCORES')
+      if not last[1] or tonumber(last[2]) <= head.key then
+        break
+      end
+      local id = last[1]
+      local owner = load_ticket(id)[ROUTER]
+      redis.call('ZREM', P .. ':recallable', id)
+      redis.call('SADD', P .. ':recalled', id)
+      owners[owner] = owners[owner] or {}
+      table.insert(owners[owner], { id })
+    end
+    replace_or_remove(heads, 1, of_rank(head.lane, head.rank + 1))
+  end
+  for owner, batch in pairs(owners) do
+    redis.call('PUBLISH', P .. ':router:' .. owner, cmsgpack.pack(batch))
+  end
+end
+
+-- Hand out what can be handed out. Tickets of `router` are returned, those of other routers are published to them.
+local function dispatch(router)
+  local started, mine, others = {}, {}, {}
+  start_singles(started)
+  start_gangs(started)
+  for _, each in ipairs(started) do
+    local id, replica, owner = each[1], each[2], each[3]
+    if owner == router then
+      mine[#mine + 1] = { id, replica }
+    else
+      others[owner] = others[owner] or {}
+      table.insert(others[owner], { id, replica })
     end
   end
   for owner, batch in pairs(others) do
     redis.call('PUBLISH', P .. ':router:' .. owner, cmsgpack.pack(batch))
   end
+  recall()
   return mine
 end
 
@@ -249,9 +392,10 @@ end
 local function drop_replica(replica)
   for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
     redis.call('HDEL', P .. ':tickets', id)
+    no_longer_recallable(id)
   end
   redis.call('DEL', P .. ':on:' .. replica)
-  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work' }) do
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

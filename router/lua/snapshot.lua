@@ -9,6 +9,7 @@ for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
     running = hash_number(':running', replica),
     outstanding_s = hash_number(':work', replica),
     slowness = slowness_of(replica),
+    gang = redis.call('HEXISTS', P .. ':gangs', replica) == 1,
   }
 end
 local ahead = 0
@@ -20,5 +21,6 @@ return cjson.encode({
   replicas = replicas,
   routers = redis.call('ZCARD', P .. ':routers'),
   waiting_s = ahead,
+  recalled = redis.call('SMEMBERS', P .. ':recalled'),
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
 })

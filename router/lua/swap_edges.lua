@@ -35,4 +35,5 @@ for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
     end
   end
 end
+dispatch('') -- a bin may hold a whole gang batch now
 return { version + 1, edges }

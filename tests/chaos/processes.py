@@ -34,7 +34,7 @@ from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 
 HEARTBEAT_S, SILENCE_S = 0.2, 3.0
-CLASSES = ("interactive", "standard")
+CLASSES = ("interactive", "standard", "offline")
 STEP = StepCoefficients(overhead_s=0.002)
 
 
@@ -55,7 +55,7 @@ async def serve(options: argparse.Namespace) -> None:
         store=store,
         info=ReplicaInfo(
             replica_id=options.id,
-            host="127.0.0.1",
+            host=options.host,
             port=options.port,
             engine_version="fake-1",
             model="none",
@@ -64,7 +64,7 @@ async def serve(options: argparse.Namespace) -> None:
         config=RelayConfig(heartbeat_s=HEARTBEAT_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)),
         metrics=RelayMetrics(CollectorRegistry()),
     )
-    await relay.start("127.0.0.1")
+    await relay.start(options.host)
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     await stopped.wait()
@@ -139,12 +139,15 @@ async def ask(options: argparse.Namespace) -> None:
         classifier=Classifier(
             predictor=HistogramPredictor(),
             bins=MultiBin(MultiBinConfig(bins=4, refit_every=64)),
-            order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"interactive": 0.1, "standard": 1.0})),
+            order=VirtualDeadline(
+                VirtualDeadlineConfig(class_targets_s=dict(zip(CLASSES, (0.1, 1.0, 60.0), strict=True)))
+            ),
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
             shared_batch_size=16,
             default_output_tokens=12,
             metrics=metrics,
             prefixes=PrefixIndex(PrefixIndexConfig()),
+            fills_idle=("offline",),
         ),
         door=Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
         clock=SkewedClock(options.skew_s) if options.skew_s else MonotonicClock(),
@@ -176,6 +179,7 @@ def main() -> None:
     for name in ("url", "namespace"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--id", default="r")
+    parser.add_argument("--host", default="127.0.0.1")
     for name, default in (("port", 0), ("slots", 32), ("requests", 2000), ("concurrency", 100), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, chance in (("step-s", 0.002), ("cancel-fraction", 0.0), ("skew-s", 0.0)):

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import redis
 
 from deployments.embedded_redis import EmbeddedRedis, free_port
 from router.redis_store import RedisStateStore, connect
@@ -30,10 +31,10 @@ PATIENCE_S = 120
 class Process:
     """One of ours, with what it printed so far."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, under: Sequence[str] = ()) -> None:
         self.log = log
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "tests.chaos.processes", *arguments]
+            command = [*under, sys.executable, "-m", "tests.chaos.processes", *arguments]
             env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
             self.popen = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=env)
 
@@ -59,14 +60,20 @@ class Fleet:
         self.redis = EmbeddedRedis(self.redis_port, self.password)
         self.processes: list[Process] = []
 
-    def _start(self, role: str, *arguments: str) -> Process:
+    def _start(self, role: str, *arguments: str, under: Sequence[str] = ()) -> Process:
         log = self.folder / f"{role}{len(self.processes)}.log"
-        made = Process(log, role, "--url", self.redis.url, "--namespace", self.namespace, *arguments)
+        made = Process(log, role, "--namespace", self.namespace, "--url", self.redis.url, *arguments, under=under)
         self.processes.append(made)
         return made
 
     def replica(self, *arguments: str) -> Process:
         return self._start("replica", "--id", f"r{len(self.processes)}", *arguments)
+
+    def replica_on(self, island: "Island") -> Process:
+        """It reaches Redis through the island's cable."""
+        url = self.redis.url.replace("127.0.0.1", island.ashore)
+        arguments = ("--id", f"r{len(self.processes)}", "--url", url, "--host", island.address)
+        return self._start("replica", *arguments, under=island.command)
 
     def router(self, *arguments: str) -> Process:
         return self._start("router", "--seed", str(len(self.processes)), *arguments)
@@ -93,6 +100,50 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     made = Fleet(tmp_path)
     yield made
     made.close()
+
+
+class Island:
+    """A network of its own, joined to ours by one cable that can be pulled: no packet and no word of it arrives."""
+
+    def __init__(self) -> None:
+        self.name = f"sl{secrets.token_hex(4)}"
+        self._near, self._far = f"{self.name}a", f"{self.name}b"
+        third = secrets.randbelow(250)
+        self.ashore, self.address = f"10.213.{third}.1", f"10.213.{third}.2"
+        self.command = ("ip", "netns", "exec", self.name)
+
+    def __enter__(self) -> "Island":
+        _ip("netns", "add", self.name)
+        try:
+            _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self.name)
+            _ip("address", "add", f"{self.ashore}/30", "dev", self._near)
+            _ip("-n", self.name, "address", "add", f"{self.address}/30", "dev", self._far)
+            _ip("link", "set", self._near, "up")
+            _ip("-n", self.name, "link", "set", self._far, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def pull(self) -> None:
+        _ip("-n", self.name, "link", "set", self._far, "down")
+
+    def join(self) -> None:
+        _ip("-n", self.name, "link", "set", self._far, "up")
+
+    def __exit__(self, *_: object) -> None:
+        _ip("netns", "delete", self.name)  # the cable goes with it
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}(it takes CAP_NET_ADMIN)"
+
+
+@pytest.fixture
+def island() -> Iterator[Island]:
+    with Island() as made:
+        yield made
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -155,6 +206,22 @@ def test_a_replica_that_hangs_and_comes_back(fleet: Fleet) -> None:
     until(lambda: len(fleet.snapshot().replicas) == 1, "it is dropped")
     victim.popen.resume()
     all_ended(fleet, router, requests=3000)
+
+
+def test_a_network_that_is_cut_and_joined_again(island: Island, fleet: Fleet) -> None:
+    with redis.Redis.from_url(fleet.redis.url) as admin:
+        admin.config_set("bind", f"127.0.0.1 {island.ashore}")
+    fleet.replica()
+    fleet.replica_on(island)
+    routers = [fleet.router("--requests", "3000") for _ in range(2)]
+    until(lambda: all(router.asked >= 300 for router in routers), "both are in the middle")
+    assert len(fleet.snapshot().replicas) == 2
+    island.pull()
+    until(lambda: len(fleet.snapshot().replicas) == 1, "what is cut off is dropped")
+    island.join()
+    until(lambda: len(fleet.snapshot().replicas) == 2, "it is back")
+    assert any(router.asked < 3000 for router in routers)
+    all_ended(fleet, *routers, requests=3000)
 
 
 def test_one_replica_ten_times_slower_than_the_other(fleet: Fleet) -> None:

@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.admission import Limits, Quota, Refusal
+from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
-from router.state_store import Assignment, ReplicaInfo, Snapshot, StateStore, Ticket
+from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, Snapshot, StateStore, Ticket
 
 FOR_EVER_S = 1e6
 
 
-def info(replica_id: str, classes: tuple[str, ...] = ()) -> ReplicaInfo:
+def info(replica_id: str, classes: tuple[str, ...] = (), gang_max_wait_s: float | None = None) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id=replica_id,
         host="127.0.0.1",
@@ -33,6 +34,7 @@ def info(replica_id: str, classes: tuple[str, ...] = ()) -> ReplicaInfo:
         model="m",
         max_model_len=64,
         classes=classes,
+        gang_max_wait_s=gang_max_wait_s,
         secret=b"s",
     )
 
@@ -193,20 +195,26 @@ async def test_the_owner_of_a_ticket_is_told_when_another_router_frees_the_slot(
 
 
 async def test_every_router_learns_every_length_once(store: StateStore) -> None:
-    seen_a, unseen_a = await store.exchange_lengths(0, [("s", 1), ("s", 2)], 8)
-    seen_b, unseen_b = await store.exchange_lengths(0, [("t", 3)], 8)
-    assert (unseen_a, unseen_b) == ([("s", 1), ("s", 2)], [("s", 1), ("s", 2), ("t", 3)])
-    assert await store.exchange_lengths(seen_a, [], 8) == (3, [("t", 3)])
+    seen_a, unseen_a = await store.exchange_lengths(0, [FinishedLength("s", 1), FinishedLength("s", 2)], 8)
+    seen_b, unseen_b = await store.exchange_lengths(0, [FinishedLength("t", 3)], 8)
+    assert (unseen_a, unseen_b) == (
+        [FinishedLength("s", 1), FinishedLength("s", 2)],
+        [FinishedLength("s", 1), FinishedLength("s", 2), FinishedLength("t", 3)],
+    )
+    assert await store.exchange_lengths(seen_a, [], 8) == (3, [FinishedLength("t", 3)])
     assert await store.exchange_lengths(seen_b, [], 8) == (3, [])
 
 
 async def test_lengths_beyond_the_window_are_gone(store: StateStore) -> None:
-    assert await store.exchange_lengths(0, [("s", n) for n in range(9)], 4) == (9, [("s", n) for n in range(5, 9)])
-    assert await store.exchange_lengths(0, [], 4) == (9, [("s", n) for n in range(5, 9)])
+    assert await store.exchange_lengths(0, [FinishedLength("s", n) for n in range(9)], 4) == (
+        9,
+        [FinishedLength("s", n) for n in range(5, 9)],
+    )
+    assert await store.exchange_lengths(0, [], 4) == (9, [FinishedLength("s", n) for n in range(5, 9)])
 
 
 async def test_a_count_from_before_the_tables_were_lost_starts_anew(store: StateStore) -> None:
-    assert await store.exchange_lengths(1000, [("s", 7)], 8) == (1, [("s", 7)])
+    assert await store.exchange_lengths(1000, [FinishedLength("s", 7)], 8) == (1, [FinishedLength("s", 7)])
 
 
 async def test_metrics_of_living_routers_are_shown(store: StateStore) -> None:
@@ -312,6 +320,140 @@ async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
     assert (await store.snapshot()).waiting_s == 1.5
 
 
+async def test_a_gang_replica_takes_a_whole_batch_of_one_bin_when_it_is_formed(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
+    assert await store.enqueue(ticket("a", bin_index=0, key=1.0)) == []
+    assert await store.enqueue(ticket("b", bin_index=1, key=2.0)) == []
+    assert await store.enqueue(ticket("c", bin_index=1, key=3.0)) == [Assignment("b", "r"), Assignment("c", "r")]
+    load = (await store.snapshot()).replicas["r"]
+    assert (load.gang, load.running, load.credit) == (True, 2, 0)
+
+
+async def test_a_gang_replica_takes_nothing_until_all_its_slots_are_free(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=0.0), 2)
+    for name in ("a", "b", "c"):
+        await store.enqueue(ticket(name))
+    assert await store.locate(["a", "b", "c"]) == ["r", "", ""]  # the first found it idle
+    await store.enqueue(ticket("d", key=1.0))
+    await store.release("r", ["a"])
+    assert await store.locate(["b", "c", "d"]) == ["r", "r", ""]
+    await store.release("r", ["b"])
+    assert (await store.snapshot()).replicas["r"].credit == 0
+    assert await store.locate(["d"]) == [""]
+    await store.cancel(["c"])
+    assert await store.locate(["d"]) == ["r"]
+
+
+async def test_the_batch_that_was_formed_first_goes_first(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 2, ["running"])
+    for key, (name, bin_index) in enumerate((("x", 0), ("a", 1), ("b", 2), ("c", 2), ("d", 1), ("y", 0))):
+        await store.enqueue(ticket(name, bin_index=bin_index, key=float(key)))
+    taken = ["running"]
+    for expected in (["b", "c"], ["a", "d"], ["x", "y"]):
+        await store.release("r", taken)
+        assert await store.locate(expected) == ["r", "r"]
+        taken = expected
+
+
+async def test_less_than_a_batch_goes_when_its_wait_is_over_and_time_alone_is_enough(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=0.2), 4)
+    for name, bin_index in (("a", 0), ("b", 1), ("c", 0)):
+        assert await store.enqueue(ticket(name, bin_index=bin_index)) == []
+    assert await store.dispatch("a") == []
+    await asyncio.sleep(0.25)
+    assert await store.dispatch("a") == [Assignment("a", "r"), Assignment("c", "r")]
+    assert await store.locate(["b"]) == [""]
+
+
+async def test_gang_and_single_replicas_stand_side_by_side(store: StateStore) -> None:
+    await store.register_replica(info("gang", gang_max_wait_s=math.inf), 2)
+    await store.register_replica(info("single"), 1)
+    for name in ("a", "b", "c"):
+        await store.enqueue(ticket(name))
+    assert await store.locate(["a", "b", "c"]) == ["single", "gang", "gang"]
+
+
+async def test_of_two_idle_gang_replicas_the_faster_takes_the_batch(store: StateStore) -> None:
+    await store.register_replica(info("slow", gang_max_wait_s=math.inf), 2, slowness=2.0)
+    await store.register_replica(info("swift", gang_max_wait_s=math.inf), 2)
+    for name in ("a", "b"):
+        await store.enqueue(ticket(name))
+    assert await store.locate(["a", "b"]) == ["swift", "swift"]
+
+
+async def test_new_edges_that_fill_a_bin_send_its_batch(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
+    await store.enqueue(ticket("a", bin_index=0, predicted_output_tokens=5.0))
+    await store.enqueue(ticket("b", bin_index=1, predicted_output_tokens=7.0))
+    await store.swap_edges(0, [0.0, 10.0, math.inf])
+    assert await store.locate(["a", "b"]) == ["r", "r"]
+
+
+def offline(request_id: str, key: float, **fields: Any) -> Ticket:
+    return ticket(request_id, key=key, slo_class="offline", fills_idle=True, recallable=True, **fields)
+
+
+async def test_urgent_work_calls_back_what_fills_idle_capacity_the_last_due_first(store: StateStore) -> None:
+    notices = store.notices("a")
+    assert await anext(notices) == []
+    await store.register_replica(info("r"), 3)
+    for name, key in (("x", 60.0), ("y", 62.0), ("z", 61.0)):
+        await store.enqueue(offline(name, key))
+    await store.enqueue(ticket("urgent", key=10.0, router_id="b"))
+    assert await anext(notices) == [Recall("y")]
+    assert (await store.snapshot()).recalled == {"y"}
+    await store.dispatch()  # its slot is on the way
+    assert (await store.snapshot()).recalled == {"y"}
+    assert await store.enqueue(offline("y", 62.0)) == []
+    assert await store.locate(["urgent", "y"]) == ["r", ""]
+    assert (await store.snapshot()).recalled == frozenset()
+    await store.enqueue(ticket("another", key=11.0, router_id="b"))
+    assert [notice for notice in await anext(notices) if isinstance(notice, Recall)] == [Recall("z")]
+
+
+@pytest.mark.parametrize(
+    ("running", "waits"),
+    [
+        (offline("x", 5.0), ticket("w", key=5.0)),
+        (offline("x", 60.0), offline("w", 5.0)),
+        (ticket("x", key=60.0, fills_idle=True), ticket("w", key=5.0)),
+    ],
+    ids=["due no later", "both fill idle capacity", "cannot be continued"],
+)
+async def test_nothing_else_is_called_back(store: StateStore, running: Ticket, waits: Ticket) -> None:
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(running)
+    assert await store.enqueue(waits) == []
+    assert (await store.snapshot()).recalled == frozenset()
+
+
+async def test_behind_one_that_fills_idle_capacity_nobody_is_helped(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(offline("x", 60.0))
+    await store.enqueue(offline("aged", 5.0))
+    await store.enqueue(ticket("w", key=10.0))
+    assert (await store.snapshot()).recalled == frozenset()
+
+
+async def test_nothing_is_called_back_from_where_the_slot_would_not_serve_all(store: StateStore) -> None:
+    await store.register_replica(info("own", ("offline",)), 1)
+    await store.register_replica(info("draining"), 1)
+    for name in ("x", "y"):
+        await store.enqueue(offline(name, 60.0))
+    await store.beat_replica("draining", 0, FOR_EVER_S)
+    await store.enqueue(ticket("w", key=1.0))
+    assert (await store.snapshot()).recalled == frozenset()
+
+
+async def test_a_lost_replica_takes_its_recalls_with_it(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(offline("x", 60.0))
+    await store.enqueue(ticket("w", key=1.0))
+    assert (await store.snapshot()).recalled == {"x"}
+    await store.drop_replica("r")
+    assert (await store.snapshot()).recalled == frozenset()
+
+
 async def test_its_time_moves_on(store: StateStore) -> None:
     first_s = await store.time_s()
     await asyncio.sleep(0.002)
@@ -336,6 +478,8 @@ tickets = st.builds(
     predicted_output_tokens=st.sampled_from([None, 3.0, 10.0, 15.0]),
     tie_s=st.sampled_from([0.0, 0.0, 1.0]),
     prefixes=st.lists(st.tuples(st.sampled_from(REPLICAS), st.integers(0, 2)), max_size=2).map(tuple),
+    fills_idle=st.booleans(),
+    recallable=st.booleans(),
 )
 # At this rate nothing comes back within a test.
 limits = st.builds(
@@ -351,15 +495,19 @@ limits = st.builds(
         ),
     ),
 )
-edges = st.sampled_from([(), (0.0, 5.0, 12.0, math.inf), (0.0, 10.0, 15.0, 99.0)])
+edges = st.sampled_from([(), (0.0, 5.0, 12.0, math.inf), (0.0, 10.0, 15.0, 99.0), (0.0, math.inf)])
 some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
 replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
 slot_counts = st.integers(0, 2)
-infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]))
+gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
+infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
 releases = st.tuples(st.just("release"), replica_ids, some_ids)
-pairs = st.lists(st.tuples(router_ids, st.integers(0, 9)), max_size=3)
+scores = st.builds(
+    Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
+)
+lengths = st.lists(st.builds(FinishedLength, router_ids, st.integers(0, 9), st.none() | scores), max_size=3)
 # Often the moves of every day, seldom what empties tables.
 steps = st.one_of(
     enqueues,
@@ -369,6 +517,7 @@ steps = st.one_of(
     releases,
     releases,
     st.tuples(st.just("cancel"), some_ids),
+    st.tuples(st.just("dispatch"), router_ids),
     st.tuples(st.just("register_replica"), infos, slot_counts, st.one_of(st.just([]), some_ids), speeds),
     st.tuples(st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds),
     st.one_of(
@@ -377,7 +526,7 @@ steps = st.one_of(
         st.tuples(st.just("remove_router"), router_ids),
         st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
         st.tuples(st.just("swap_edges"), st.integers(0, 2), edges),
-        st.tuples(st.just("exchange_lengths"), st.integers(0, 12), pairs, st.just(4)),
+        st.tuples(st.just("exchange_lengths"), st.integers(0, 12), lengths, st.just(4)),
     ),
 )
 Step = tuple[Any, ...]
@@ -406,6 +555,7 @@ class Model:
     tickets: dict[str, Ticket] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
+    recalled: frozenset[str] = frozenset()
 
     async def check(self, step: Step, result: Any) -> None:
         if step[0] == "enqueue":
@@ -418,6 +568,8 @@ class Model:
         self._no_slot_is_overrun(step, snapshot)
         await self._no_slot_is_left_idle(places, snapshot)
         self._the_most_urgent_went_first(step, places)
+        self._no_more_is_called_back_than_waits(places, snapshot)
+        await self._gangs_went_whole(step, places)
         self.places = places
         self.running = {name: load.running for name, load in snapshot.replicas.items()}
 
@@ -459,19 +611,45 @@ class Model:
         classes = {self.tickets[i].slo_class for i, place in places.items() if not place}
         for found in await self.store.replica_infos():
             wanted = classes & set(found.classes) if found.classes else classes
-            assert not wanted or not snapshot.replicas[found.replica_id].credit
+            if found.gang_max_wait_s != math.inf:
+                assert not wanted or not snapshot.replicas[found.replica_id].credit
+            elif credit := snapshot.replicas[found.replica_id].credit:
+                assert all(count < credit for (name, _), count in snapshot.lanes.items() if name in wanted)
+
+    def _no_more_is_called_back_than_waits(self, places: dict[str, str], snapshot: Snapshot) -> None:
+        fresh = snapshot.recalled - self.recalled
+        waiting = sorted((self.tickets[i] for i, place in places.items() if not place), key=lambda t: t.deadline_key)
+        urgent = [t for t in waiting if not t.fills_idle]
+        assert not fresh or len(snapshot.recalled) <= len(urgent)
+        for name in fresh:
+            assert self.tickets[name].recallable
+            assert places[name]
+            assert self.tickets[name].deadline_key > waiting[0].deadline_key
+        self.recalled = snapshot.recalled
+
+    async def _gangs_went_whole(self, step: Step, places: dict[str, str]) -> None:
+        for found in await self.store.replica_infos():
+            if found.gang_max_wait_s is None:
+                continue
+            on = {i for i, place in places.items() if place == found.replica_id}
+            went = self._went(step, places) & on
+            assert not went or went == on  # it was idle
+            assert len({(self.tickets[i].slo_class, self.bin_of(self.tickets[i])) for i in went}) <= 1
 
     def _the_most_urgent_went_first(self, step: Step, places: dict[str, str]) -> None:
         """Within a lane: between lanes the replicas' classes have a say."""
-        came = set(step[3]) if step[0] == "register_replica" else set()  # it ran them already
-        fresh = {step[1].request_id} if step[0] == "enqueue" else set()
-        went = [i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))]
-        for name in went:
+        for name in self._went(step, places):
             mine = self.tickets[name]
             later = [self.tickets[i] for i, place in places.items() if not place]
             alike = [t for t in later if (t.slo_class, self.bin_of(t)) == (mine.slo_class, self.bin_of(mine))]
             rank = (mine.deadline_key, name)
             assert all(rank < (other.deadline_key, other.request_id) for other in alike)
+
+    def _went(self, step: Step, places: dict[str, str]) -> set[str]:
+        """What was assigned in this step."""
+        came = set(step[3]) if step[0] == "register_replica" else set()  # it ran them already
+        fresh = {step[1].request_id} if step[0] == "enqueue" else set()
+        return {i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))}
 
     def bin_of(self, ticket: Ticket) -> int:
         return self.store._places[ticket.request_id].ticket.bin_index
@@ -493,9 +671,9 @@ def client(redis_url: str, runner: asyncio.Runner) -> Iterator["redis.Redis"]:
 _histories = count()
 
 
-async def collect(notices: AsyncIterator[list[Assignment]]) -> list[Assignment]:
+async def collect(notices: AsyncIterator[list[Notice]]) -> list[Notice]:
     """Everything up to the next empty notice."""
-    found: list[Assignment] = []
+    found: list[Notice] = []
     while batch := await anext(notices):
         found += batch
     return found
@@ -507,6 +685,18 @@ async def both_agree(client: "redis.Redis", history: list[Step]) -> None:
     heard = {router_id: (twin.notices(router_id), store.notices(router_id)) for router_id in ROUTERS}
     for pair in heard.values():
         assert [await anext(notices) for notices in pair] == [[], []]
+    try:
+        await _walk_through(twin, store, history)
+        for router_id, (expected, notices) in heard.items():
+            twin._tell(router_id, [])
+            await client.publish(f"{{sluice:{namespace}}}:router:{router_id}", b"\x90")  # an empty list in msgpack
+            assert await collect(notices) == await collect(expected)
+    finally:
+        for _, notices in heard.values():
+            await close(notices)
+
+
+async def _walk_through(twin: MemoryStateStore, store: RedisStateStore, history: list[Step]) -> None:
     model = Model(twin)
     for step in (("register_replica", info("p"), 2, [], 1.0), ("register_replica", info("q"), 1, [], 1.0), *history):
         result = await take(twin, step)
@@ -514,11 +704,6 @@ async def both_agree(client: "redis.Redis", history: list[Step]) -> None:
         assert await store.locate(IDS) == await twin.locate(IDS)
         assert await store.snapshot() == await twin.snapshot()
         await model.check(step, result)
-    for router_id, (expected, notices) in heard.items():
-        twin._tell(router_id, [])
-        await client.publish(f"{{sluice:{namespace}}}:router:{router_id}", b"\x90")  # an empty list in msgpack
-        assert await collect(notices) == await collect(expected)
-        await close(notices)
 
 
 async def close(notices: Any) -> None:

@@ -45,6 +45,11 @@ def test_options_become_settings() -> None:
     assert (made.engine.replicas, made.router.replicas, made.engine.num_gpus) == (3, 2, 0.5)
 
 
+def test_another_engine_is_one_option() -> None:
+    assert config("--engine", "transformers").engine.kind == "transformers"
+    assert config().engine.kind == "vllm"
+
+
 def test_what_follows_two_dashes_goes_to_vllm() -> None:
     assert config("--model", "m", "--", "--max-model-len", "8", "-tp", "2").vllm_args == (
         "--max-model-len",

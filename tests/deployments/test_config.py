@@ -1,6 +1,8 @@
 """The configuration as YAML gives it: plain mappings."""
 
+import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,14 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.num_gpus", [-1]),
         ("engine.num_cpus", [-1]),
         ("engine.credit_lookahead", [-1]),
+        ("engine.kind", ["tgi"]),
+        ("engine.gang.batch_size", [0, 1025]),
+        ("engine.gang.max_wait_s", [-1, math.nan]),
+        ("engine.gang.prefill", ["packed"]),
+        ("engine.gang.max_pass_tokens", [0]),
+        ("engine.gang.row_tokens", [0]),
+        ("engine.gang.kv_cache_tokens", [0]),
+        ("engine.gang.gather_s", [0]),
         ("engine.start_timeout_s", [0]),
         ("engine.drain_timeout_s", [0, math.inf]),
         ("bins.count", [0, 65]),
@@ -140,6 +150,21 @@ def test_defaults_build_what_the_router_needs() -> None:
     assert keys == sorted(keys)
 
 
+def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
+    plain, gangs = config(), config(engine={"kind": "transformers", "gang": {"batch_size": 16, "max_wait_s": math.inf}})
+    assert (plain.gang, plain.bins.build(plain.gang).rule) == (None, "equal_mass")
+    assert gangs.gang is not None
+    bins = gangs.bins.build(gangs.gang)
+    assert (bins.rule, bins.batch_size) == ("optimal", 16)
+    assert config(bins={"rule": "equal_mass"}).bins.build(gangs.gang).rule == "equal_mass"
+    assert plain.namespace("v") != gangs.namespace("v")
+    assert "--scheduler-cls" not in gangs.engine_argv()
+
+
+def test_a_replica_that_takes_whole_batches_has_no_use_for_a_lookahead() -> None:
+    assert "whole batches" in refused(engine={"kind": "transformers", "credit_lookahead": 1})[""]
+
+
 def test_every_setting_reaches_what_is_built() -> None:
     made = config(
         router={"max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
@@ -187,3 +212,98 @@ def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
 
 def test_two_models_of_one_name_are_refused() -> None:
     assert "must differ" in refused(more_models=[{"model": "m"}])[""]
+
+
+def test_adapters_reach_vllm_on_both_sides_and_all_stay_in_memory() -> None:
+    lora = {"adapters": {f"a{n}": f"/adapters/{n}" for n in range(6)}, "max_rank": 8, "max_in_step": 2}
+    made = config(engine={"lora": lora})
+    argv = made.vllm_argv()
+    assert argv[argv.index("--enable-lora") :][:7] == [
+        "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "6",
+    ]  # fmt: skip
+    assert json.loads(argv[argv.index("--lora-modules") + 1]) == {"name": "a0", "path": "/adapters/0"}
+    assert made.engine_argv()[: len(argv)] == argv
+    assert made.served_names == ("m", "a0", "a1", "a2", "a3", "a4", "a5")
+
+
+@pytest.mark.parametrize("name", ["m", "other"])
+def test_an_adapter_must_not_have_the_name_of_a_model(name: str) -> None:
+    engine = {"lora": {"adapters": {name: "/adapters/x"}}}
+    assert "must differ" in refused(engine=engine, more_models=[{"model": "other"}])[""]
+
+
+def test_adapters_are_named_in_one_place() -> None:
+    engine = {"lora": {"adapters": {"a": "/adapters/a"}}}
+    assert "engine.lora" in refused(engine=engine, vllm_args=["--enable-lora"])[""]
+
+
+def argv_of(section: dict[str, Any], role: config_module.Role) -> dict[str, Any]:
+    """What both sides of a pair are told about the connector, and the scheduler of one."""
+    argv = config(engine={"scheduler": {"mode": "auto"}, "prefill": section}).engine_argv(role)
+    transfer = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    scheduler = json.loads(argv[argv.index("--additional-config") + 1])["sluice"]
+    return {"transfer": transfer, "scheduler": scheduler, "argv": argv}
+
+
+def test_both_groups_get_the_same_connector_and_schedulers_of_their_own() -> None:
+    reading, answering = (argv_of({"scheduler": {"mode": "stock"}, "keep_s": 12}, r) for r in ("prefill", "decode"))
+    assert reading["transfer"] == answering["transfer"]
+    assert reading["transfer"]["kv_connector"] == "NixlConnector"
+    assert reading["transfer"]["kv_connector_extra_config"] == {"kv_lease_duration": 12}
+    assert (reading["scheduler"]["mode"], answering["scheduler"]["mode"]) == ("stock", "auto")
+
+
+def test_files_go_into_a_bounded_folder_of_this_user() -> None:
+    transfer = argv_of({"connector": "file", "max_folder_bytes": 5000}, "decode")["transfer"]
+    assert transfer["kv_connector_module_path"] == "deployments.kv_files"
+    folder = transfer["kv_connector_extra_config"]
+    assert (folder["max_bytes"], folder["keep_s"]) == (5000, 30.0)
+    assert f"sluice-kv-{os.getuid()}" in folder["folder"]
+    named = argv_of({"connector": "file", "folder": "/mnt/kv"}, "decode")["transfer"]
+    assert named["kv_connector_extra_config"]["folder"] == "/mnt/kv"
+
+
+def test_without_a_prefill_group_engines_are_told_of_no_connector() -> None:
+    plain = config()
+    assert "--kv-transfer-config" not in plain.engine_argv()
+    assert plain.engine_replicas == 1
+    assert config(engine={"replicas": 3, "prefill": {"replicas": 2}}).engine_replicas == 5
+    assert plain.prefill_namespace("v") != plain.namespace("v")
+
+
+def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
+    prefill = {"prefill": {}}
+    assert "mode: stock" in refused(mode="stock", engine=prefill)[""]
+    for argument in ("--kv-transfer-config", "--scheduler-cls=x"):
+        assert "engine.prefill" in str(
+            refused(vllm_args=[argument], engine={**prefill, "scheduler": {"mode": "stock"}})
+        )
+    assert "engine.prefill.keep_s" in refused(engine={"prefill": {"keep_s": 1}})
+    assert "engine.prefill.connector" in refused(engine={"prefill": {"connector": "pigeon"}})
+
+
+def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
+    settings = {"scheduler": {"itl_target_s": 0.1, "class_itl_targets_s": {"c": 0.02}}, "prefill": {}}
+    classes = {"a": {}, "b": {"itl_s": 0.05}, "c": {"itl_s": 0.07}}
+    targets = config(engine=settings, classes=classes, default_class="a").itl_targets()
+    assert targets == {"a": 0.1, "b": 0.05, "c": 0.02}
+
+
+@pytest.mark.parametrize("mode", ["stock", "shadow"])
+def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> None:
+    assert "predicted work" in refused(mode=mode, classes={"standard": {"max_wait_s": 3}})[""]
+    assert "predicted work" in refused(mode=mode, engine={"autoscaling": {"max_replicas": 2}})[""]
+    assert (
+        "predicted work"
+        in refused(mode=mode, more_models=[{"model": "b", "engine": {"autoscaling": {"max_replicas": 2}}}])[""]
+    )
+
+
+def test_another_way_for_caches_is_another_key_space() -> None:
+    spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"connector": "file"}, {"keep_s": 9})}
+    assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
+
+
+@pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])
+def test_class_names_that_deployments_could_not_bear_are_refused(name: str) -> None:
+    assert "must be a letter" in refused(classes={"standard": {}, name: {}})[""]

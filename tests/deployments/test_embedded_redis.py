@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,3 +116,26 @@ def test_an_interrupt_meant_for_its_owner_does_not_end_it(redis_url: str) -> Non
 
 def test_a_free_port_can_be_bound() -> None:
     socket.create_server(("127.0.0.1", free_port())).close()
+
+
+def test_folders_of_killed_owners_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, fresh = tmp_path / "sluice-redis-left", tmp_path / "sluice-redis-fresh"
+    for folder in (left, fresh):
+        folder.mkdir()
+        (folder / "owner").touch()
+    os.utime(left / "owner", (0, 0))
+    servers = [EmbeddedRedis(free_port(), "x")]
+    try:
+        mine = set(tmp_path.iterdir()) - {left, fresh}
+        os.utime(next(iter(mine)) / "owner", (0, 0))
+        servers.append(EmbeddedRedis(free_port(), "x"))
+        assert not left.exists()
+        assert fresh.exists()
+        assert mine <= set(tmp_path.iterdir())
+    finally:
+        for server in servers:
+            server.close()
+    assert set(tmp_path.iterdir()) == {fresh}

@@ -22,7 +22,7 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         body = await request.json()
-        if body.get("model", name) != name:
+        if body.get("model", name) not in (name, f"adapter-of-{name}"):
             return JSONResponse({"error": f"no {body['model']}"}, 404)
         return JSONResponse({"by": name, "prompt_chars": len(body["prompt"])})
 
@@ -43,7 +43,8 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    switch = ModelSwitch({name: model_app(name, healthy=name != "c") for name in "abc"})
+    apps = {name: model_app(name, healthy=name != "c") for name in "abc"}
+    switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
     keys = KeyRing(file=None, environment=None, client=None, application="app")
     app = SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
@@ -55,6 +56,11 @@ async def test_a_request_goes_to_the_model_that_it_names(client: httpx.AsyncClie
     long = "x" * 50_000
     response = await client.post("/v1/completions", json={"prompt": long, "model": name, "more": {"model": "c"}})
     assert response.json() == {"by": name, "prompt_chars": 50_000}
+
+
+async def test_a_request_for_an_adapter_goes_to_its_model(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "", "model": "adapter-of-b"})
+    assert response.json()["by"] == "b"
 
 
 async def test_a_body_in_pieces_arrives_whole(client: httpx.AsyncClient) -> None:

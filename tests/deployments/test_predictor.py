@@ -64,6 +64,13 @@ async def test_what_goes_wrong_is_an_error_of_ours(error: Exception, translated:
         await RemoteScorer(FailingReplicas(error)).score("p")
 
 
+def test_a_machine_too_slow_for_the_deadline_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    local_batcher(SECTION)
+    assert not caplog.messages
+    local_batcher(SECTION.model_copy(update={"deadline_s": 1e-6}))
+    assert any("raise predictor.deadline_s" in message for message in caplog.messages)
+
+
 def test_the_histogram_needs_no_learned_predictor() -> None:
     assert learned_predictor(PredictorSection(), None) is None
 

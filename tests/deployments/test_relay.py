@@ -53,10 +53,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Replica:
-    def __init__(self, store: RedisStateStore, **config: float) -> None:
+    def __init__(self, store: RedisStateStore, gang_max_wait_s: float | None = None, **config: float) -> None:
         self.engine = FakeEngine(slots=4)
         info = ReplicaInfo(
-            replica_id="r", host="127.0.0.1", port=0, engine_version="fake-1", model="none", max_model_len=64
+            replica_id="r",
+            host="127.0.0.1",
+            port=0,
+            engine_version="fake-1",
+            model="none",
+            max_model_len=64,
+            gang_max_wait_s=gang_max_wait_s,
         )
         self.store = store
         self.relay = Relay(
@@ -242,6 +248,23 @@ async def test_a_dead_engine_ends_the_connections_and_the_heartbeat(replica: Rep
     assert await replica.running() is None
 
 
+async def test_an_engine_that_hangs_is_given_up_and_one_that_only_takes_long_is_not(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=0.2)
+    await replica.relay.start("127.0.0.1")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x", 10_000)
+    await asyncio.sleep(0.5)
+    assert replica.relay.healthy
+    replica.engine.hang()
+    await reader.ended
+    assert not replica.relay.healthy
+    await replica.relay.drain()
+    await replica.relay.close()
+
+
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
     reader = await replica.reader()
     replica.engine.pause()
@@ -264,14 +287,14 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     replica.engine.pause()
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
-    assert await reader.connection.status() == {"running": 1, "waiting": 0, "held": 1, "slots": 4}
-    questions = await asyncio.gather(*(reader.connection.status() for _ in range(20)))
+    assert await reader.connection.call("status", timeout_s=5) == {"running": 1, "waiting": 0, "held": 1, "slots": 4}
+    questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=5) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
 
 
 async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
     reader = await replica.reader()
-    asked = asyncio.create_task(reader.connection.status())
+    asked = asyncio.create_task(reader.connection.call("status", timeout_s=5))
     await asyncio.sleep(0)
     reader.connection.close()
     with pytest.raises(ReplicaLostError):
@@ -299,3 +322,14 @@ async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace(
 def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RelayConfig(**wrong)  # type: ignore[arg-type]
+
+
+async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_batch_for_ever(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), gang_max_wait_s=0.1, heartbeat_s=60.0)
+    await replica.relay.start("127.0.0.1")
+    lonely = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+    assert await replica.store.enqueue(lonely) == []
+    await settled(replica.running, 1)
+    await replica.relay.close()

@@ -56,3 +56,43 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     assert plain.sampling_params.extra_args is None
     assert codec.recover(sent, [5]).repeats == ()
     assert codec.recover(codec.with_ticket(request(mine=1), ticket), [5]).repeats == (5,)
+
+
+def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_its_cache() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+    from deployments.vllm_adapter import TRANSFER_KEY, VllmCodec, _without_transfer
+
+    def request(**changes: Any) -> EngineCoreRequest:
+        fields: dict[str, Any] = {
+            "request_id": "a",
+            "prompt_token_ids": [1, 2, 3],
+            "mm_features": None,
+            "sampling_params": SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+")),
+            "pooling_params": None,
+            "arrival_time": 0.0,
+            "lora_request": None,
+            "cache_salt": None,
+            "data_parallel_rank": None,
+        }
+        return EngineCoreRequest(**{**fields, **changes})
+
+    codec, asked = VllmCodec(), request()
+    reading = codec.prefill_of(asked).sampling_params
+    assert (reading.max_tokens, reading.temperature, reading.structured_outputs) == (1, 0.0, None)
+    assert reading.extra_args[TRANSFER_KEY]["do_remote_decode"]
+    ended = EngineCoreOutput("a", [7], kv_transfer_params={"do_remote_prefill": True, "remote_port": 1})
+    cache = codec.cache_of(ended)
+    assert cache is not None
+    answering = codec.with_cache(asked, cache).sampling_params
+    assert (answering.max_tokens, answering.extra_args[TRANSFER_KEY]["remote_port"]) == (9, 1)
+    assert asked.sampling_params.extra_args is None, "whoever gets it after that reads the prompt"
+    assert codec.cache_of(EngineCoreOutput("a", [7])) is None
+    assert codec.splits(asked)
+    assert not codec.splits(request(sampling_params=SamplingParams(prompt_logprobs=1)))
+    assert not codec.splits(request(prompt_token_ids=None))
+    forged = request(sampling_params=SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1}))
+    assert _without_transfer(forged).sampling_params.extra_args == {"mine": 1}
+    assert _without_transfer(asked) is asked

@@ -69,7 +69,17 @@ class Sluice:
 
     def engine_replicas(self) -> list[psutil.Process]:
         """The relays' processes; each has its engine core as a child."""
-        return [p for p in self.processes() if any("EngineReplica" in part for part in _command(p))]
+        return self._named("EngineReplica")
+
+    def routers(self) -> list[psutil.Process]:
+        return self._named(":Router")
+
+    def redis(self) -> psutil.Process:
+        (found,) = self._named("redis-server")
+        return found
+
+    def _named(self, name: str) -> list[psutil.Process]:
+        return [p for p in self.processes() if any(name in part for part in command_of(p))]
 
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit status."""
@@ -93,7 +103,8 @@ class Sluice:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=180, max_retries=0)
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -1,12 +1,21 @@
 """One application for all integration tests: two routers, two engine replicas, the demo model."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.application import Sluice, free_port
+from deployments.config import DEMO_MODEL
+from deployments.environment import cpu_env
+from tests.integration.application import REPOSITORY, Sluice, free_port
 
 # Few slots, so that a test can fill them without being kept busy by its own streams.
+MAX_TOKENS = 200
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
 
 
@@ -44,3 +53,19 @@ def prompts() -> list[str]:
         "Is {} real?",
     ]
     return [ask.replace("{}", subject) for ask in asks for subject in subjects]
+
+
+@pytest.fixture(scope="session")
+def plain_answers(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Greedy answers of plain vLLM to the same prompts."""
+    folder = tmp_path_factory.mktemp("plain")
+    source, target = folder / "prompts.json", folder / "answers.json"
+    source.write_text(json.dumps({"prompts": prompts, "max_tokens": MAX_TOKENS}))
+    script = Path(__file__).with_name("plain_reference.py")
+    env = {**os.environ, **cpu_env(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    subprocess.run(
+        [sys.executable, str(script), str(DEMO_MODEL), str(source), str(target)],
+        env=env, cwd=REPOSITORY, check=True, timeout=300,
+    )  # fmt: skip
+    answers: list[dict[str, Any]] = json.loads(target.read_text())
+    return answers

@@ -1,4 +1,4 @@
-"""Two models behind one address, for holders of keys, with the learned predictor."""
+"""Two models and two adapters behind one address, for holders of keys, with the learned predictor."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from deployments.cli import DEMO_ARGS
+from deployments.config import DEMO_MODEL
 from deployments.keys import digest, new_key
+from tests.adapters import write_adapter
 from tests.integration.application import Sluice, free_port
 
 KEY, NIGHT_KEY = new_key(), new_key()
@@ -22,12 +24,17 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     night = {"name": "night", "sha256": digest(NIGHT_KEY), "classes": ["offline"], "requests_per_minute": 1}
     keys.write_text(yaml.safe_dump([{"name": "all", "sha256": digest(KEY)}, night]))
     second = {"model": "demo", "served_model_name": "second", "vllm_args": list(DEMO_ARGS)}
+    adapters = {
+        name: str(write_adapter(folder / name, DEMO_MODEL, strength=strength))
+        for name, strength in (("changed", 1.0), ("unchanged", 0.0))
+    }
+    engine = {"replicas": 1, "num_cpus": 0, "drain_timeout_s": 5, "lora": {"adapters": adapters, "max_rank": 8}}
     settings = {
         "keys": {"file": str(keys)},
         "engine": {"replicas": 1},
         # A deadline that a busy machine keeps as well.
         "predictor": {"kind": "bert", "deadline_s": 5.0, "num_cpus": 0},
-        "more_models": [{**second, "engine": {"replicas": 1, "num_cpus": 0, "drain_timeout_s": 5}}],
+        "more_models": [{**second, "engine": engine}],
     }
     config = folder / "models.yaml"
     config.write_text(yaml.safe_dump(settings))
@@ -45,19 +52,40 @@ def client(sluice: Sluice, key: str) -> openai.OpenAI:
 
 def test_all_models_are_listed_and_each_answers(two_models: Sluice) -> None:
     holder = client(two_models, KEY)
-    assert [model.id for model in holder.models.list()] == ["sluice-demo", "second"]
+    assert [model.id for model in holder.models.list()] == ["sluice-demo", "second", "changed", "unchanged"]
     for name in ("sluice-demo", "second"):
         stream = holder.completions.create(model=name, prompt="A story:", max_tokens=5, temperature=0, stream=True)
         assert {chunk.model for chunk in stream} == {name}
 
 
-def test_the_learned_predictor_is_asked_and_answers(two_models: Sluice) -> None:
-    client(two_models, KEY).completions.create(
-        model="second", prompt="How many rivers?", max_tokens=3, extra_headers={"X-Sluice-Expected-Tokens": "12"}
-    )
-    lines = httpx.get(f"{two_models.url}/metrics", timeout=30).text.splitlines()
+def test_adapters_answer_by_name(two_models: Sluice) -> None:
+    holder = client(two_models, KEY)
+
+    def ask(name: str) -> str:
+        stream = holder.completions.create(
+            model=name, prompt="A story:", max_tokens=20, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    plain, changed, unchanged = ask("second"), ask("changed"), ask("unchanged")
+    assert plain == unchanged == ask("second")
+    assert changed == ask("changed") != plain
+
+
+def answered_questions(sluice: Sluice, model: str) -> float:
+    lines = httpx.get(f"{sluice.url}/metrics", timeout=30).text.splitlines()
     answered = [line for line in lines if "sluice_predictor_questions_total" in line and 'outcome="answered"' in line]
-    assert any('model="second"' in line and float(line.rsplit(" ", 1)[1]) > 0 for line in answered), answered
+    return sum(float(line.rsplit(" ", 1)[1]) for line in answered if f'model="{model}"' in line)
+
+
+def test_the_learned_predictor_is_asked_and_answers(two_models: Sluice) -> None:
+    """About plain prompts and about chats."""
+    holder, hint = client(two_models, KEY), {"X-Sluice-Expected-Tokens": "12"}
+    before = answered_questions(two_models, "second")
+    holder.completions.create(model="second", prompt="How many rivers?", max_tokens=3, extra_headers=hint)
+    assert answered_questions(two_models, "second") == before + 1
+    holder.chat.completions.create(model="second", messages=[{"role": "user", "content": "Which?"}], max_tokens=3)
+    assert answered_questions(two_models, "second") == before + 2
 
 
 def test_an_unknown_model_is_not_found(two_models: Sluice) -> None:

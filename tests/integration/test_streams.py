@@ -1,43 +1,19 @@
 """Many streams at once: nothing lost, slots freed, a killed replica unnoticed by clients. Real Redis, Ray and vLLM."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
-import pytest
 
-from deployments.config import DEMO_MODEL
-from deployments.environment import cpu_env
-from tests.integration.application import REPOSITORY, Sluice, wait_until
-
-MAX_TOKENS = 200
+from tests.integration.application import Sluice, wait_until
+from tests.integration.conftest import MAX_TOKENS
 
 
-@pytest.fixture(scope="session")
-def plain_answers(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Greedy answers of plain vLLM to the same prompts."""
-    folder = tmp_path_factory.mktemp("plain")
-    source, target = folder / "prompts.json", folder / "answers.json"
-    source.write_text(json.dumps({"prompts": prompts, "max_tokens": MAX_TOKENS}))
-    script = Path(__file__).with_name("plain_reference.py")
-    env = {**os.environ, **cpu_env(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    subprocess.run(
-        [sys.executable, str(script), str(DEMO_MODEL), str(source), str(target)],
-        env=env, cwd=REPOSITORY, check=True, timeout=300,
-    )  # fmt: skip
-    answers: list[dict[str, Any]] = json.loads(target.read_text())
-    return answers
-
-
-async def stream_one(client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str | None]:
+async def stream_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str = "standard") -> tuple[str, str | None]:
     """Text and finish reason of one streamed greedy answer."""
     stream = await client.chat.completions.create(
         model="sluice-demo",
@@ -45,6 +21,7 @@ async def stream_one(client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str 
         temperature=0,
         max_tokens=MAX_TOKENS,
         stream=True,
+        extra_headers={"X-Sluice-Class": slo_class},
     )
     text, reason = [], None
     async for chunk in stream:
@@ -174,13 +151,77 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 3]
     assert all(reason in ("stop", "length") for _, reason in answers)
     assert _gone(core), "the engine outlived its replica"
-    metrics = sluice.metrics()
-    moved = sum(
-        float(line.rsplit(" ", 1)[1]) for line in metrics if line.startswith("sluice_requests_recovered_total{")
-    )
-    assert moved > 0, "nothing was on board of the killed replica: the test proved nothing"
+    assert total(sluice, "sluice_requests_recovered_total") > 0, "nothing was on board of the killed replica"
     wait_until(lambda: len(sluice.status()["replicas"]) == 2, 120, "Ray Serve has replaced the killed replica")
     wait_until(lambda: all_slots_are_free(sluice), 5, "all slots are free again")
+
+
+def total(sluice: Sluice, name: str) -> float:
+    """Of a counter, over all its labels."""
+    return sum(float(line.rsplit(" ", 1)[1]) for line in sluice.metrics() if line.startswith(f"{name}{{"))
+
+
+def test_offline_streams_give_way_at_once_and_end_as_if_nothing_had_happened(
+    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
+) -> None:
+    before = total(sluice, "sluice_requests_recalled_total")
+
+    async def in_between() -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
+        async with sluice.async_client() as client:
+            offline = [asyncio.create_task(stream_one(client, prompt, "offline")) for prompt in prompts * 2]
+            await asyncio.to_thread(wait_until, lambda: waiting(sluice) > 32, 60, "offline work fills every slot")
+            urgent = await asyncio.gather(*(stream_one(client, prompt, "interactive") for prompt in prompts[:8]))
+            return await asyncio.gather(*offline), urgent
+
+    offline, urgent = asyncio.run(in_between())
+    expected = [answer["text"] for answer in plain_answers]
+    assert [text for text, _ in offline] == expected * 2
+    assert [text for text, _ in urgent] == expected[:8]
+    assert total(sluice, "sluice_requests_recalled_total") > before
+    wait_until(lambda: all_slots_are_free(sluice), 5, "all slots are free again")
+
+
+def test_a_killed_redis_costs_no_stream_and_changes_no_answer(
+    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
+) -> None:
+    async def kill_under_load() -> list[tuple[str, str | None]]:
+        streams = asyncio.create_task(stream_all(sluice, prompts * 2))
+        await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 30, "the replicas are busy")
+        sluice.redis().kill()
+        return await streams
+
+    answers = asyncio.run(kill_under_load())
+    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 2]
+    wait_until(lambda: _is_back(sluice), 60, "Redis is back, with both replicas and all slots")
+
+
+def _is_back(sluice: Sluice) -> bool:
+    try:
+        return len(sluice.status()["replicas"]) == 2 and all_slots_are_free(sluice)
+    except OSError:  # 503, until it is
+        return False
+
+
+def test_a_killed_router_costs_its_own_streams_alone(
+    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
+) -> None:
+    victim = sluice.routers()[0]
+
+    async def kill_under_load() -> list[tuple[str, str | None] | BaseException]:
+        async with sluice.async_client() as client:
+            streams = [asyncio.create_task(stream_one(client, prompt)) for prompt in prompts]
+            await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 30, "the replicas are busy")
+            victim.kill()
+            return await asyncio.gather(*streams, return_exceptions=True)
+
+    results = asyncio.run(kill_under_load())
+    whole = [(n, r) for n, r in enumerate(results) if not isinstance(r, BaseException) and r[1] is not None]
+    assert 0 < len(whole) < len(results), results
+    for number, (text, _) in whole:
+        assert text == plain_answers[number]["text"]
+    wait_until(
+        lambda: _is_back(sluice) and sluice.status()["routers"] == 2, 90, "its place is taken, its slots are free"
+    )
 
 
 def _gone(processes: list[psutil.Process]) -> bool:

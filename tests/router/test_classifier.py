@@ -18,6 +18,7 @@ from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
+from router.state_store import FinishedLength
 
 # 1 ms for a prompt token, 10 ms for a decode step that four requests share.
 STEP_TIMES = StepTimes(
@@ -74,7 +75,7 @@ async def teach(taught: Classifier, **lengths: int) -> None:
     for slo_class, output_tokens in lengths.items():
         for _ in range(MIN_SAMPLES):
             taught.observe(slo_class, output_tokens)
-    await taught.exchange(MemoryStateStore(time.monotonic))
+    await taught.exchange(MemoryStateStore(time.monotonic), time.monotonic())
 
 
 def test_without_a_prediction_the_default_length_is_assumed_and_the_fallback_counted() -> None:
@@ -169,11 +170,27 @@ async def test_a_length_counts_after_the_exchange_and_once() -> None:
         first.observe("fast", 20)
     assert first.ticket(size(), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.25)
     for _ in range(3):
-        await first.exchange(store)
-        await second.exchange(store)
+        await first.exchange(store, time.monotonic())
+        await second.exchange(store, time.monotonic())
     for taught in (first, second):
         assert taught.ticket(size(), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.05)
     assert (await store.exchange_lengths(0, [], 4096))[0] == MIN_SAMPLES
+
+
+async def test_a_router_predicts_by_what_another_one_learnt() -> None:
+    store, busy, idle = (
+        MemoryStateStore(time.monotonic),
+        classifier(predictor=learned()),
+        classifier(predictor=learned()),
+    )
+    for _ in range(64):
+        busy.observe("fast", 700, await busy.foresee(question("200")))
+    for taught in (busy, idle):
+        await taught.exchange(store, time.monotonic())
+        foresight = await taught.foresee(question("200"))
+        assert foresight is not None
+        assert foresight.learned is not None
+        assert foresight.learned.mean_tokens == pytest.approx(700.0, rel=0.01)
 
 
 async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() -> None:
@@ -182,9 +199,9 @@ async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() ->
     for length in range(MAX_UNSENT_LENGTHS):
         taught.observe("fast", length)
     with pytest.raises(StateStoreError):
-        await taught.exchange(away)
+        await taught.exchange(away, time.monotonic())
     taught.observe("fast", 7777)
-    await taught.exchange(store)
+    await taught.exchange(store, time.monotonic())
     _, lengths = await store.exchange_lengths(0, [], MAX_UNSENT_LENGTHS)
-    assert lengths == [("fast", length) for length in (*range(1, MAX_UNSENT_LENGTHS), 7777)]
+    assert lengths == [FinishedLength("fast", length) for length in (*range(1, MAX_UNSENT_LENGTHS), 7777)]
     await away.close()

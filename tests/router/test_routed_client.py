@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from deployments.embedded_redis import EmbeddedRedis, free_port
 from deployments.relay import Relay, RelayConfig
-from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
+from policies.errors import AdmissionError, ConfigError, EngineCallError, InputError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -281,13 +281,18 @@ STEP_TIMES = StepTimes(
 )
 
 
+ORDER = VirtualDeadline(
+    VirtualDeadlineConfig(
+        class_targets_s={"soon": 0.2, "standard": 1.0, "patient": 60.0, "offline": 60.0}, default_target_s=1.0
+    )
+)
+
+
 def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=VirtualDeadline(
-            VirtualDeadlineConfig(class_targets_s={"standard": 1.0, "patient": 60.0}, default_target_s=1.0)
-        ),
+        order=ORDER,
         step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=16,
@@ -295,6 +300,7 @@ def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Clas
         prefixes=PrefixIndex(PrefixIndexConfig()),
         prefix_tie_s=prefix_tie_s,
         mode=mode,
+        fills_idle=("offline",),
     )
 
 
@@ -359,6 +365,28 @@ async def test_a_status_of_a_replica_that_is_gone_says_so(service: Service) -> N
     assert "error" in (await front_end.client.statuses())["r0"]
 
 
+async def test_an_adapter_reaches_every_replica_and_those_that_come_later(service: Service) -> None:
+    first = await service.replica()
+    front_end = await service.front_end()
+    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
+    later = await service.replica()
+    assert not later.engine.loras
+    answers = await front_end.ask_many(8)
+    await until(lambda: first.engine.loras == later.engine.loras == {2})
+    assert await front_end.client.list_loras() == {2}
+    await service.finish(answers)
+    await front_end.client.remove_lora(2)
+    assert not first.engine.loras | later.engine.loras
+
+
+async def test_an_adapter_that_a_replica_refuses_is_kept_by_none(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    with pytest.raises(EngineCallError, match="no adapter 3 here"):
+        await front_end.client.add_lora(3, msgspec.msgpack.encode(3))
+    assert not replica.engine.loras
+    await service.finish(await front_end.ask_many(2))
+
+
 # Refusals and cancellations
 
 
@@ -410,6 +438,20 @@ async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> N
         await until(lambda: answers[-1].tokens)
     assert sorted(replica.engine.taken for replica in service.replicas) == [0, 10]
     await service.finish(answers)
+
+
+async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Service) -> None:
+    """More urgent requests arrive than the replica can serve, and never cease before the waiting one has started."""
+    await service.replica(slots=1)
+    front_end = await service.front_end()
+    answers = [await front_end.ask(request(), "soon") for _ in range(4)]
+    waiting = await front_end.ask(request(), "standard")
+    while not waiting.tokens:
+        answers.append(await front_end.ask(request(), "soon"))
+        await asyncio.sleep(0.02)
+    overtaken_s = (await service.store.snapshot()).overtaken_s
+    assert 0.1 < overtaken_s <= ORDER.overtaking_window_s("standard", estimated_work_s=0.1)
+    await service.finish([waiting, *answers])
 
 
 async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
@@ -496,6 +538,70 @@ async def test_a_request_that_cannot_be_encoded_fails_alone(service: Service) ->
     await service.replica(slots=1, lease_s=3600.0)
     await until(lambda: odd.outcome == "error")
     await service.finish(answers)
+
+
+# Work that fills idle capacity
+
+
+async def ask_offline(front_end: FrontEnd, replica: Replica, number: int, *, replays: bool = False) -> list[Answer]:
+    """So many long answers in the middle of their streams."""
+    answers = [await front_end.ask(request(300, replays=replays), "offline") for _ in range(number)]
+    await until(lambda: all(answer.tokens for answer in answers))
+    return answers
+
+
+async def test_offline_work_gives_its_slot_to_urgent_work_at_once_and_goes_on_where_it_stood(service: Service) -> None:
+    replica = await service.replica(slots=3)
+    one, other = [await service.front_end() for _ in range(2)]
+    offline = await ask_offline(one, replica, 3)
+    urgent = await other.ask_many(2)
+    await until(lambda: all(answer.outcome for answer in urgent))
+    assert not any(answer.outcome for answer in offline)
+    await service.finish([*urgent, *offline])
+    assert one.count("requests_recalled_total", slo_class="offline") == 2
+
+
+async def test_urgent_work_that_finds_a_free_slot_disturbs_nobody(service: Service) -> None:
+    replica, front_end = await service.replica(slots=4), await service.front_end()
+    offline = await ask_offline(front_end, replica, 3)
+    await service.finish([*await front_end.ask_many(1), *offline])
+    assert front_end.count("requests_recalled_total", slo_class="offline") == 0
+
+
+async def test_what_cannot_be_continued_exactly_keeps_its_slot(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    (offline,) = await ask_offline(front_end, replica, 1, replays=True)
+    urgent = await front_end.ask_many(2)
+    await until(lambda: any(answer.tokens for answer in urgent))
+    assert offline.outcome is not None
+    await service.finish([*urgent, offline])
+
+
+async def test_a_request_loses_its_slot_only_so_often(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    (offline,) = await ask_offline(front_end, replica, 1)
+    answers = []
+    for _ in range(6):
+        seen = len(offline.tokens)
+        (urgent,) = await front_end.ask_many(1)
+        await until(lambda answer=urgent: answer.outcome is not None)  # type: ignore[misc]
+        await until(lambda least=seen: len(offline.tokens) > least or offline.outcome)  # type: ignore[misc]
+        answers.append(urgent)
+    await service.finish([*answers, offline])
+    assert front_end.count("requests_recalled_total", slo_class="offline") == 3
+
+
+async def test_a_recall_whose_notice_is_lost_is_found_with_the_heartbeat(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    (offline,) = await ask_offline(front_end, replica, 1)
+    (listener,) = [task for task in front_end.client._background._tasks if task.get_name() == "listen"]
+    listener.cancel()
+    (urgent,) = await front_end.ask_many(1)
+    await until(lambda: urgent.outcome is not None)
+    assert offline.outcome is None
+    await service.finish([urgent, offline])
 
 
 # When a replica is lost
@@ -869,6 +975,26 @@ async def test_what_waited_when_redis_went_away_is_served_without_it(gate: Gate)
     await gate.open()
     await service.finish(answers)
     assert service.replicas[0].engine.taken == 8
+    await service.close()
+
+
+async def test_whoever_is_cancelled_while_redis_is_away_leaves_every_slot_to_others(gate: Gate) -> None:
+    """Those that run on one connection or another, and those that wait."""
+    service = Service(gate.url)
+    for _ in range(2):
+        await service.replica(slots=3)
+    front_end = await service.front_end()
+    first = await front_end.ask_many(6, 5000)
+    await until(lambda: all(answer.tokens for answer in first))
+    await until(lambda: sum(load.running for load in front_end.client.snapshot.replicas.values()) == 6)
+    gate.shut()
+    waiting = await front_end.ask_many(4, 5000)
+    await front_end.client.cancel(list(front_end.client._entries), "cancelled")
+    more = await front_end.ask_many(6, 2000)
+    await until(lambda: all(answer.tokens for answer in more))
+    await front_end.client.cancel(list(front_end.client._entries), "cancelled")
+    assert not any(answer.tokens for answer in waiting)
+    await gate.open()
     await service.close()
 
 

@@ -1,0 +1,167 @@
+"""A causal language model of Transformers that takes its requests in gangs: one prefill, then steps of one token each.
+
+Prefill by `policies.prefill`: where prompts share a row (prepacking, paper 004), a 4-D mask keeps them apart and their
+positions restart; sliding windows act within a prompt. Padding stands behind a prompt, where causal attention never
+looks, so rows of single prompts need no mask of ours. Only each prompt's last token goes through the output layer.
+
+Whether a model keeps its prompts apart is found out when it is loaded: too many architectures exist to tell by name.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from deployments.gang_cache import RowsCache, unpack
+from policies.errors import ConfigError
+from policies.prefill import PrefillConfig, PrefillPass, prefill_passes
+
+logger = logging.getLogger(__name__)
+
+# Prompts of the check at the start, and by how much of the logits' spread those of a batch may differ from those of the
+# same prompt alone: 16-bit rounding stays ten times below, a prompt that sees its neighbour lies far above.
+CHECK_LENGTHS = (7, 1, 4, 2)
+CHECK_TOLERANCE = 0.1
+KINDS = {"full_attention", "sliding_attention"}
+
+
+def load(
+    model: str | Path, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """A model on the accelerator that PyTorch finds, or the CPU.
+
+    Raises:
+        ConfigError: Transformers cannot load it.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"Transformers cannot load {model} as a causal language model: {error}") from error
+    return loaded.to(device).eval()
+
+
+class GangModel:
+    """`prefill` a batch, then `decode` it step by step. Not thread-safe."""
+
+    def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
+        """Raises ConfigError when the model does not keep the requests of a batch apart."""
+        self._model, self._config = model, config
+        self._windows = _windows(model.config.get_text_config())
+        if config.mode == "prepacked" and (strange := self._windows.keys() - KINDS):
+            raise ConfigError(self._no_batches(f"its layers of kind {sorted(strange)} have no mask for it"))
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.cache_bytes_per_token = self._check()
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowsCache]:
+        """The logits after each prompt, shape (prompts, vocabulary), and the cache to go on with.
+
+        Prompts have at least one token each.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        passes = prefill_passes(lengths, self._config)
+        order = np.argsort([index for each in passes for index in each.prompts])
+        with torch.inference_mode():
+            logits, caches = zip(*(self._prefill_pass(each, prompts) for each in passes), strict=True)
+            return torch.cat(logits)[order], unpack(passes, caches, lengths)
+
+    def _prefill_pass(self, each: PrefillPass, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache]:
+        layout, cache = each.layout, DynamicCache()
+        last = torch.tensor([(span.row, span.stop - 1) for span in layout.spans], device=self.device)
+        positions = layout.positions() if each.is_packed else np.arange(layout.capacity)[None]
+        with self._only_at(last[:, 0], last[:, 1]):
+            logits = self._model(
+                input_ids=self._on_device(layout.pack([prompts[index] for index in each.prompts], padding=0)),
+                position_ids=self._on_device(positions).expand(layout.row_count, -1),
+                attention_mask=self._packed_mask(each) if each.is_packed else None,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+        return logits[0], cache
+
+    def decode(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
+        """The logits after one more token of every row: (rows,) to (rows, vocabulary)."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(
+                input_ids=token_ids[:, None],
+                position_ids=rows.lengths[:, None],
+                attention_mask=rows.mask(),
+                past_key_values=rows.cache,
+                use_cache=True,
+            ).logits[:, -1]
+            rows.grown()
+        return logits
+
+    def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _packed_mask(self, each: PrefillPass) -> Any:
+        """A mask, or one for each kind of layer where a model has several."""
+        masks = {kind: self._mask(each, window) for kind, window in self._windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, each: PrefillPass, window: int | None) -> torch.Tensor:
+        mask = self._on_device(each.layout.attention_mask(window))[:, None]
+        if self._model.config._attn_implementation != "eager":
+            return mask
+        zero = torch.zeros((), dtype=self._model.dtype, device=self.device)
+        return torch.where(mask, zero, torch.finfo(self._model.dtype).min)
+
+    @contextmanager
+    def _only_at(self, rows: torch.Tensor, columns: torch.Tensor) -> Iterator[None]:
+        """The output layer sees these tokens alone, as one row: at a large vocabulary it is most of the memory."""
+        head = self._model.get_output_embeddings()
+        if head is None:
+            raise ConfigError(f"{type(self._model).__name__} has no output layer: it is no causal language model")
+        hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows, columns][None],))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _check(self) -> float:
+        """Bytes of cache for each token. Raises ConfigError when a batch's logits are not those of its requests."""
+        generator = np.random.default_rng(0)
+        prompts = [generator.integers(self.vocab_size, size=length).tolist() for length in CHECK_LENGTHS]
+        try:
+            (together, rows), alone = self._two_steps(prompts), [self._two_steps([prompt])[0] for prompt in prompts]
+        except ConfigError:
+            raise
+        except Exception as error:  # of whatever kind: it is the model's own code
+            raise ConfigError(self._no_batches(f"{type(error).__name__}: {error}")) from error
+        expected = torch.cat(alone, dim=1)
+        error_share = float((together - expected).abs().amax() / expected.std())
+        if not error_share < CHECK_TOLERANCE:
+            raise ConfigError(self._no_batches(f"logits differ by {error_share:.2f} of their spread"))
+        layers = rows.cache.layers
+        kept = (tensor for layer in layers for tensor in (layer.keys, layer.values))
+        return float(sum(tensor.element_size() * tensor.shape[1] * tensor.shape[3] for tensor in kept))
+
+    def _two_steps(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowsCache]:
+        """Logits after each prompt and one more token, float32, shape (2, prompts, vocabulary)."""
+        first, rows = self.prefill(prompts)
+        second = self.decode(torch.tensor([prompt[0] for prompt in prompts], device=self.device), rows)
+        return torch.stack((first, second)).float(), rows
+
+    def _no_batches(self, why: str) -> str:
+        instead = "; try engine.gang.prefill: padded" if self._config.mode == "prepacked" else ""
+        name = type(self._model).__name__
+        return f"{name} does not keep the requests of a {self._config.mode} batch apart ({why}){instead}"
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Kinds of attention layers, each with its sliding window or None."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ("sliding_attention" if window else "full_attention",))
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

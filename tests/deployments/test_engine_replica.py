@@ -1,0 +1,35 @@
+"""Two groups of engine replicas: only equals read each other's KV caches."""
+
+import pytest
+
+from deployments.engine_replica import check_pairs
+from deployments.environment import nixl_env
+from policies.errors import ConfigError
+from router.state_store import ReplicaInfo
+
+
+def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=replica_id,
+        host="127.0.0.1",
+        port=1,
+        engine_version="v",
+        model="m",
+        max_model_len=1,
+        kv_layout=kv_layout,
+    )
+
+
+def test_unequal_pairs_are_refused_naming_both_layouts_and_the_way_out() -> None:
+    mine = info("dtype=float32 block_size=16")
+    check_pairs(mine, [], "decode")
+    check_pairs(mine, [info("dtype=float32 block_size=16")], "decode")
+    with pytest.raises(ConfigError, match=r"this decode replica has .*block_size=16.* and other .*=32.*--block-size"):
+        check_pairs(mine, [info("dtype=float32 block_size=32", "other")], "decode")
+
+
+def test_nixl_listens_where_the_replica_does_and_on_loopback_alone_there() -> None:
+    env = nixl_env("127.0.0.1", on_cpu=True)
+    assert (env["VLLM_NIXL_SIDE_CHANNEL_HOST"], env["UCX_NET_DEVICES"]) == ("127.0.0.1", "lo")
+    assert int(env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
+    assert "UCX_NET_DEVICES" not in nixl_env("0.0.0.0", on_cpu=False)

@@ -1,0 +1,134 @@
+"""A gang's logits against those of each request alone, for tiny random models of the architectures that differ."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from deployments.gang_model import GangModel
+from policies.errors import ConfigError
+from policies.prefill import PrefillConfig, PrefillMode
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, CONTEXT = 97, 48
+STEPS = 5
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+# A window of 6 that prompts exceed; one Qwen3 has both kinds of layers.
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16)),
+    "qwen3-both-kinds": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**GROUPED, head_dim=16, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, head_dim=8, sliding_window=6)),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+}
+# One token, and one that leaves just the room for the steps.
+LENGTHS = (9, 1, 17, CONTEXT - STEPS, 3, 2, 5, 1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@torch.inference_mode()
+def alone(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """The library's own logits after the last of these tokens, without any cache of ours."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("mode", ["padded", "prepacked", "length_ordered"])
+@pytest.mark.parametrize("max_pass_tokens", [8192, 60])
+def test_logits_are_those_of_each_request_alone(model: Any, mode: PrefillMode, max_pass_tokens: int) -> None:
+    gang = GangModel(model, PrefillConfig(mode=mode, max_pass_tokens=max_pass_tokens))
+    asked = prompts()
+    logits, rows = gang.prefill(asked)
+    for step in range(STEPS):
+        for token_ids, own in zip(asked, logits, strict=True):
+            torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
+        following = logits.argmax(dim=-1)
+        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
+            token_ids.append(token_id)
+        logits = gang.decode(following, rows)
+        if step == 1:  # the longest leaves, so that columns go as well
+            kept = [0, 1, 2, 4, 6]
+            rows.keep(kept)
+            asked, logits = [asked[index] for index in kept], logits[kept]
+            assert rows.columns == max(map(len, asked))
+
+
+@pytest.mark.parametrize("row_tokens", [None, 200])
+def test_more_than_one_prompt_shares_a_row(model: Any, row_tokens: int | None) -> None:
+    """Else the equality above would show nothing."""
+    seen: list[tuple[int, ...]] = []
+    gang = GangModel(model, PrefillConfig(row_tokens=row_tokens))
+    hook = model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(tuple(call[1][0].shape)))
+    logits, _ = gang.prefill(prompts())
+    hook.remove()
+    assert seen == [(2, max(LENGTHS))] if row_tokens is None else [(1, sum(LENGTHS))]
+    for token_ids, own in zip(prompts(), logits, strict=True):
+        torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
+
+
+def test_a_long_generation_outgrows_the_room_that_was_kept_ahead() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "max_position_embeddings": 256})).eval()
+    gang = GangModel(model, PrefillConfig())
+    asked = [[1, 2, 3], [4]]
+    logits, rows = gang.prefill(asked)
+    for _ in range(150):
+        following = logits.argmax(dim=-1)
+        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
+            token_ids.append(token_id)
+        logits = gang.decode(following, rows)
+    for token_ids, own in zip(asked, logits, strict=True):
+        torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["padded", "prepacked"])
+def test_a_model_whose_state_runs_through_its_row_is_refused_with_the_way_out(mode: PrefillMode) -> None:
+    torch.manual_seed(0)
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+    with pytest.raises(ConfigError, match="MambaForCausalLM") as caught:
+        GangModel(recurrent, PrefillConfig(mode=mode))
+    assert ("padded" in str(caught.value)) and (("try" in str(caught.value)) == (mode == "prepacked"))
+
+
+def test_a_model_that_mixes_prompts_is_found_out() -> None:
+    """One that pays no heed to its mask."""
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    blind = model.model.forward
+    model.model.forward = lambda **inputs: blind(**{**inputs, "attention_mask": None})
+    with pytest.raises(ConfigError, match="differ by"):
+        GangModel(model, PrefillConfig())

@@ -1,0 +1,198 @@
+"""One replica reads prompts and one decodes: real Redis, Ray, vLLM and NIXL, killed and cancelled under load."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import yaml
+
+from tests.integration.application import Sluice, free_port, wait_until
+from tests.integration.conftest import MAX_TOKENS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+KEEP_S = 6
+BUDGET_TOKENS = 96
+SETTINGS = {
+    "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS)],
+    "router": {"heartbeat_s": 0.5, "silence_s": 5},
+    "engine": {
+        "replicas": 1,
+        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 20},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    folder = tmp_path_factory.mktemp("split")
+    config = folder / "sluice.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS))
+    application = Sluice(folder, free_port(), "--config", str(config))
+    try:
+        yield application.wait_until_ready()
+    finally:
+        if application.process.poll() is None:
+            application.interrupt()
+
+
+async def ask(client: openai.AsyncOpenAI, prompt: str) -> list[int]:
+    answer = await client.chat.completions.create(
+        model="sluice-demo",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        extra_body={"return_token_ids": True},
+    )
+    token_ids: list[int] = answer.choices[0].model_extra["token_ids"]
+    return token_ids
+
+
+async def ask_all(sluice: Sluice, prompts: list[str]) -> list[list[int]]:
+    async with sluice.async_client() as client:
+        return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+
+def count(sluice: Sluice, name: str, *labels: str) -> float:
+    lines = [line for line in sluice.metrics() if line.startswith(f"sluice_{name}_total{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+
+def replicas(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {**status["replicas"], **status["prefill"]["replicas"]}
+
+
+def both_are_back(sluice: Sluice) -> bool:
+    status = sluice.status()
+    ready = [len(pool["replicas"]) == 1 and _answers(pool) for pool in (status, status["prefill"])]
+    return all(ready)
+
+
+def _answers(pool: dict[str, Any]) -> bool:
+    return all("free_blocks" in replica["engine"] for replica in pool["replicas"].values())
+
+
+def nothing_is_held(sluice: Sluice) -> bool:
+    """By both engines' own counts of blocks (vLLM keeps one for itself), and by the shared state's of slots."""
+    found = replicas(sluice.status()).values()
+    return len(found) == 2 and all(
+        replica["running"] == 0
+        and replica["engine"].get("free_blocks") == replica["engine"].get("total_blocks", 0) - 1
+        and replica["engine"]["kv_held"] == 0
+        for replica in found
+    )
+
+
+def wait_until_nothing_is_held(sluice: Sluice, timeout_s: float) -> None:
+    """Caches that nobody fetched are kept for KEEP_S."""
+    give_up_s = time.monotonic() + timeout_s
+    while not nothing_is_held(sluice):
+        assert time.monotonic() < give_up_s, json.dumps(replicas(sluice.status()), indent=1)
+        time.sleep(0.1)
+
+
+def process_of(sluice: Sluice, pool: str) -> psutil.Process:
+    """Ray names the process of a replica by its deployment."""
+    found = [
+        p
+        for p in sluice.engine_replicas()
+        if ("EngineReplica--prefill" in " ".join(p.cmdline())) == (pool == "prefill")
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_64_greedy_answers_equal_those_of_one_engine_token_by_token(
+    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
+) -> None:
+    assert asyncio.run(ask_all(split, prompts)) == [answer["token_ids"] for answer in plain_answers]
+    assert count(split, "hand_overs") + count(split, "hand_over_fallbacks") == 64
+    assert count(split, "hand_overs") > 48, "most were to be handed over"
+    wait_until_nothing_is_held(split, 3 * KEEP_S)
+    (reading,) = split.status()["prefill"]["replicas"].values()
+    (answering,) = split.status()["replicas"].values()
+    assert reading["engine"]["steps"]["decode"] == 0
+    assert count(split, "prefill_tokens") > 64 * 20
+    assert answering["engine"]["kv_transfer_bytes"] > 0 and answering["engine"]["kv_transfer_seconds"] > 0
+
+
+def test_prompts_longer_than_the_token_budget_are_among_them(split: Sluice, prompts: list[str]) -> None:
+    async def longest() -> int:
+        async with split.async_client() as client:
+            answer = await client.chat.completions.create(
+                model="sluice-demo", messages=[{"role": "user", "content": max(prompts, key=len)}], max_tokens=1
+            )
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+    assert asyncio.run(longest()) > BUDGET_TOKENS
+
+
+def test_what_a_client_tells_the_connector_is_not_passed_on(split: Sluice) -> None:
+    async def forge() -> str | None:
+        async with split.async_client() as client:
+            answer = await client.chat.completions.create(
+                model="sluice-demo",
+                messages=[{"role": "user", "content": "Name a river and say where it flows."}],
+                max_tokens=4,
+                extra_body={"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "192.0.2.1"}},
+            )
+            return answer.choices[0].message.content
+
+    before = count(split, "engine_kv_transfer_failures")
+    assert asyncio.run(forge())
+    assert count(split, "engine_kv_transfer_failures") == before
+
+
+def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[str]) -> None:
+    async def hang_up(client: openai.AsyncOpenAI, prompt: str, number: int) -> None:
+        """While it waits, is read, is handed over or is answered."""
+        stream = await client.chat.completions.create(
+            model="sluice-demo",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            extra_body={"ignore_eos": True},
+            stream=True,
+        )
+        await asyncio.sleep(0.02 * number)
+        await stream.close()
+
+    async def cancel_all() -> None:
+        async with split.async_client() as client:
+            await asyncio.gather(*(hang_up(client, prompt, number) for number, prompt in enumerate(prompts)))
+
+    before = count(split, "requests", 'outcome="cancelled"')
+    asyncio.run(cancel_all())
+    wait_until_nothing_is_held(split, 3 * KEEP_S)
+    assert count(split, "requests", 'outcome="cancelled"') - before > 32
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
+    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], pool: str
+) -> None:
+    wait_until(lambda: both_are_back(split), 120, "both replicas serve")
+    victim = process_of(split, pool)
+
+    def busy() -> bool:
+        status = split.status()
+        found = status["prefill"]["replicas"] if pool == "prefill" else status["replicas"]
+        return any(replica["running"] for replica in found.values())
+
+    async def kill_under_load() -> list[list[int]]:
+        answers = asyncio.create_task(ask_all(split, prompts * 2))
+        await asyncio.to_thread(wait_until, busy, 60, f"the {pool} replica is busy")
+        os.kill(victim.pid, signal.SIGKILL)
+        return await answers
+
+    assert asyncio.run(kill_under_load()) == [answer["token_ids"] for answer in plain_answers * 2]
+    wait_until(lambda: both_are_back(split), 120, "Ray Serve has replaced the killed replica")
+    wait_until_nothing_is_held(split, 3 * KEEP_S)

@@ -1,0 +1,406 @@
+"""Prefill and decode on different replicas: real relays, TCP and Redis; only the engines have no model.
+
+An engine that is offered a cache goes by that cache alone, so a wrong one would show in the tokens.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from itertools import count
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.relay import Relay, RelayConfig
+from policies.errors import AdmissionError, ConfigError
+from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.placement import PrefixIndex, PrefixIndexConfig
+from policies.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
+from policies.types import StepCoefficients, StepTimes
+from predictor.histogram import HistogramPredictor
+from router.admission import ClassLimits, Door, Tenant
+from router.classifier import Classifier
+from router.clock import MonotonicClock, SharedClock
+from router.metrics import RelayMetrics, RouterMetrics, SplitMetrics
+from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.redis_store import RedisStateStore, connect
+from router.routed_client import RoutedClient, RoutedClientConfig
+from router.state_store import ReplicaInfo
+from router.timing import RequestTiming
+from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+
+pytestmark = pytest.mark.timeout(30)
+
+HEARTBEAT_S = 0.05
+PATIENCE_S = 15.0
+LONG = 40
+TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.0, prefill_s=1e-4),
+    decode=StepCoefficients(overhead_s=0.01),
+    mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4),
+)
+_numbers = count()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Replica:
+    def __init__(self, relay: Relay, engine: FakeEngine) -> None:
+        self.relay, self.engine = relay, engine
+
+    async def die(self) -> None:
+        """As a killed process does: its sockets close, and it says nothing."""
+        for writer in self.relay._writers:
+            writer.transport.abort()
+        await self.relay._background.close()
+
+
+class Answer:
+    def __init__(self, asked: FakeRequest) -> None:
+        self.asked = asked
+        self.tokens: list[int] = []
+        self.outcome: str | None = None
+
+
+class Service:
+    """One router over two pools."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, secrets.token_hex(8)
+        self._stores: list[RedisStateStore] = []
+        self.pools: dict[str, list[Replica]] = {"prefill": [], "decode": []}
+        self.answers: dict[str, Answer] = {}
+        self.client: SplitClient[FakeRequest, FakeBatch]
+        self._reader: asyncio.Task[None] | None = None
+
+    def _store(self, pool: str) -> RedisStateStore:
+        self._stores.append(RedisStateStore(connect(self.url), f"{self.name}:{pool}"))
+        return self._stores[-1]
+
+    async def replica(self, pool: str, slots: int = 4, step_s: float = 0.002) -> Replica:
+        engine = FakeEngine(slots=slots, step_s=step_s)
+        relay = Relay(
+            engine=engine,
+            store=self._store(pool),
+            info=ReplicaInfo(
+                replica_id=f"{pool}{len(self.pools[pool])}",
+                host="127.0.0.1",
+                port=0,
+                engine_version="fake-1",
+                model="none",
+                max_model_len=4096,
+            ),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, prefill_budget_tokens=512 if pool == "prefill" else None),
+            metrics=RelayMetrics(CollectorRegistry()),
+        )
+        await relay.start("127.0.0.1")
+        self.pools[pool].append(Replica(relay, engine))
+        return self.pools[pool][-1]
+
+    async def start(
+        self,
+        policy: PrefillDecodeConfig | None = None,
+        split: SplitConfig | None = None,
+        limits: ClassLimits | None = None,
+        config: RoutedClientConfig | None = None,
+    ) -> None:
+        self.metrics = RouterMetrics()
+        splits, codec = SplitMetrics(self.metrics.registry), FakeCodec()
+        decides = PrefillDecode(
+            policy or PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=1.0), TIMES
+        )
+        common = {
+            "door": Door({"standard": limits or ClassLimits()}),
+            "clock": MonotonicClock(),
+            "config": config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
+        }
+        reading: RoutedClient[FakeRequest, FakeBatch] = RoutedClient(
+            router_id="router",
+            store=self._store("prefill"),
+            codec=codec,
+            classifier=PrefillClassifier(BucketOrder(BucketOrderConfig()), decides, splits),
+            shared_clock=SharedClock(),
+            metrics=RouterMetrics("prefill"),
+            **common,  # type: ignore[arg-type]
+        )
+        self.client = SplitClient(
+            pool=PrefillPool(reading, codec, splits),
+            policy=decides,
+            split_codec=codec,
+            split_metrics=splits,
+            split_config=split or SplitConfig(),
+            router_id="router",
+            store=self._store("decode"),
+            classifier=_classifier(self.metrics),
+            shared_clock=SharedClock(),
+            metrics=self.metrics,
+            **common,
+        )
+        await self.client.start()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            for output in (await self.client.next_outputs()).outputs:
+                answer = self.answers[output.request_id]
+                assert answer.outcome is None, "an output after the last one"
+                answer.tokens += output.new_token_ids
+                answer.outcome = output.finish_reason
+
+    async def ask(
+        self, prompt_tokens: int = LONG, max_tokens: int = 20, replays: bool = False, tenant: Tenant | None = None
+    ) -> Answer:
+        number = next(_numbers)
+        asked = FakeRequest(
+            request_id=f"x{number}",
+            prompt=[number, *range(prompt_tokens - 1)],
+            max_tokens=max_tokens,
+            replays=replays,
+        )
+        self.answers[asked.request_id] = answer = Answer(asked)
+        now_s = MonotonicClock().now()
+        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
+        await self.client.submit(asked, slo_class="standard", timing=timing, tenant=tenant)
+        return answer
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sluice_{name}_total", labels) or 0.0
+
+    async def finish(self, answers: list[Answer]) -> None:
+        """Every answer is complete and exact, and nothing of it is left anywhere."""
+        await until(lambda: all(answer.outcome is not None for answer in answers))
+        for answer in answers:
+            assert answer.outcome == "length"
+            assert answer.tokens == undisturbed(answer.asked.prompt, answer.asked.max_tokens)
+        await self.is_empty()
+
+    async def is_empty(self) -> None:
+        for client in (self.client, self.client.pool.client):
+            assert not client._entries
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    at = await client._store.snapshot()
+                    if not at.waiting and not any(load.running for load in at.replicas.values()):
+                        break
+                    await asyncio.sleep(HEARTBEAT_S)
+        await until(lambda: all(r.engine.held == 0 for pool in self.pools.values() for r in pool if r.relay.healthy))
+        assert not self.client._splits and not self.client._offers and not self.client.pool._waiting
+        await until(lambda: not self.client._offered)
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            await self.client.close()
+        for pool in self.pools.values():
+            for replica in pool:
+                await replica.relay.close()
+        for store in self._stores:
+            await store.close()
+
+
+def _classifier(metrics: RouterMetrics) -> Classifier:
+    return Classifier(
+        predictor=HistogramPredictor(),
+        bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
+        order=VirtualDeadline(VirtualDeadlineConfig()),
+        step_times=TIMES,
+        shared_batch_size=4,
+        default_output_tokens=16,
+        metrics=metrics,
+        prefixes=PrefixIndex(PrefixIndexConfig()),
+    )
+
+
+@pytest.fixture
+async def service(redis_url: str) -> AsyncIterator[Service]:
+    made = Service(redis_url)
+    yield made
+    await made.close()
+
+
+async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(service: Service) -> None:
+    reading, answering = await service.replica("prefill"), await service.replica("decode")
+    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=15.0))
+    answers = [await service.ask(LONG + n % 3 * 30) for n in range(20)]
+    await service.finish(answers)
+    assert (reading.engine.taken, answering.engine.taken, answering.engine.fetched) == (20, 20, 20)
+    assert service.count("hand_overs") == service.count("split_decisions", why="split") == 20
+    assert service.count("prefill_tokens") == sum(len(answer.asked.prompt) for answer in answers)
+    assert service.count("output_tokens", slo_class="standard") == 400  # the prefill's own token is no answer
+
+
+async def test_short_prompts_go_straight_to_where_they_are_decoded(service: Service) -> None:
+    reading, _ = await service.replica("prefill"), await service.replica("decode")
+    await service.start()
+    await service.finish([await service.ask(LONG - 1) for _ in range(5)])
+    assert reading.engine.taken == 0
+    assert service.count("split_decisions", why="short") == 5
+
+
+async def test_without_a_prefill_replica_nothing_is_split(service: Service) -> None:
+    await service.replica("decode")
+    await service.start()
+    await service.finish([await service.ask() for _ in range(5)])
+    assert service.count("split_decisions", why="no_replica") == 5
+
+
+async def test_a_prefill_replica_that_hangs_is_not_waited_for(service: Service) -> None:
+    reading, answering = await service.replica("prefill"), await service.replica("decode")
+    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=0.1))
+    reading.engine.pause()
+    answers = [await service.ask() for _ in range(5)]
+    await until(lambda: all(answer.outcome for answer in answers))
+    reading.engine.resume()
+    await service.finish(answers)
+    assert service.count("hand_over_fallbacks", reason="late") + service.count("split_decisions", why="late") == 5
+    assert answering.engine.fetched == 0
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+async def test_killed_prefill_replicas_lose_nothing(service: Service, replacement: bool) -> None:
+    reading, _ = await service.replica("prefill", step_s=0.02), await service.replica("decode")
+    await service.start()
+    answers = [await service.ask(max_tokens=60) for _ in range(12)]
+    await until(lambda: reading.engine.taken > 2)
+    await reading.die()
+    if replacement:
+        await service.replica("prefill")
+    answers += [await service.ask() for _ in range(6)]
+    await service.finish(answers)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+async def test_killed_decode_replicas_lose_nothing(service: Service, replays: bool) -> None:
+    await service.replica("prefill")
+    victim = await service.replica("decode", step_s=0.01)
+    await service.start()
+    answers = [await service.ask(max_tokens=30, replays=replays) for _ in range(12)]
+    await until(lambda: any(len(answer.tokens) > 3 for answer in answers))
+    await victim.die()
+    successor = await service.replica("decode")
+    await service.finish(answers)
+    # What the dead one had been offered may be gone: its requests are read again.
+    assert victim.engine.fetched >= 4
+    assert successor.engine.taken - successor.engine.fetched >= 4
+
+
+async def test_a_prefill_without_a_cache_falls_back(service: Service) -> None:
+    reading, answering = await service.replica("prefill"), await service.replica("decode")
+    reading.engine.loses_caches = True
+    await service.start()
+    await service.finish([await service.ask() for _ in range(4)])
+    assert service.count("hand_over_fallbacks", reason="failed") == 4
+    assert answering.engine.fetched == 0
+
+
+async def test_a_transfer_that_hangs_is_given_up(service: Service) -> None:
+    await service.replica("prefill")
+    answering = await service.replica("decode")
+    answering.engine.transfers_hang = True
+    await service.start(split=SplitConfig(stalled_s=0.2))
+    await service.finish([await service.ask() for _ in range(4)])
+    assert service.count("hand_over_fallbacks", reason="stalled") == 4
+
+
+async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> None:
+    await service.replica("prefill")
+    answering = await service.replica("decode", slots=1, step_s=0.01)
+    await service.start(split=SplitConfig(cache_s=0.1))
+    await service.finish([await service.ask(max_tokens=30) for _ in range(3)])
+    assert service.count("hand_over_fallbacks", reason="expired") == 2
+    assert (answering.engine.fetched, answering.engine.let_go) == (1, 2)
+
+
+async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(service: Service) -> None:
+    reading, answering = await service.replica("prefill", step_s=0.02), await service.replica("decode", slots=1)
+    await service.start()
+    reading.engine.pause()
+    while_read = [await service.ask(max_tokens=500) for _ in range(3)]
+    await until(lambda: reading.engine.held == 3)
+    await service.client.cancel([answer.asked.request_id for answer in while_read], "cancelled")
+    reading.engine.resume()
+    await service.is_empty()
+    queued = [await service.ask(max_tokens=500) for _ in range(3)]
+    await until(lambda: len(service.client._entries) == 3 and answering.engine.held == 1)
+    await service.client.cancel([answer.asked.request_id for answer in queued], "cancelled")
+    await service.is_empty()
+    assert answering.engine.let_go == 2, "the caches of those that had not been sent"
+    counted = sum(
+        sample.value
+        for family in service.metrics.requests.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels["outcome"] == "cancelled"
+    )
+    assert counted == 6
+
+
+async def test_a_request_that_is_being_read_is_not_over_yet(service: Service) -> None:
+    reading, _ = await service.replica("prefill"), await service.replica("decode")
+    await service.start()
+    reading.engine.pause()
+    answer = await service.ask()
+    with pytest.raises(Exception, match="not over yet"):
+        timing = RequestTiming(received_s=0.0, submitted_s=0.0)
+        await service.client.submit(answer.asked, slo_class="standard", timing=timing)
+    reading.engine.resume()
+    await service.finish([answer])
+
+
+async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
+    await service.replica("prefill")
+    await service.replica("decode")
+    await service.start()
+    tenant = Tenant(name="small", requests_per_minute=4)
+    answers = [await service.ask(tenant=tenant) for _ in range(4)]
+    with pytest.raises(AdmissionError, match="requests_per_minute of small"):
+        await service.ask(tenant=tenant)
+    await service.finish(answers)
+    assert service.count("hand_overs") == 4
+
+
+async def test_while_redis_is_away_nothing_is_split_and_nothing_is_lost() -> None:
+    port, password = free_port(), secrets.token_urlsafe(16)
+    server = EmbeddedRedis(port, password)
+    service = Service(server.url)
+    reading, answering = await service.replica("prefill"), await service.replica("decode", slots=8)
+    await service.start()
+    answers = [await service.ask(max_tokens=200) for _ in range(3)]
+    await until(lambda: all(answer.tokens for answer in answers))
+    server.close()
+    answers += [await service.ask() for _ in range(3)]
+    await until(lambda: all(answer.outcome for answer in answers))
+    assert (reading.engine.taken, answering.engine.taken) == (3, 6)
+    server = EmbeddedRedis(port, password)
+    await service.finish(answers)
+    await service.close()
+    server.close()
+
+
+async def test_auto_splits_only_while_others_would_notice(service: Service) -> None:
+    reading, _ = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
+    await service.start(
+        PrefillDecodeConfig(mode="auto", min_prompt_tokens=LONG),
+        SplitConfig(itl_targets_s={"standard": 0.015}),
+    )
+    alone = await service.ask(prompt_tokens=400, max_tokens=3)
+    await service.finish([alone])
+    running = [await service.ask(prompt_tokens=3, max_tokens=200) for _ in range(6)]
+    await until(lambda: sum(load.running for load in service.client.snapshot.replicas.values()) == 6)
+    longer = await service.ask(prompt_tokens=400)
+    await service.finish([*running, longer])
+    assert service.count("split_decisions", why="idle") == 1
+    assert service.count("split_decisions", why="split") == 1
+    assert reading.engine.taken == 1
+
+
+def test_wrong_times_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cache_s"):
+        SplitConfig(cache_s=0.0)
