@@ -1,15 +1,11 @@
 """The two engines, and every values file rendered once."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.k8s.cases import FILES, values_of
 from tests.k8s.engines import Engine, Helm3, Helm4, start_helm4
-
-# KubeRay's own CRDs are not ours to ship: where KUBERAY_CRDS names a folder of them, its tests run as well.
-collect_ignore = [] if "KUBERAY_CRDS" in os.environ else ["test_crds.py"]
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ TABLE = CHART / "README.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
     "EngineSection": {"num_gpus", "num_cpus", "resources", "bind_host"},
+    "PrefillSection": {"resources"},
     "KeysSection": {"file"},
 }
 DROPPED = ("title", "format", "writeOnly")

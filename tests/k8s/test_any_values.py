@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jsonschema
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.config import AppConfig
 from tests.k8s.engines import CHART, Helm4, RefusedError, application, ray_service
+from tests.k8s.kuberay import ray_service_validator
 from tests.k8s.operator_rules import broken_rules
-from tests.k8s.schemas import RAY_SERVICE
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # How Helm begins when the chart itself refuses; a crash begins with `template:`.
@@ -96,7 +95,7 @@ def test_values_render_or_are_refused(helm4: Helm4, values: dict[str, Any]) -> N
         assert known or str(refused).startswith(OWN_CHECKS), refused
         return
     service = ray_service(text)
-    assert [error.message for error in jsonschema.Draft7Validator(RAY_SERVICE).iter_errors(service)] == []
+    assert [error.message for error in ray_service_validator().iter_errors(service)] == []
     assert broken_rules(service) == []
     assert application(text)["args"]["engine"]["resources"] == {"sluice_engine": 1}
 

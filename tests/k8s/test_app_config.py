@@ -10,7 +10,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from tests.k8s.cases import FILES, named, values_of, with_password
-from tests.k8s.engines import Helm4, Manifest, application, ray_service, start_params
+from tests.k8s.engines import Helm4, Manifest, RefusedError, application, ray_service, start_params
 from tests.k8s.schemas import templates_of
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -50,7 +50,7 @@ def test_ray_serve_takes_it_whole(rendered: dict[str, str], file: Path) -> None:
 
 @every_file
 def test_replicas_find_the_pods_meant_for_them(rendered: dict[str, str], file: Path) -> None:
-    """Routers ask for CPUs, of which engine pods have none; engines for sluice_engine, which router pods have not."""
+    """Routers ask for CPUs, of which engine pods have none; engines for a resource that router pods have not."""
     service, config = (
         ray_service(rendered[file.stem]),
         AppConfig.model_validate(application(rendered[file.stem])["args"]),
@@ -63,9 +63,34 @@ def test_replicas_find_the_pods_meant_for_them(rendered: dict[str, str], file: P
         return
     assert groups["head"] == {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     assert int(groups["router"]["num-cpus"]) > 0 and "resources" not in groups["router"]
+    offered = set[str]()
     for name in set(groups) - {"head", "router"}:
         assert groups[name]["num-cpus"] == "0"
-        assert json.loads(groups[name]["resources"][1:-1].replace("\\", ""))["sluice_engine"] >= 1
+        ((resource, engines),) = json.loads(groups[name]["resources"][1:-1].replace("\\", "")).items()
+        assert engines >= 1
+        offered.add(resource)
+    reading = config.engine.prefill.resources if config.engine.prefill else None
+    assert offered == {"sluice_engine", *(reading or {})}
+
+
+def test_prefill_has_pods_of_its_own_or_shares_those_of_the_others(helm4: Helm4) -> None:
+    values = named("prefill-decode")
+    args = application(helm4.render(values))["args"]
+    assert args["engine"]["prefill"]["resources"] == {"sluice_prefill": 1}
+    groups = [{**group, "role": "engine", "replicas": 3} for group in values["engineGroups"]]
+    shared = application(helm4.render({**values, "engineGroups": groups}))["args"]
+    assert "resources" not in shared["engine"]["prefill"]
+
+
+def test_too_little_room_for_prefill_is_refused_in_words(helm4: Helm4) -> None:
+    values = named("prefill-decode")
+    reading, *others = values["engineGroups"]
+    assert reading["role"] == "prefill"
+    with pytest.raises(RefusedError, match=r"app\.engine\.prefill asks for up to 2 replicas"):
+        helm4.render({**values, "engineGroups": [{**reading, "replicas": 1}, *others]})
+    engine = {name: value for name, value in values["app"]["engine"].items() if name != "prefill"}
+    with pytest.raises(RefusedError, match="no model has app.engine.prefill"):
+        helm4.render({**values, "app": {**values["app"], "engine": engine}})
 
 
 def test_large_whole_numbers_stay_whole(helm4: Helm4) -> None:

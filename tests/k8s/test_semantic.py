@@ -24,7 +24,7 @@ import yaml
 
 from deployments.embedded_redis import find_server, free_port
 from deployments.environment import one_machine_env
-from tests.integration.application import REPOSITORY, alive, wait_until
+from tests.integration.application import REPOSITORY, alive, command_of, wait_until
 from tests.k8s.cases import named
 from tests.k8s.engines import Helm4, Manifest, Values, documents, start_params
 from tests.k8s.schemas import templates_of
@@ -32,6 +32,8 @@ from tests.k8s.schemas import templates_of
 PASSWORD = "a-password.of_this~test"
 COMMANDS = Path(sys.executable).parent
 OBJECT_STORE_BYTES = 80 << 20
+# A pod sees its own processes only, and the drain script looks for its raylet among all that it sees.
+_OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def _values() -> Values:
@@ -50,11 +52,11 @@ class MiniKubeRay:
         self.folder, self.processes = folder, dict[str, psutil.Popen]()
         self.redis_port, self.gcs_port = free_port(), free_port()
         self.dashboard_port, self.http_port = free_port(), free_port()
-        self._agent_ports = {name: free_port() for name in templates_of(self.service)}
-        # Not 127.0.0.1: Ray takes that for the machine's outer address.
-        self._addresses = {name: f"127.0.0.{i}" for i, name in enumerate(self._agent_ports, 2)}
+        self._addresses: dict[str, str] = {}
         self._local_env = one_machine_env(folder, free_port(), free_port())
-        self._redis_conf = next(m for m in manifests if m["kind"] == "ConfigMap" and "redis.conf" in m["data"])["data"]
+        files = [m["data"] for m in manifests if m["kind"] == "ConfigMap"]
+        self._redis_conf = next(data for data in files if "redis.conf" in data)
+        self._drain_script = next(data["drain.py"] for data in files if "drain.py" in data)
 
     def start_redis(self) -> None:
         """The rendered configuration; the last of two lines for one setting counts."""
@@ -65,24 +67,37 @@ class MiniKubeRay:
         (data / "redis.conf").write_text(rendered + local)
         self._start("redis", [find_server(), str(data / "redis.conf")], dict(os.environ))
 
-    def start_node(self, group: str) -> None:
-        params = start_params(self.service)[group] | self._local_params(group)
+    def start_node(self, group: str, name: str | None = None) -> None:
+        """A pod of this group; `name` tells several apart."""
+        name = name or group
+        # Not 127.0.0.1: Ray takes that for the machine's outer address.
+        self._addresses.setdefault(name, f"127.0.0.{len(self._addresses) + 2}")
+        params = start_params(self.service)[group] | self._local_params(name)
         arguments = " ".join(f"--{name}={value}" for name, value in params.items())
         arguments += " --head" if group == "head" else ""
         # Through a shell, as KubeRay does: the quotes around `resources` are for it.
         command = ["bash", "-c", f"exec ray start --block --disable-usage-stats {arguments}"]
-        self._start(group, command, self._env(group))
+        self._start(name, [*_OWN_PROCESSES, *command] if group == "engine" else command, self._env(group))
         # One after the other: nodes of one machine that start at once take each other's ports.
         started = "Ray runtime started"
-        wait_until(lambda: started in self._log(group) or self._ended(), 90, f"{group} has started")
+        wait_until(lambda: started in self._log(name) or self._ended(), 90, f"{name} has started")
 
-    def _local_params(self, group: str) -> dict[str, str]:
+    def drain(self, name: str, seconds: int) -> None:
+        """What the rendered preStop hook runs in a pod."""
+        script = self.folder / "drain.py"
+        script.write_text(self._drain_script)
+        inside = self.processes[name].children()[0].pid
+        env = {**os.environ, "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
+        command = ["nsenter", f"--target={inside}", "--pid", "--mount", sys.executable, str(script), str(seconds)]
+        subprocess.run(command, env=env, check=True, timeout=seconds + 30)
+
+    def _local_params(self, name: str) -> dict[str, str]:
         local = {
-            "node-ip-address": self._addresses[group],
+            "node-ip-address": self._addresses[name],
             "object-store-memory": str(OBJECT_STORE_BYTES),
-            "dashboard-agent-listen-port": str(self._agent_ports[group]),
+            "dashboard-agent-listen-port": str(free_port()),
         }
-        if group != "head":
+        if name != "head":
             return local | {"address": f"{self._addresses['head']}:{self.gcs_port}"}
         options = self.service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
         assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["key"] == "password"
@@ -147,7 +162,7 @@ class MiniKubeRay:
 
     def replicas(self, name: str) -> set[int]:
         """Processes of Ray Serve's replicas on a node."""
-        return {p.pid for p in self.family(name) if any("ray::ServeReplica" in part for part in p.cmdline())}
+        return {p.pid for p in self.family(name) if any("ray::ServeReplica" in part for part in command_of(p))}
 
     def kill(self, name: str) -> None:
         """SIGKILL to all of a node at once, as when its machine is lost."""
@@ -205,9 +220,23 @@ def _complete(operator: MiniKubeRay) -> Any:
     return client.chat.completions.create(model="sluice-demo", messages=messages, max_tokens=8).usage
 
 
+def _stream(operator: MiniKubeRay, tokens: int) -> Iterator[Any]:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{operator.http_port}/v1", api_key="none", timeout=60)
+    return iter(
+        client.completions.create(
+            model="sluice-demo",
+            prompt="Three rivers:",
+            max_tokens=tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_rendered_manifest_serves_and_survives_the_loss_of_its_head(operator: MiniKubeRay) -> None:
+def test_the_rendered_manifest_serves_and_survives_a_lost_head_and_a_drained_pod(operator: MiniKubeRay) -> None:
     operator.start_redis()
     operator.start_node("head")
     operator.wait(operator.dashboard, 120, "the dashboard")
@@ -225,3 +254,13 @@ def test_the_rendered_manifest_serves_and_survives_the_loss_of_its_head(operator
     operator.wait(operator.health, 120, "the answer after the loss")
     assert _complete(operator).completion_tokens > 0
     assert len(operator.replicas("engine")) == 1, "still one engine, where engines belong"
+
+    operator.start_node("engine", "engine-2")
+    stream = _stream(operator, tokens=300)
+    next(stream)
+    operator.drain("engine", 60)
+    assert operator.replicas("engine") == set(), "nothing of Serve is left where the pod may stop now"
+    assert len(operator.replicas("engine-2")) == 1
+    *_, last = stream
+    assert last.usage.completion_tokens == 300, "what ran there ran to its end"
+    assert _complete(operator).completion_tokens > 0

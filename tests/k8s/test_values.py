@@ -107,6 +107,10 @@ REFUSED: dict[str, tuple[Values, str]] = {
         "entries or existingSecret",
     ),
     "two hub tokens": ({"huggingface": {"token": "a", "existingSecret": "b"}}, "token or existingSecret"),
+    "more routers than their pods have room for": (
+        {"app": {"router": {"autoscaling": {"max_replicas": 8}}}},
+        "app.router asks for 8 CPUs",
+    ),
     "less time than a drain takes": ({"drainSeconds": 60}, "is above drainSeconds (60)"),
     "an incremental upgrade without the autoscaler": (
         {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},

@@ -5,8 +5,12 @@
 {{- $_ := set $args "name" (include "sluice.fullname" .) -}}
 {{- end -}}
 {{- $place := dict "num_gpus" .Values.gpusPerEngine "num_cpus" 0 "resources" (dict "sluice_engine" 1) -}}
+{{- $apart := include "sluice.prefillPods" . | eq "true" -}}
 {{- range $model := prepend ($args.more_models | default list) $args -}}
 {{- $_ := set $model "engine" (merge (deepCopy $place) ($model.engine | default dict)) -}}
+{{- if and $apart $model.engine.prefill -}}
+{{- $_ := set $model.engine "prefill" (merge (dict "resources" (dict "sluice_prefill" 1)) $model.engine.prefill) -}}
+{{- end -}}
 {{- end -}}
 {{- if include "sluice.apiKeysSecret" . -}}
 {{- $_ := set $args "keys" (merge (dict "file" "/etc/sluice/keys/keys.yaml") ($args.keys | default dict)) -}}
@@ -22,4 +26,13 @@
 {{- $_ := set $application "args" (include "sluice.appArgs" . | fromJson) -}}
 {{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
 {{- dict "proxy_location" "EveryNode" "http_options" $http "applications" (list $application) | toPrettyJson -}}
+{{- end -}}
+
+{{/* Whether some pods are for replicas that only prefill. */}}
+{{- define "sluice.prefillPods" -}}
+{{- $found := false -}}
+{{- range $group := .Values.engineGroups -}}
+{{- $found = or $found (eq ($group.role | default "") "prefill") -}}
+{{- end -}}
+{{- $found -}}
 {{- end -}}

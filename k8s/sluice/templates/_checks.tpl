@@ -72,19 +72,44 @@
 {{- $own = add $own ($class.own_replicas | default 0 | int) -}}
 {{- end -}}
 {{- $needed := 0 -}}
+{{- $reading := 0 -}}
 {{- range $model := prepend (.Values.app.more_models | default list) .Values.app -}}
-{{- $shared := dig "engine" "autoscaling" "max_replicas" (dig "engine" "replicas" 1 $model) $model | int -}}
+{{- $engine := $model.engine | default dict -}}
+{{- $shared := dig "autoscaling" "max_replicas" ($engine.replicas | default 1) $engine | int -}}
 {{- $needed = add $needed $shared $own -}}
+{{- with $engine.prefill -}}
+{{- $reading = add $reading (dig "autoscaling" "max_replicas" (.replicas | default 1) . | int) -}}
+{{- end -}}
+{{- end -}}
+{{- $apart := include "sluice.prefillPods" . | eq "true" -}}
+{{- if and $apart (not $reading) -}}
+{{- fail "engineGroups: a group has the role prefill, and no model has app.engine.prefill: nothing would run there" -}}
+{{- end -}}
+{{- if not $apart -}}
+{{- $needed = add $needed $reading -}}
 {{- end -}}
 {{- $room := ternary (int .Values.head.enginesPerPod) 0 (eq .Values.redis.mode "none") -}}
+{{- $readingRoom := 0 -}}
 {{- range $group := .Values.engineGroups -}}
 {{- $pods := and $.Values.autoscaler.enabled (hasKey $group "maxReplicas") | ternary $group.maxReplicas $group.replicas | int -}}
-{{- $room = add $room (mul $pods ($group.enginesPerPod | default 1 | int)) -}}
+{{- $more := mul $pods ($group.enginesPerPod | default 1 | int) -}}
+{{- if eq ($group.role | default "") "prefill" -}}
+{{- $readingRoom = add $readingRoom $more -}}
+{{- else -}}
+{{- $room = add $room $more -}}
+{{- end -}}
+{{- end -}}
+{{- if and $apart (gt $reading $readingRoom) -}}
+{{- fail (printf "app.engine.prefill asks for up to %d replicas, and the groups of role prefill have room for %d (pods x enginesPerPod)" $reading $readingRoom) -}}
 {{- end -}}
 {{- if gt $needed $room -}}
 {{- fail (printf "app asks for up to %d engine replicas, and there is room for %d (pods x enginesPerPod): raise engineGroups[].replicas, maxReplicas with the autoscaler, or head.enginesPerPod with redis.mode none" $needed $room) -}}
 {{- end -}}
-{{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) (dig "router" "replicas" 1 .Values.app) -}}
+{{- $routers := dig "router" "replicas" 1 .Values.app -}}
+{{- with dig "router" "autoscaling" nil .Values.app -}}
+{{- $routers = .max_replicas -}}
+{{- end -}}
+{{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) $routers -}}
 {{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
 {{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
 {{- if gt (float64 $cpus) (mulf $pods .Values.routerGroup.rayCpus) -}}

@@ -11,7 +11,7 @@
 {{/* What selects pods: never a version, for pods keep it. */}}
 {{- define "sluice.selectorLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* For objects, not for pods. */}}
@@ -27,8 +27,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* With .root and .name: a name of ours with a suffix. */}}
 {{- define "sluice.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "sluice.labels" .root | nindent 2 }}
 {{- end -}}

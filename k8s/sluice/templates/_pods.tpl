@@ -12,7 +12,7 @@
 - {name: HF_HOME, value: {{ .Values.modelCache.mountPath | quote }}}
 {{- with include "sluice.hubSecret" . }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ ternary $.Values.huggingface.key "token" (ne $.Values.huggingface.existingSecret "") }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ ternary $.Values.huggingface.key "token" (ne $.Values.huggingface.existingSecret "") | quote }}}}
 {{- end }}
 {{- if ne .Values.redis.mode "none" }}
 {{- include "sluice.redisEnv" . }}
@@ -23,7 +23,7 @@
 {{- $user := "" -}}
 {{- with include "sluice.redisSecret" . }}
 - name: SLUICE_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ include "sluice.redisSecretKey" $ }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ include "sluice.redisSecretKey" $ | quote }}}}
 {{- $user = printf "%s:$(SLUICE_REDIS_PASSWORD)@" $.Values.redis.auth.username }}
 {{- end }}
 - name: SLUICE_REDIS_URL
@@ -48,14 +48,14 @@
 {{- with include "sluice.apiKeysSecret" .root }}
 - name: api-keys
   secret:
-    secretName: {{ . }}
-    items: [{key: {{ ternary $.root.Values.auth.apiKeys.key "keys.yaml" (ne $.root.Values.auth.apiKeys.existingSecret "") }}, path: keys.yaml}]
+    secretName: {{ . | quote }}
+    items: [{key: {{ ternary $.root.Values.auth.apiKeys.key "keys.yaml" (ne $.root.Values.auth.apiKeys.existingSecret "") | quote }}, path: keys.yaml}]
 {{- end }}
 {{- end }}
 {{- if and (ne .root.Values.redis.mode "none") .root.Values.redis.tls.enabled .root.Values.redis.tls.existingSecret }}
 - name: redis-ca
   secret:
-    secretName: {{ .root.Values.redis.tls.existingSecret }}
+    secretName: {{ .root.Values.redis.tls.existingSecret | quote }}
     items: [{key: ca.crt, path: ca.crt}]
 {{- end }}
 {{- with concat .root.Values.extraVolumes (.pod.extraVolumes | default list) }}
@@ -66,7 +66,7 @@
 {{- define "sluice.mounts" -}}
 - {name: dshm, mountPath: /dev/shm}
 - {name: scripts, mountPath: /etc/sluice/scripts, readOnly: true}
-- {name: models, mountPath: {{ .root.Values.modelCache.mountPath }}}
+- {name: models, mountPath: {{ .root.Values.modelCache.mountPath | quote }}}
 {{- if and .runsRouters (include "sluice.apiKeysSecret" .root) }}
 - {name: api-keys, mountPath: /etc/sluice/keys, readOnly: true}
 {{- end }}
@@ -100,7 +100,7 @@ Nothing in it may follow from the chart's version: KubeRay would start a second 
 metadata:
   labels:
     {{- include "sluice.selectorLabels" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ .component }}
+    app.kubernetes.io/component: {{ .component | quote }}
     {{- with $pod.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -110,7 +110,7 @@ metadata:
   {{- end }}
 spec:
   {{- with $root.Values.serviceAccountName }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   automountServiceAccountToken: {{ and (eq .component "head") $root.Values.autoscaler.enabled }}
   {{- with $root.Values.imagePullSecrets }}
