@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from predictor.asking import Asking, AskingConfig
@@ -25,7 +26,8 @@ from predictor.samples import read_samples
 PROMPTS = Path(__file__).parents[2] / "tests" / "predictor" / "data" / "prompts.jsonl.gz"
 CALLERS, SCORES, REPEATS = (1, 16, 64), 256, 3
 PAUSE_S, QUESTIONS = 0.25, 12
-PATIENT = BatchingConfig(max_age_s=60.0)
+WARM_UPS, BATCHES = 3, 30
+PATIENT = BatchingConfig(max_batch_tokens=512, max_age_s=60.0)
 
 
 def runtimes() -> dict[str, Ranker]:
@@ -88,6 +90,34 @@ def test_latency_by_runtime_and_callers() -> None:
     for (name, callers), repeats in found.items():
         p50, p99 = zip(*repeats[1:], strict=True)  # the first round warms up and compiles
         print(f"{name:<20}{callers:>8}{spread(p50):>22}{spread(p99):>24}")
+
+
+def batch_of(ranker: Ranker, tokens: int, prompts: Iterator[str]) -> list[list[int]]:
+    """At least so many tokens, one prompt at least."""
+    batch = ranker.tokenizer.encode([next(prompts)])
+    while sum(map(len, batch)) < tokens:
+        batch += ranker.tokenizer.encode([next(prompts)])
+    return batch
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 512])
+def test_cost_of_a_prompt_by_runtime(tokens: int) -> None:
+    """CPU time on one core; the runtimes take turns at each batch."""
+    torch.set_num_threads(1)
+    rankers, prompts = runtimes(), fresh_prompts()
+    found: dict[str, list[float]] = {name: [] for name in rankers}
+    for turn in range(WARM_UPS + BATCHES):
+        batch = batch_of(rankers["bfloat16"], tokens, prompts)
+        for name, ranker in rankers.items():
+            started_s = time.process_time()
+            ranker.outputs(batch)
+            if turn >= WARM_UPS:
+                found[name].append((time.process_time() - started_s) / len(batch))
+    for name, costs in found.items():
+        ratios = np.array(costs) / found["bfloat16"]
+        quartiles = np.quantile(ratios, (0.25, 0.5, 0.75))
+        cost_ms = 1e3 * statistics.median(costs)
+        print(f"{tokens} tokens, {name:<20} {cost_ms:5.1f} ms a prompt, times bfloat16: {quartiles}")
 
 
 def test_answers_within_the_deadline() -> None:

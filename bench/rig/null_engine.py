@@ -67,6 +67,9 @@ class NullCodec:
     def drop_first(self, output: Output, tokens: int) -> None:
         output.new_token_ids = output.new_token_ids[tokens:]
 
+    def resumable(self, request: NullRequest) -> bool:
+        return False
+
     def recover(self, request: NullRequest, sent: Sequence[int]) -> Recovery[NullRequest]:
         return Recovery(request, tuple(sent))
 
@@ -117,5 +120,5 @@ class NullEngine:
                 del self._due[request_id]
         return outputs
 
-    async def status(self) -> dict[str, int]:
+    async def call(self, method: str, argument: bytes) -> dict[str, int]:
         return {"running": len(self._due)}

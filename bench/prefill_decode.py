@@ -1,0 +1,236 @@
+"""Inter-token gaps under bursts of long prompts: prefill on a replica of its own against the same two replicas unsplit.
+
+    python -m bench.prefill_decode                 three repeats, some ten minutes on two cores
+    python -m bench.prefill_decode --connector file --repeats 5 --json gaps.json
+
+Both systems are `sluice serve` with two engines of the demo model; the order alternates from repeat to repeat. Streams
+of short questions run throughout; every few seconds a burst of long prompts comes. What counts are the gaps between the
+chunks of the short ones' streams. On a machine with as many cores as engines or fewer the two engines take each other's
+time, whatever is split: read the ratio, not the seconds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm
+
+VLLM_ARGS = ["--max-model-len", "2048", "--max-num-seqs", "32", "--max-num-batched-tokens", "1024"]
+COUNTED = (
+    "hand_overs_total",
+    "hand_over_fallbacks_total",
+    "engine_kv_transfer_bytes_total",
+    "engine_kv_transfer_seconds_total",
+    "prefill_tokens_total",
+    "prefill_padding_tokens_total",
+)
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 120.0
+WARM_UP_S = 5.0
+
+
+@dataclass
+class Measured:
+    """Of one system in one repeat: seconds.
+
+    Attributes:
+        gaps_s: between successive chunks of the short questions' answers.
+        ttft_s: of the long prompts, their first tokens.
+    """
+
+    gaps_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "gap_p50_ms": 1e3 * quantile(self.gaps_s, 0.5),
+            "gap_p99_ms": 1e3 * quantile(self.gaps_s, 0.99),
+            "gap_max_ms": 1e3 * max(self.gaps_s),
+            "long_ttft_p50_ms": 1e3 * quantile(self.ttft_s, 0.5),
+            "gaps": len(self.gaps_s),
+            **self.metrics,
+        }
+
+
+def quantile(values: list[float], fraction: float) -> float:
+    """The smallest value that such a fraction does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+
+def settings(split: bool, connector: str) -> dict[str, Any]:
+    """The same two engines: both for everything, or one for prompts."""
+    prefill = {"connector": connector, "split": "always", "min_prompt_tokens": 256, "max_wait_s": 30}
+    engine: dict[str, Any] = {"replicas": 1, "prefill": prefill} if split else {"replicas": 2}
+    return {"vllm_args": VLLM_ARGS, "engine": engine}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A `sluice serve` in a session of its own."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="sluice-bench-"))
+        path = self._folder / "sluice.json"  # JSON is YAML
+        path.write_text(json.dumps(config))
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._log = (self._folder / "log").open("wb")
+        command = [str(Path(sys.executable).with_name("sluice")), "serve", "--port", str(port), "--config", str(path)]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, cwd=self._folder
+        )
+
+    def wait_until_ready(self) -> None:
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while b"Sluice is ready" not in (self._folder / "log").read_bytes():
+            if self._process.poll() is not None or time.monotonic() > give_up_s:
+                raise RuntimeError((self._folder / "log").read_text()[-3000:])
+            time.sleep(0.5)
+
+    def metrics(self, *names: str) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return {
+            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sluice_{name}{{"))
+            for name in names
+        }
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGINT)
+            self._process.wait(STOP_TIMEOUT_S)
+        self._log.close()
+        shutil.rmtree(self._folder)
+
+
+async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], max_tokens: int) -> list[float]:
+    """When the chunks of one answer came, after the request."""
+    body = {
+        "model": "sluice-demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    began_s, came_s = time.perf_counter(), list[float]()
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                came_s.append(time.perf_counter() - began_s)
+    return came_s
+
+
+class Load:
+    """Short questions without a pause, and bursts of long prompts."""
+
+    def __init__(self, options: argparse.Namespace, url: str, seed: int) -> None:
+        self._options, self._url, self._random = options, url, random.Random(seed)
+        self.measured = Measured()
+        self._counts = False
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self._random.randrange(10, 4000) for _ in range(tokens)]
+
+    async def run(self) -> Measured:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
+            streams = [asyncio.create_task(self._ask_on(session)) for _ in range(self._options.streams)]
+            await asyncio.sleep(WARM_UP_S)
+            await asyncio.gather(*(self._long(session) for _ in range(2)))  # connects the replicas
+            self.measured, self._counts = Measured(), True
+            until_s = time.perf_counter() + self._options.seconds
+            bursts = []
+            while time.perf_counter() < until_s:
+                bursts.append(asyncio.gather(*(self._long(session) for _ in range(self._options.burst))))
+                await asyncio.sleep(self._options.every)
+            self._counts = False
+            await asyncio.gather(*bursts)
+            for task in streams:
+                task.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        return self.measured
+
+    async def _ask_on(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            came_s = await stream(session, self._url, self._prompt(16), 200)
+            if self._counts:
+                self.measured.gaps_s += [later - earlier for earlier, later in zip(came_s, came_s[1:], strict=False)]
+
+    async def _long(self, session: aiohttp.ClientSession) -> None:
+        came_s = await stream(session, self._url, self._prompt(self._options.long_tokens), 8)
+        self.measured.ttft_s.append(came_s[0])
+
+
+def measure(options: argparse.Namespace, split: bool, seed: int) -> Measured:
+    server = Server(settings(split, options.connector))
+    try:
+        server.wait_until_ready()
+        measured = asyncio.run(Load(options, server.url, seed).run())
+        measured.metrics = server.metrics(*COUNTED) if split else {}
+        return measured
+    finally:
+        server.close()
+
+
+def report(repeats: list[dict[str, dict[str, float]]]) -> str:
+    lines = [f"{'':<18}{'unsplit':>12}{'split':>12}{'split / unsplit, median [least, most]':>42}"]
+    for name in ("gap_p50_ms", "gap_p99_ms", "gap_max_ms", "long_ttft_p50_ms"):
+        one, two = ([each[system][name] for each in repeats] for system in ("unsplit", "split"))
+        ratios = [b / a for a, b in zip(one, two, strict=True)]
+        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        lines.append(f"{name:<18}{statistics.median(one):>12.1f}{statistics.median(two):>12.1f}{spread:>42}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="of both systems (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="measured in each (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=4, help="short questions at once (default: %(default)s)")
+    parser.add_argument("--burst", type=int, default=4, help="long prompts at once (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
+    parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
+    parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    options = parser.parse_args()
+    repeats: list[dict[str, dict[str, float]]] = []
+    with tqdm(total=2 * options.repeats, unit="run", disable=None) as bar:
+        for number in range(options.repeats):
+            found = {}
+            for split in (False, True) if number % 2 == 0 else (True, False):
+                measured = measure(options, split, seed=number).numbers()
+                found["split" if split else "unsplit"] = measured
+                bar.write(json.dumps({"repeat": number, "split": split, **measured}))
+                bar.update()
+            repeats.append(found)
+    print(report(repeats))
+    if options.json is not None:
+        options.json.write_text(json.dumps(repeats, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
