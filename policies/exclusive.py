@@ -15,6 +15,8 @@ Departures, with ERRATA numbers:
 * Mode switches are relative to the cost of a token (3.11). The closed form over-predicts exclusive batching (3.13), so
   each mode's prediction is scaled by what that mode was measured to cost, and nothing is decided before every kind of
   step has been measured or given as a prior.
+* Taking turns long enough leads back to mixed batching for one look: mixed steps that were measured while the engine
+  warmed up, or under another load, would otherwise bind it for good.
 * A prefill phase that could schedule nothing is not tried again before blocks were freed or the queue changed.
 """
 
@@ -76,6 +78,9 @@ _PATIENCE = 1.5
 # Share of a measured cost that enters the running ratio, and drift of an unused mode's ratio back to 1.
 _RATIO_SMOOTHING = 0.3
 _RATIO_DRIFT = 0.05
+# While exclusive steps are preferred, mixed ones are tried after 8 and 16 replans and then after every 32: at most a
+# 32nd of what mixing loses there.
+_FIRST_REVISIT, _REVISIT = 8, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +275,8 @@ class _ModeChoice:
     def __init__(self, config: ExclusiveMixedConfig) -> None:
         self._config = config
         self.exclusive = config.mode == "exclusive"
+        self._preferred = self.exclusive
+        self._looks_exclusive = 0
         self._costs = {False: _TokenCost(), True: _TokenCost()}
         self._decided = False
 
@@ -293,7 +300,9 @@ class _ModeChoice:
         gain_s = self._costs[False].ratio * mixed_s - self._costs[True].ratio * exclusive_s
         gain = gain_s / exclusive_token_s(workload.times, workload.means) - self._config.priority_margin_fraction
         hysteresis = self._config.hysteresis_fraction
-        self._move(gain > (-hysteresis if self.exclusive else hysteresis))
+        self._preferred = gain > (-hysteresis if self._preferred else hysteresis)
+        self._looks_exclusive = self._looks_exclusive + 1 if self._preferred else 0
+        self._move(self._preferred and not _revisits(self._looks_exclusive))
 
     def _learn(self, predicted_s: float) -> None:
         if self._decided:
@@ -307,6 +316,10 @@ class _ModeChoice:
         if exclusive != self.exclusive:
             self.exclusive = exclusive
             self._costs[exclusive].restart()
+
+
+def _revisits(looks: int) -> bool:
+    return looks >= _FIRST_REVISIT and (looks % _REVISIT == 0 or looks.bit_count() == 1)
 
 
 class _Stall:

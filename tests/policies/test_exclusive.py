@@ -270,6 +270,11 @@ class _Recorder:
 
 CONTENDED = make_times(prefill_overhead_s=0.01, interference_s=3e-4)
 FREE = make_times(prefill_overhead_s=0.03)
+SLOW = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.1, prefill_s=1e-4),
+    decode=StepCoefficients(overhead_s=0.05, decode_s=1e-4),
+    mixed=StepCoefficients(overhead_s=0.05, prefill_s=1e-4, decode_s=1e-4),
+)
 
 
 @pytest.mark.slow
@@ -278,7 +283,8 @@ class TestAuto:
     def test_it_takes_turns_where_mixing_is_dear(self, prior: bool) -> None:
         recorder = _Recorder(auto(CONTENDED if prior else None))
         saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
-        assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) > 0.95
+        # The rest are looks at mixed steps, more often at first.
+        assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) > 0.85
 
     @pytest.mark.parametrize("prior", [True, False])
     def test_it_mixes_where_mixing_is_free(self, prior: bool) -> None:
@@ -311,6 +317,16 @@ class TestAuto:
         recorder = _Recorder(auto(make_times(prefill_overhead_s=0.03, interference_s=3e-4)))
         saturated(ToyEngine(recorder, FREE, slots=32), count=1200)
         assert np.mean(recorder.modes[-1500:-300]) < 0.5
+
+    def test_a_slow_start_does_not_bind_it(self) -> None:
+        class WarmingUp(ToyEngine):
+            def step(self) -> StepResult:
+                self.times = SLOW if len(self.results) < 80 else FREE
+                return super().step()
+
+        recorder = _Recorder(auto())
+        saturated(WarmingUp(recorder, FREE, slots=32), count=900)
+        assert np.mean(recorder.modes[-1500:-300]) < 0.2
 
     def test_the_priority_margin_moves_the_choice(self) -> None:
         def share(margin: float) -> float:
