@@ -36,10 +36,10 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any
 
 
 class Sluice:
-    """A `sluice serve` in a session of its own, with its output in a file."""
+    """A `sluice serve` in a session of its own, with its output in a file; asked with ``key`` where it wants one."""
 
-    def __init__(self, folder: Path, port: int, *options: str) -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
+    def __init__(self, folder: Path, port: int, *options: str, key: str = "none") -> None:
+        self.port, self.url, self.key = port, f"http://127.0.0.1:{port}", key
         self.log = folder / f"sluice-{port}-{time.monotonic_ns()}.log"
         with self.log.open("wb") as output:
             self.process = psutil.Popen(
@@ -86,21 +86,26 @@ class Sluice:
         os.killpg(self.process.pid, signal.SIGINT)
         return int(self.process.wait(STOP_TIMEOUT_S))
 
-    def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/sluice/status", timeout=30) as response:
-            status: dict[str, Any] = json.load(response)
-        return status
+    def status(self, model: str | None = None) -> dict[str, Any]:
+        """Of this model, or of the first with all others under ``more_models``."""
+        first: dict[str, Any] = json.loads(self._get("/sluice/status"))
+        models = {each["model"]: each for each in (first, *first.get("more_models", ()))}
+        return models[model] if model else first
 
     def metrics(self) -> list[str]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            lines: list[str] = response.read().decode().splitlines()
-        return lines
+        return self._get("/metrics").decode().splitlines()
+
+    def _get(self, path: str) -> bytes:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.key}"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body: bytes = response.read()
+        return body
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=180, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=180, max_retries=0)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=180, max_retries=0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=180, max_retries=0)
 
 
 def command_of(process: psutil.Process) -> list[str]:

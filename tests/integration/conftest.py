@@ -1,10 +1,9 @@
-"""One application for all integration tests: two routers, two engine replicas, the demo model."""
+"""Prompts, and what plain vLLM answers to them."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,9 @@ import pytest
 
 from deployments.config import DEMO_MODEL
 from deployments.environment import cpu_env
-from tests.integration.application import REPOSITORY, Sluice, free_port
+from tests.integration.application import REPOSITORY
 
-# Few slots, so that a test can fill them without being kept busy by its own streams.
 MAX_TOKENS = 200
-OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
-
-
-@pytest.fixture(scope="session")
-def sluice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
-    try:
-        yield application.wait_until_ready()
-    finally:
-        if application.process.poll() is None:
-            application.interrupt()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,42 @@
+"""`sluice serve` as a command: it keeps to itself, and it says what stands in its way."""
+
+import ipaddress
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from tests.integration.application import SLUICE, Sluice, free_port
+
+
+def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> None:
+    second = subprocess.run(
+        [SLUICE, "serve", "--port", str(sluice.port)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert second.returncode == 1
+    assert f"127.0.0.1:{sluice.port}" in second.stderr
+    assert "--port" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback
+
+
+def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:
+    ours = {process.pid for process in sluice.processes()}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    assert listening
+    elsewhere = [c for c in listening if not is_loopback(c.laddr[0])]
+    open_to_all = [(c.laddr[0], psutil.Process(c.pid).cmdline()[:1]) for c in elsewhere]
+    assert open_to_all == []
+
+
+def test_wrong_vllm_arguments_are_named(tmp_path: Path) -> None:
+    wrong = subprocess.run(
+        [SLUICE, "serve", "--port", str(free_port()), "--", "--no-such-argument"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert wrong.returncode == 1
+    assert "--no-such-argument" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

@@ -1,0 +1,48 @@
+"""Engine replicas follow the load, and nothing is lost when one leaves."""
+
+import asyncio
+from pathlib import Path
+
+import yaml
+
+from tests.integration.application import Sluice, free_port, wait_until
+from tests.integration.several_models.models import SCALED
+
+PATIENCE_S = 180
+
+
+def replicas(sluice: Sluice) -> int:
+    return len(sluice.status(SCALED)["replicas"])
+
+
+async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> None:
+    assert replicas(models) == 1
+    client = models.async_client()
+
+    async def ask_until(done: asyncio.Event, number: int) -> int:
+        """Answers received, one after the other."""
+        answers = 0
+        while not done.is_set():
+            answer = await client.completions.create(
+                model=SCALED, prompt=f"Story {number}:", max_tokens=200, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage is not None and answer.usage.completion_tokens == 200
+            answers += 1
+        return answers
+
+    done = asyncio.Event()
+    asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
+    await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, PATIENCE_S, "a second replica")
+    done.set()
+    answers = await asyncio.gather(*asking)
+    assert all(answers)
+    await asyncio.to_thread(wait_until, lambda: replicas(models) == 1, PATIENCE_S, "the second replica has left")
+    assert not models.status(SCALED)["waiting"]
+
+
+def test_what_it_needs_is_in_the_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "wrong.yaml"
+    config.write_text(yaml.safe_dump({"engine": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}))
+    wrong = Sluice(tmp_path, free_port(), "--config", str(config))
+    assert wrong.process.wait(60) != 0
+    assert "max_replicas (2) is below min_replicas (3)" in wrong.output()

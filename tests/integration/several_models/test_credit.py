@@ -1,0 +1,50 @@
+"""A replica offers what its scheduler would really admit, so requests wait in their bins and not inside the engine."""
+
+import asyncio
+import statistics
+
+import openai
+
+from tests.integration.application import Sluice, wait_until
+from tests.integration.several_models.models import TIGHT, TIGHT_SLOTS
+
+STREAMS, TOKENS = 48, 96
+
+
+async def _answer(client: openai.AsyncOpenAI, number: int) -> int:
+    answer = await client.completions.create(
+        model=TIGHT, prompt=f"{number} rivers:", max_tokens=TOKENS, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
+async def _answers_and_looks(application: Sluice) -> tuple[list[int], list[dict[str, int]]]:
+    """Tokens of every answer, and what the replica said of itself meanwhile."""
+    looks = []
+    async with application.async_client() as client:
+        answers = asyncio.gather(*(_answer(client, number) for number in range(STREAMS)))
+        while not answers.done():
+            looks.append(await asyncio.to_thread(_look, application))
+            await asyncio.sleep(0.1)
+        return await answers, looks
+
+
+def _look(application: Sluice) -> dict[str, int]:
+    status = application.status(TIGHT)
+    (replica,) = status["replicas"].values()
+    engine = {name: replica["engine"][name] for name in ("running", "waiting", "preemptions")}
+    return {"slots": replica["slots"], "held": replica["running"], "in_bins": sum(status["waiting"].values()), **engine}
+
+
+def test_with_a_small_cache_requests_wait_in_their_bins(models: Sluice) -> None:
+    assert asyncio.run(_answers_and_looks(models))[0] == [TOKENS] * STREAMS  # what lengths are, is learned from these
+    wait_until(lambda: _look(models)["held"] == 0, 30, "the first round is over")
+    answers, looks = asyncio.run(_answers_and_looks(models))
+    assert answers == [TOKENS] * STREAMS
+    busy = [look for look in looks if look["in_bins"]]
+    assert len(busy) > 5, f"nobody had to wait, so this shows nothing: {looks}"
+    assert statistics.median(look["slots"] for look in busy) < TIGHT_SLOTS // 2, f"memory limits the offer: {busy}"
+    assert statistics.median(look["waiting"] for look in busy) < TIGHT_SLOTS // 4, f"few wait in the engine: {busy}"
+    preempted = looks[-1]["preemptions"] - looks[0]["preemptions"]
+    assert preempted < STREAMS // 4, f"who knows the lengths admits what fits: {busy}"
