@@ -171,6 +171,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """In force in this router, in predicted output tokens."""
         return self._classifier.bin_edges
 
+    @property
+    def bucket_edges(self) -> tuple[float, ...]:
+        """In force in this router, in prompt tokens; none where prompts are not told apart."""
+        return self._classifier.bucket_edges
+
     def is_full(self, slo_class: str) -> bool:
         """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may."""
         has_credit = any(load.credit for load in self.snapshot.replicas.values())

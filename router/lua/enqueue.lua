@@ -33,7 +33,7 @@ local function predicted_wait_s()
   table.sort(lanes)
   local ahead = 0
   for _, lane in ipairs(lanes) do
-    local class = string.match(lane, '^(.*):%d+$')
+    local class = parts_of(lane)
     local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[KEY])
     ahead = ahead + earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
   end
