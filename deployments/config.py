@@ -91,7 +91,8 @@ class RouterSection(Section):
     """In place of a fixed number of replicas."""
     num_cpus: float = Field(default=1, ge=0)
     max_ongoing_requests: int = Field(default=10_000, ge=1)
-    """HTTP requests that one router replica handles at once; more get 503."""
+    """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
+    Retry-After."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Longer request bodies get 413."""
     max_wait_s: Seconds = 600.0
