@@ -278,6 +278,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def add_lora(self, lora_id: int, packed: bytes) -> None:
         """Load an adapter into every replica; one that comes later loads it before it gets a request from here.
 
+        A later one that refuses it gets none: its requests go to the others.
+
         Raises:
             EngineCallError: a replica refused it; then none keeps it.
             StateStoreError: the shared state cannot be reached.

@@ -377,10 +377,13 @@ local function recall()
   end
 end
 
--- Hand out what can be handed out. Tickets of `router` are returned, those of other routers are published to them.
-local function dispatch(router)
+-- Hand out what can be handed out, so that no replica has credit for what waits when a script ends. Tickets of `router`
+-- are returned, those of other routers are published to them. `no_slot_came_free`: single requests need no second look.
+local function dispatch(router, no_slot_came_free)
   local started, mine, others = {}, {}, {}
-  start_singles(started)
+  if not no_slot_came_free then
+    start_singles(started)
+  end
   start_gangs(started)
   for _, each in ipairs(started) do
     local id, replica, owner = each[1], each[2], each[3]
