@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import ray
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import BackpressureConfig
 
 from deployments.autoscaling import engines_config, routers_config
 from deployments.config import AppConfig, AutoscalingSection, Role
@@ -28,6 +29,9 @@ DRAIN_MARGIN_S = 5.0
 # An adapter loaded at run time would be known to one router alone: those that are served stand in the configuration.
 ROUTER_ENV = {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
 HEALTH_CHECK_PERIOD_S = 2.0
+# Beyond max_ongoing_requests. A burst passes through here even while there is room, so it is no small number.
+ROUTER_QUEUE = 1000
+ROUTER_RETRY_AFTER_S = 5.0
 
 
 def build(config: AppConfig) -> Application:
@@ -111,6 +115,8 @@ def _router_deployment(config: AppConfig) -> Deployment:
             "runtime_env": {"env_vars": ROUTER_ENV},
         },
         max_ongoing_requests=config.router.max_ongoing_requests,
+        max_queued_requests=ROUTER_QUEUE,
+        backpressure_config=BackpressureConfig(status_code=503, retry_after_s=ROUTER_RETRY_AFTER_S),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.engine.drain_timeout_s + DRAIN_MARGIN_S,
     )

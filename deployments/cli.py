@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     )
     serving.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
     serving.add_argument("--served-model-name", help="the name that clients use (default: --model)")
-    serving.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    serving.add_argument(
+        "--host", default="127.0.0.1", help="address to serve on, of IPv4 or IPv6 (default: %(default)s)"
+    )
     serving.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
     serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
@@ -168,7 +170,7 @@ def check_vllm_args(config: AppConfig) -> None:
 
 def example(address: str, model: str) -> str:
     """A curl line that works when pasted."""
-    address = address.replace("//0.0.0.0:", "//127.0.0.1:")
+    address = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
     return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 

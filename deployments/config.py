@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, calibrated
+from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang import GangConfig
 from policies.multi_bin import EdgeRule, MultiBinConfig
 from policies.order import VirtualDeadlineConfig
@@ -90,7 +91,8 @@ class RouterSection(Section):
     """In place of a fixed number of replicas."""
     num_cpus: float = Field(default=1, ge=0)
     max_ongoing_requests: int = Field(default=10_000, ge=1)
-    """HTTP requests that one router replica handles at once; more get 503."""
+    """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
+    Retry-After."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Longer request bodies get 413."""
     max_wait_s: Seconds = 600.0
@@ -256,6 +258,9 @@ class BinsSection(Section):
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
     window_requests: int = Field(default=4096, ge=8)
+    prompt_buckets: int = Field(default=1, ge=1, le=8)
+    """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
+    does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:
@@ -263,13 +268,19 @@ class BinsSection(Section):
         """
         return MultiBinConfig(
             bins=self.count,
-            seconds_per_token=self.seconds_per_token,
+            seconds_per_token=self.seconds_per_token if gang else None,
             batch_size=gang.batch_size if gang else GangSection().batch_size,
             rule=self.rule or ("optimal" if gang else "equal_mass"),
             initial_edges=self.edges,
             refit_every=self.refit_every,
             window_requests=self.window_requests,
         )
+
+    def buckets(self) -> PromptBuckets | None:
+        """None where prompts are not told apart."""
+        if self.prompt_buckets == 1:
+            return None
+        return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
 
     @model_validator(mode="after")
     def _is_valid(self) -> "BinsSection":
@@ -400,6 +411,14 @@ def _default_classes() -> dict[str, ClassSection]:
 _LORA_ARGS = {"--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 
 
+# Whoever sets these counts on another placement or precision of the model than the Transformers engine has.
+_NOT_FOR_TRANSFORMERS = {
+    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
+    "--enable-expert-parallel", "--quantization", "-q", "--speculative-config", "--scheduler-cls",
+    "--additional-config", "--kv-transfer-config",
+}  # fmt: skip
+
+
 class ModelSection(Section):
     """A model and the engines that run it."""
 
@@ -441,14 +460,28 @@ class ModelSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _asks_its_kind_of_engine(self) -> Self:
+        engine = self.engine
+        if engine.kind == "vllm" and engine.gang != GangSection():
+            raise ValueError("engine.gang: an engine of kind vllm takes single requests, set engine.kind: transformers")
+        if engine.kind == "vllm":
+            return self
+        if engine.prefill:
+            raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
+        if engine.lora:
+            raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
+        if engine.credit_lookahead:
+            raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
+        if engine.scheduler != SchedulerSettings():
+            raise ValueError("engine.scheduler: an engine of kind transformers has no scheduler, see engine.gang")
+        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        if clash := given & _NOT_FOR_TRANSFORMERS:
+            raise ValueError(f"{sorted(clash)} in vllm_args: an engine of kind transformers runs on one device, as is")
+        return self
+
+    @model_validator(mode="after")
     def _has_one_scheduler(self) -> Self:
         given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
-        if self.engine.kind == "transformers" and self.engine.prefill:
-            raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
-        if self.engine.kind == "transformers" and self.engine.lora:
-            raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
-        if self.engine.kind == "transformers" and self.engine.credit_lookahead:
-            raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
         if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
             raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
         return self
@@ -518,6 +551,19 @@ class AppConfig(ModelSection):
             raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
         if any(section.engine.autoscaling for section in (self, *self.more_models)):
             raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
+        return self
+
+    @model_validator(mode="after")
+    def _sets_what_its_engines_heed(self) -> "AppConfig":
+        kinds = {section.engine.kind for section in (self, *self.more_models)}
+        if "transformers" not in kinds:
+            for name in ("seconds_per_token", "prompt_buckets"):
+                if getattr(self.bins, name) != BinsSection.model_fields[name].default:
+                    raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
+        if "vllm" not in kinds:
+            held = sorted(name for name, section in self.classes.items() if section.itl_s is not None)
+            if held:
+                raise ValueError(f"itl_s (of {held}) is held by engines of kind vllm, and there are none")
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import importlib.util
 import ipaddress
 import os
 import random
+import resource
 import shlex
 import socket
 from pathlib import Path
@@ -15,13 +16,23 @@ INGRESS_PORTS = 64
 FALLBACK_PORTS = 2
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 
+# Clients' connections that each HAProxy takes: two routers as they are by default (10 000 requests, and 1 000 that wait
+# at their door), and some that are kept open between requests. More wait in the system's backlog. HAProxy wants five
+# files for two of them (two sockets each, and pipes), or it does not start: so this fits into the common hard limit of
+# 65 536.
+MAX_CONNECTIONS = 25_000
+_FILES_FOR_TWO = 5
+_HAPROXY_OWN_FILES = 512
+
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
-# whatever host it was told, so those addresses are rewritten; and a proxy actor that is killed would leave its HAProxy
-# running, with the port, so the kernel is asked to end it with its parent.
+# whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
+# it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; and a proxy
+# actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with its parent.
 _HAPROXY_ON_LOOPBACK = """\
 #!/bin/sh
 for argument; do
-    [ "$flag" = -f ] && sed -i -E 's/^( *bind +)\\*?:/\\1127.0.0.1:/' "$argument"
+    [ "$flag" = -f ] && sed -i -E -e 's/^( *bind +)\\*?:([0-9]+)/\\1127.0.0.1:\\2/' \\
+        -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' "$argument"
     flag=$argument
 done
 exec setpriv --pdeathsig TERM BINARY "$@"
@@ -76,6 +87,7 @@ def serve_env() -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_GENERATION_S),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         "RAY_SERVE_PORT_QUARANTINE_S": "60",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -103,14 +115,38 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[str, str]:
-    """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own."""
+def connections_within(max_files: int) -> int:
+    """MAX_CONNECTIONS, or what a hard limit of so many open files leaves of them; RLIM_INFINITY is none."""
+    if max_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, 2 * (max_files - _HAPROXY_OWN_FILES) // _FILES_FOR_TWO))
+
+
+def address(host: str, port: int) -> str:
+    """As in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _haproxy_wrapper(host: str, port: int) -> str:
+    public = address(host, port) + (" v4v6" if host == "::" else "")
+    script = _HAPROXY_ON_LOOPBACK.replace("PUBLIC", public).replace("PORT", str(port))
+    return script.replace("BINARY", shlex.quote(get_haproxy_binary()))
+
+
+def one_machine_env(
+    run_dir: Path, metrics_port: int, stats_port: int, host: str = "127.0.0.1", port: int = 8000
+) -> dict[str, str]:
+    """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own.
+
+    Args:
+        host, port: where clients come in; host is a numeric address. Serve itself is to be told 127.0.0.1 and the port.
+    """
     first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS)
     fallback_port = first_port + INGRESS_PORTS
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
-    wrapper.write_text(_HAPROXY_ON_LOOPBACK.replace("BINARY", shlex.quote(get_haproxy_binary())))
+    wrapper.write_text(_haproxy_wrapper(host, port))
     wrapper.chmod(0o700)
     return {
         # Off, Ray takes the loopback address for this node's own, and all its servers listen there.
@@ -122,6 +158,7 @@ def one_machine_env(run_dir: Path, metrics_port: int, stats_port: int) -> dict[s
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -153,6 +153,7 @@ class FrontEnd:
             mode=config.mode,
             learned=learned,
             fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
+            buckets=config.bins.buckets() if config.gang else None,
         )
 
     async def metrics_pages(self) -> list[LabelledPage]:
@@ -194,13 +195,18 @@ class FrontEnd:
             "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
             "waiting_s": round(snapshot.waiting_s, 4),
             "overtaken_s": round(snapshot.overtaken_s, 3),
-            "bin_edges_tokens": [edge if math.isfinite(edge) else None for edge in self.routed.bin_edges],
+            "bin_edges_tokens": _as_json(self.routed.bin_edges),
+            "bucket_edges_tokens": _as_json(self.routed.bucket_edges),
             "replicas": {
                 replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
                 for replica_id, load in snapshot.replicas.items()
             },
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
+
+
+def _as_json(edges: Sequence[float]) -> list[float | None]:
+    return [edge if math.isfinite(edge) else None for edge in edges]
 
 
 def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -47,13 +47,17 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     remove.set_defaults(run=forget)
     for action in (new, listing, remove):
         action.add_argument("--application", default="sluice", help="`name` of the application (default: %(default)s)")
+        action.add_argument("--redis-ca-certs", metavar="FILE", help="CA certificates of a Redis at rediss://")
 
 
-def _connect() -> "redis.Redis":
+def _connect(ca_certs: str | None) -> "redis.Redis":
     url = os.environ.get("SLUICE_REDIS_URL")
     if url is None:
         raise ConfigError("SLUICE_REDIS_URL must name the Redis that the application uses")
-    return redis.Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S)
+    if ca_certs and not url.startswith("rediss://"):
+        raise ConfigError("--redis-ca-certs is given, but SLUICE_REDIS_URL does not begin with rediss://")
+    tls: dict[str, Any] = {"ssl_ca_certs": ca_certs} if ca_certs else {}
+    return redis.Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S, **tls)
 
 
 def _stored(client: "redis.Redis", application: str) -> list[KeyEntry]:
@@ -74,7 +78,7 @@ def make(options: argparse.Namespace) -> None:
     parse_entries(f"[{entry}]", "the new key")
     if options.store:
         try:
-            _connect().hset(redis_hash(options.application), fields["sha256"], entry)
+            _connect(options.redis_ca_certs).hset(redis_hash(options.application), fields["sha256"], entry)
         except redis.RedisError as error:
             raise StateStoreError(f"Redis: {error}") from error
     print(key)
@@ -83,12 +87,12 @@ def make(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    for entry in sorted(_stored(_connect(), options.application), key=lambda e: e.name):
+    for entry in sorted(_stored(_connect(options.redis_ca_certs), options.application), key=lambda e: e.name):
         print(json.dumps(entry.model_dump(mode="json", exclude_none=True)))
 
 
 def forget(options: argparse.Namespace) -> None:
-    client = _connect()
+    client = _connect(options.redis_ca_certs)
     found = [entry.sha256 for entry in _stored(client, options.application) if entry.name == options.name]
     if not found:
         raise ConfigError(f"no key of {options.name!r} in Redis")

@@ -18,7 +18,7 @@ import psutil
 
 from deployments.config import AppConfig
 from deployments.embedded_redis import free_port
-from deployments.environment import one_machine_env, serve_env
+from deployments.environment import address, one_machine_env, serve_env
 from policies.errors import SluiceError
 
 READY_TIMEOUT_S = 60.0
@@ -32,17 +32,27 @@ class StartError(SluiceError):
     """The application could not start; the message says why and what to do."""
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises StartError when something listens there already, naming it where the system tells."""
-    with socket.socket() as probe:
+def check_address(host: str, port: int) -> str:
+    """Returns the host as a number, of IPv4 or IPv6.
+
+    Raises:
+        StartError: this machine has no such address, or something listens there already; that is named where the system
+            tells.
+    """
+    try:
+        (family, _, _, _, found), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StartError(f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?") from error
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(found)
         except OSError as error:
             raise StartError(
-                f"cannot serve on {host}:{port}: {error.strerror}{_holder(port)}. "
+                f"cannot serve on {address(host, port)}: {error.strerror}{_holder(port)}. "
                 "Is Sluice running there already? Stop it, or choose another address with --port."
             ) from error
+    return str(found[0])
 
 
 def _holder(port: int) -> str:
@@ -80,10 +90,10 @@ def prepare(host: str, port: int) -> Path:
     """
     if "ray" in sys.modules:
         raise StartError("Ray has been imported before its environment was set: it would listen on every interface")
-    check_address(host, port)
+    number = check_address(host, port)
     run_dir = fresh_run_dir(port)
     say(f"logs: {run_dir}/ray/session_latest/logs")
-    env = {**serve_env(), **one_machine_env(run_dir, free_port(), free_port())}
+    env = {**serve_env(), **one_machine_env(run_dir, free_port(), free_port(), number, port)}
     os.environ.update({name: value for name, value in env.items() if name not in os.environ})
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -97,14 +107,14 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[
     Raises:
         StartError: it does not come up.
     """
-    with _ray(run_dir, host, port), _application(config):
-        address = f"http://{host}:{port}"
-        _wait_until_healthy(address)
-        yield address
+    with _ray(run_dir, port), _application(config):
+        url = f"http://{address(host, port)}"
+        _wait_until_healthy(url)
+        yield url
 
 
 @contextlib.contextmanager
-def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
+def _ray(run_dir: Path, port: int) -> Iterator[None]:
     import ray  # only now, see prepare
     from ray import serve
 
@@ -118,7 +128,7 @@ def _ray(run_dir: Path, host: str, port: int) -> Iterator[None]:
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(run_dir / "ray"),
         )
-        serve.start(http_options={"host": host, "port": port})
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield
     finally:
         # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
@@ -192,17 +202,17 @@ def _progress(what: str) -> Iterator[None]:
         print(file=sys.stderr)
 
 
-def _wait_until_healthy(address: str) -> None:
+def _wait_until_healthy(url: str) -> None:
     give_up_s = time.monotonic() + READY_TIMEOUT_S
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            with no_proxy.open(f"{address}/health", timeout=5) as response:
+            with no_proxy.open(f"{url}/health", timeout=5) as response:
                 if response.status == 200:
                     return
         except (urllib.error.URLError, OSError) as error:
             if time.monotonic() > give_up_s:
-                raise StartError(f"{address}/health does not answer: {error}") from error
+                raise StartError(f"{url}/health does not answer: {error}") from error
         time.sleep(0.2)
 
 

@@ -278,6 +278,24 @@ class AdaptiveBuckets:
         """The bucket of a prompt, 0 to len(edges) - 2."""
         return bisect_right(self._edges, prompt_tokens, 1, len(self._edges) - 1) - 1
 
+    def fits(self, edges: Sequence[float]) -> bool:
+        """Whether these may be in force here: ascending from 0 to infinity, of max_buckets at most."""
+        whole = len(edges) > 1 and edges[0] == 0.0 and edges[-1] == math.inf
+        return whole and len(edges) <= self.config.max_buckets + 1 and all(low < high for low, high in pairwise(edges))
+
+    def adopt(self, edges: Sequence[float]) -> None:
+        """Put edges in force that another router found.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        if not self.fits(edges):
+            raise InputError(
+                f"edges must ascend from 0 to infinity, {self.config.max_buckets} buckets at most: {edges}"
+            )
+        if tuple(edges) != self.edges:
+            self._edges, self._thin_calls = list(edges), [0] * (len(edges) - 1)
+
     def adjust(self, waiting_tokens: Sequence[int], max_requests: int) -> tuple[float, ...]:
         waiting = np.sort(np.asarray(waiting_tokens, dtype=np.float64))
         self._merge_thin(waiting)
@@ -337,6 +355,40 @@ class AdaptiveBuckets:
         saved = np.where(allowed, cuts * (part[-1] - below), -np.inf)
         best = int(saved.argmax())
         return _Split(float(saved[best]), float(edges[best])) if allowed[best] else None
+
+
+class PromptBuckets:
+    """Adaptive buckets over the prompts that arrive, adjusted after every ``refit_every`` of them.
+
+    Raises:
+        ConfigError: refit_every is below 1.
+    """
+
+    def __init__(self, config: AdaptiveBucketsConfig, refit_every: int) -> None:
+        if refit_every < 1:
+            raise ConfigError(f"refit_every must be >= 1, got {refit_every}")
+        self._buckets, self._refit_every = AdaptiveBuckets(config), refit_every
+        self._recent: list[int] = []
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        return self._buckets.edges
+
+    def assign(self, prompt_tokens: int) -> int:
+        """The bucket of a prompt, learning from its length."""
+        self._recent.append(prompt_tokens)
+        if len(self._recent) >= self._refit_every:
+            self._buckets.adjust(self._recent, max_requests=0)
+            self._recent.clear()
+        return self._buckets.assign(prompt_tokens)
+
+    def fits(self, edges: Sequence[float]) -> bool:
+        """As `AdaptiveBuckets.fits`."""
+        return self._buckets.fits(edges)
+
+    def adopt(self, edges: Sequence[float]) -> None:
+        """As `AdaptiveBuckets.adopt`."""
+        self._buckets.adopt(edges)
 
 
 def _padded_tokens(members: list[FloatArray]) -> float:

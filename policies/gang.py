@@ -42,9 +42,10 @@ class GangConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneView:
-    """What waits in one bin of one class.
+    """What waits in one bin of one class, or in one bucket of it.
 
     Attributes:
+        bucket: of prompt length; 0 where prompts are not told apart.
         keys: of the order policy, ascending: of its first requests, up to the batch size.
         waited_s: how long the one has waited that waits longest; it decides in a lane that holds less than a batch.
     """
@@ -53,6 +54,7 @@ class LaneView:
     bin_index: int
     keys: Sequence[float]
     waited_s: float
+    bucket: int = 0
 
 
 def formed_key(lane: LaneView, config: GangConfig) -> float | None:
@@ -67,10 +69,10 @@ def formed_key(lane: LaneView, config: GangConfig) -> float | None:
 
 
 def first_formed(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | None:
-    """The lane whose batch goes next, None when no batch is formed; equal keys go by bin, then by class."""
+    """The lane whose batch goes next, None when no batch is formed; equal keys go by bin, bucket and class."""
     formed = ((formed_key(lane, config), lane) for lane in lanes)
-    ready = [(key, lane.bin_index, lane.slo_class, lane) for key, lane in formed if key is not None]
-    return min(ready, key=lambda entry: entry[:3])[3] if ready else None
+    ready = [(key, lane.bin_index, lane.bucket, lane.slo_class, lane) for key, lane in formed if key is not None]
+    return min(ready, key=lambda entry: entry[:4])[4] if ready else None
 
 
 def rows_that_fit(

@@ -20,7 +20,7 @@ from enum import StrEnum
 from math import floor
 from typing import Literal
 
-from policies.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, padding_waste_fraction
+from policies.buckets import AdaptiveBucketsConfig, PromptBuckets, padding_waste_fraction
 from policies.checks import require_at_least, require_one_of, require_positive
 from policies.errors import InputError
 from policies.types import StepTimes
@@ -220,8 +220,7 @@ class BucketOrder:
 
     def __init__(self, config: BucketOrderConfig) -> None:
         self.config = config
-        self._buckets = AdaptiveBuckets(config.buckets)
-        self._recent: list[int] = []
+        self._buckets = PromptBuckets(config.buckets, config.refit_every)
 
     @property
     def edges(self) -> tuple[float, ...]:
@@ -229,10 +228,6 @@ class BucketOrder:
 
     def assign(self, prompt_tokens: int) -> int:
         """The bucket of a prompt, learning from its length."""
-        self._recent.append(prompt_tokens)
-        if len(self._recent) >= self.config.refit_every:
-            self._buckets.adjust(self._recent, max_requests=0)
-            self._recent.clear()
         return self._buckets.assign(prompt_tokens)
 
     def key(self, arrival_s: float, bucket: int) -> float:

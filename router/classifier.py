@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from policies.buckets import PromptBuckets
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import Order
@@ -46,6 +47,9 @@ class TicketWriter(Protocol):
     @property
     def bin_edges(self) -> tuple[float, ...]: ...
 
+    @property
+    def bucket_edges(self) -> tuple[float, ...]: ...
+
     async def foresee(self, question: Question) -> Foresight | None: ...
 
     def ticket(
@@ -79,6 +83,7 @@ class Classifier:
     "shadow" serves as stock does and tells what the policies would have done.
     `prefix_tie_s`: replicas whose predicted work differs by less are told apart by the prefix that they know; 0 does
     without.
+    `buckets`: by which prompts of like length share a lane; None does not tell them apart.
     """
 
     def __init__(
@@ -96,9 +101,10 @@ class Classifier:
         mode: Mode = "full",
         learned: LearnedPredictor | None = None,
         fills_idle: Collection[str] = (),
+        buckets: PromptBuckets | None = None,
     ) -> None:
         self._mode, self._fills_idle = mode, frozenset(fills_idle)
-        self._predictor, self._bins, self._order = predictor, bins, order
+        self._predictor, self._bins, self._buckets, self._order = predictor, bins, buckets, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
         self._prefixes, self._prefix_tie_s = prefixes, prefix_tie_s
@@ -107,11 +113,16 @@ class Classifier:
             metrics.registry.register(PredictorMetrics(learned))
         self._unsent: deque[FinishedLength] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
-        self._edges_version, self._edges_in_force = 0, bins.edges
+        self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
 
     @property
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
+
+    @property
+    def bucket_edges(self) -> tuple[float, ...]:
+        """In prompt tokens; none where prompts are not told apart."""
+        return () if self._buckets is None else self._buckets.edges
 
     @property
     def knows_prefixes(self) -> bool:
@@ -151,6 +162,8 @@ class Classifier:
             tie_s=self._prefix_tie_s,
             prefixes=self._known_prefixes(size, replica_ids),
             fills_idle=slo_class in self._fills_idle,
+            bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
+            prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
@@ -227,15 +240,19 @@ class Classifier:
 
     async def _follow_edges(self, store: StateStore) -> None:
         """Put what was fitted here in force, or take what another router was first with."""
-        refitted = self._bins.edges if self._bins.edges != self._edges_in_force else ()
-        in_force = await store.swap_edges(self._edges_version, refitted)
+        mine = self._bins.edges, self.bucket_edges
+        in_force = await store.swap_edges(self._edges_version, *(mine if mine != self._edges_in_force else ()))
         if in_force is None:  # none yet, or the tables were lost
             self._edges_version = 0
             return
-        self._edges_version, self._edges_in_force = in_force
-        if self._bins.config.rule != "fixed" and self._bins.fits(self._edges_in_force):
-            self._bins.adopt(self._edges_in_force)
+        self._edges_version, self._edges_in_force = in_force.version, in_force[1:]
+        if self._bins.config.rule != "fixed" and self._bins.fits(in_force.bins):
+            self._bins.adopt(in_force.bins)
+        if self._buckets is not None and self._buckets.fits(in_force.buckets):
+            self._buckets.adopt(in_force.buckets)
 
 
 def _as_stock(ticket: Ticket, now_s: float) -> Ticket:
-    return replace(ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=(), fills_idle=False)
+    return replace(
+        ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=(), fills_idle=False, bucket=0, prompt_tokens=None
+    )

@@ -16,9 +16,20 @@ from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s, spe
 from policies.gang import GangConfig, LaneView, first_formed
 from policies.placement import pick
 from policies.recall import RecallableView, WaitingView, recalls
-from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+from router.state_store import (
+    Assignment,
+    FinishedLength,
+    LaneEdges,
+    Notice,
+    Recall,
+    ReplicaInfo,
+    ReplicaLoad,
+    Snapshot,
+    Ticket,
+)
 
 MAX_NOTICES = 100_000
+_Lane = tuple[str, int, int]
 
 
 @dataclass(slots=True)
@@ -66,7 +77,7 @@ class MemoryStateStore:
         self._notices: dict[str, asyncio.Queue[list[Notice]]] = {}
         self._recallable: set[str] = set()
         self._recalled: set[str] = set()
-        self._edges: tuple[int, tuple[float, ...]] | None = None
+        self._edges: LaneEdges | None = None
         self._spent: dict[str, float] = {}
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[FinishedLength] = []
@@ -115,10 +126,11 @@ class MemoryStateStore:
         chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
         return None if chosen is None else self._replicas[chosen]
 
-    def _lanes(self) -> dict[tuple[str, int], list[_Place]]:
-        lanes: dict[tuple[str, int], list[_Place]] = {}
+    def _lanes(self) -> dict[_Lane, list[_Place]]:
+        lanes: dict[_Lane, list[_Place]] = {}
         for place in sorted(self._waiting(), key=lambda p: (p.ticket.deadline_key, p.ticket.request_id)):
-            lanes.setdefault((place.ticket.slo_class, place.ticket.bin_index), []).append(place)
+            lane = place.ticket.slo_class, place.ticket.bin_index, place.ticket.bucket
+            lanes.setdefault(lane, []).append(place)
         return lanes
 
     def _next_start(self) -> tuple[_Place, _Replica] | None:
@@ -170,12 +182,13 @@ class MemoryStateStore:
             name: places[: config.batch_size] for name, places in self._lanes().items() if replica.serves(name[0])
         }
         chosen = first_formed((self._lane_view(*name, batch) for name, batch in batches.items()), config)
-        return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index]
+        return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index, chosen.bucket]
 
-    def _lane_view(self, slo_class: str, bin_index: int, batch: list[_Place]) -> LaneView:
+    def _lane_view(self, slo_class: str, bin_index: int, bucket: int, batch: list[_Place]) -> LaneView:
         return LaneView(
             slo_class=slo_class,
             bin_index=bin_index,
+            bucket=bucket,
             keys=[place.ticket.deadline_key for place in batch],
             waited_s=self._now() - min(place.since_s for place in batch),
         )
@@ -322,13 +335,17 @@ class MemoryStateStore:
             if place.ticket.router_id == router_id:
                 self._forget(place.ticket.request_id)
 
-    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
-        if edges and version == (self._edges[0] if self._edges else 0):
-            self._edges = (version + 1, tuple(edges))
+    async def swap_edges(
+        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+    ) -> LaneEdges | None:
+        if bins and version == (self._edges.version if self._edges else 0):
+            self._edges = LaneEdges(version + 1, tuple(bins), tuple(buckets))
             for place in self._waiting():
-                predicted = place.ticket.predicted_output_tokens
+                predicted, prompt = place.ticket.predicted_output_tokens, place.ticket.prompt_tokens
                 if predicted is not None:
-                    place.ticket = replace(place.ticket, bin_index=bisect_right(edges[1:-1], predicted))
+                    place.ticket = replace(place.ticket, bin_index=bisect_right(bins[1:-1], predicted))
+                if prompt is not None:
+                    place.ticket = replace(place.ticket, bucket=bisect_right(buckets[1:-1], prompt))
             self._dispatch("")
         return self._edges
 
@@ -380,5 +397,5 @@ class MemoryStateStore:
         self._notices.clear()
 
 
-def _urgency(ticket: Ticket) -> tuple[float, int, str, str]:
-    return ticket.deadline_key, ticket.bin_index, ticket.slo_class, ticket.request_id
+def _urgency(ticket: Ticket) -> tuple[float, int, int, str, str]:
+    return ticket.deadline_key, ticket.bin_index, ticket.bucket, ticket.slo_class, ticket.request_id

@@ -92,6 +92,11 @@ class PrefillClassifier:
         """The buckets', in prompt tokens."""
         return self._order.edges
 
+    @property
+    def bucket_edges(self) -> tuple[float, ...]:
+        """None besides."""
+        return ()
+
     async def foresee(self, question: Question) -> Foresight | None:
         return None
 

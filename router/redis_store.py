@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,17 @@ from redis.exceptions import RedisError
 
 from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import ConfigError, StateStoreError
-from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+from router.state_store import (
+    Assignment,
+    FinishedLength,
+    LaneEdges,
+    Notice,
+    Recall,
+    ReplicaInfo,
+    ReplicaLoad,
+    Snapshot,
+    Ticket,
+)
 
 CALL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
@@ -59,9 +70,12 @@ def _strings(values: Iterable[bytes]) -> list[str]:
     return [value.decode() for value in values]
 
 
-def _lane(name: str) -> tuple[str, int]:
-    slo_class, _, bin_index = name.rpartition(":")
-    return slo_class, int(bin_index)
+def _by_bin(lanes: Mapping[str, int]) -> dict[tuple[str, int], int]:
+    waiting: Counter[tuple[str, int]] = Counter()
+    for name, count in lanes.items():
+        slo_class, bin_index, _bucket = name.rsplit(":", 2)
+        waiting[slo_class, int(bin_index)] += count
+    return dict(waiting)
 
 
 def _packed(ticket: Ticket) -> bytes:
@@ -78,6 +92,8 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.prefixes,
         ticket.fills_idle,
         ticket.recallable,
+        ticket.bucket,
+        False if ticket.prompt_tokens is None else ticket.prompt_tokens,
     )
     return msgspec.msgpack.encode(fields)
 
@@ -152,9 +168,11 @@ class RedisStateStore:
         reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000))
         return None if reply is None else _strings(reply)
 
-    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
-        reply = await self._run("swap_edges", version, *map(repr, edges))
-        return None if reply is None else (int(reply[0]), tuple(map(float, reply[1])))
+    async def swap_edges(
+        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+    ) -> LaneEdges | None:
+        reply = await self._run("swap_edges", version, len(bins), *map(repr, bins), *map(repr, buckets))
+        return None if reply is None else LaneEdges(int(reply[0]), *(tuple(map(float, edges)) for edges in reply[1:]))
 
     async def drop_replica(self, replica_id: str) -> None:
         await self._run("drop_replica", replica_id)
@@ -199,7 +217,7 @@ class RedisStateStore:
     async def snapshot(self) -> Snapshot:
         tables = json.loads(await self._run("snapshot"))
         return Snapshot(
-            lanes={_lane(name): count for name, count in tables["lanes"].items()},
+            lanes=_by_bin(tables["lanes"]),
             replicas={replica_id: ReplicaLoad(**load) for replica_id, load in tables["replicas"].items()},
             routers=tables["routers"],
             waiting_s=tables["waiting_s"],

@@ -171,6 +171,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """In force in this router, in predicted output tokens."""
         return self._classifier.bin_edges
 
+    @property
+    def bucket_edges(self) -> tuple[float, ...]:
+        """In force in this router, in prompt tokens; none where prompts are not told apart."""
+        return self._classifier.bucket_edges
+
     def is_full(self, slo_class: str) -> bool:
         """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may."""
         has_credit = any(load.credit for load in self.snapshot.replicas.values())
@@ -272,6 +277,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def add_lora(self, lora_id: int, packed: bytes) -> None:
         """Load an adapter into every replica; one that comes later loads it before it gets a request from here.
+
+        A later one that refuses it gets none: its requests go to the others.
 
         Raises:
             EngineCallError: a replica refused it; then none keeps it.

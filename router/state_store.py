@@ -23,11 +23,13 @@ class Ticket:
     Attributes:
         slo_class: its service class; replicas may be reserved for some.
         bin_index: its bin of predicted output length.
+        bucket: its bucket of prompt length; with its class and bin it makes its lane. 0 where they are not told apart.
         deadline_key: the fixed sort key of its order policy; least goes first.
         work_s: predicted seconds of engine time, on a replica of slowness 1.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             replica was lost.
-        predicted_output_tokens: by which it is put into another bin when the edges are swapped; None stays.
+        predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
+            swapped; None stays.
         fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
         recallable: it may, where it runs on a replica that serves all classes.
         tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
@@ -46,6 +48,8 @@ class Ticket:
     prefixes: tuple[tuple[str, int], ...] = ()
     fills_idle: bool = False
     recallable: bool = False
+    bucket: int = 0
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,20 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
 
+class LaneEdges(NamedTuple):
+    """Between lanes, ascending.
+
+    Attributes:
+        version: grows by one at every swap.
+        bins: of predicted output tokens.
+        buckets: of prompt tokens; none where prompts are not told apart.
+    """
+
+    version: int
+    bins: tuple[float, ...]
+    buckets: tuple[float, ...] = ()
+
+
 class FinishedLength(NamedTuple):
     """A finished request's length, and what a learned predictor's curves take from it, if it was scored."""
 
@@ -120,7 +138,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The tables at one moment: waiting tickets per class and bin, load per replica, living routers.
+    """The tables at one moment: waiting tickets per class and bin (of all buckets), load per replica, living routers.
 
     Attributes:
         waiting_s: predicted seconds of all that waits.
@@ -200,13 +218,15 @@ class StateStore(Protocol):
     async def remove_router(self, router_id: str) -> None:
         """A router left in good order; its tickets that wait are forgotten."""
 
-    async def swap_edges(self, version: int, edges: Sequence[float] = ()) -> tuple[int, tuple[float, ...]] | None:
-        """Put bin edges in force that follow on `version`, and move what waits to its new bins in the same moment.
+    async def swap_edges(
+        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+    ) -> LaneEdges | None:
+        """Put edges in force that follow on `version`, and move what waits to its new lanes in the same moment.
 
         What this makes a whole gang batch is assigned.
 
-        Does nothing when another router was first, or without edges. Returns the version and the edges in force, None
-        before the first.
+        Does nothing when another router was first, or without `bins`. Returns the edges in force, None before the
+        first.
         """
 
     async def exchange_lengths(

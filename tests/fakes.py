@@ -137,6 +137,7 @@ class FakeEngine:
         self.codec = FakeCodec(version)
         self.dead = self.hangs = False
         self.loras: set[int] = set()
+        self.refuses_loras = False
         self.most_held = 0
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
@@ -209,7 +210,7 @@ class FakeEngine:
             return await self.status()
         if method != "list_loras":
             lora_id = msgspec.msgpack.decode(argument, type=int)
-            if method == "add_lora" and lora_id % 2:
+            if method == "add_lora" and (lora_id % 2 or self.refuses_loras):
                 raise ValueError(f"no adapter {lora_id} here")
             self.loras = self.loras - {lora_id} if method == "remove_lora" else self.loras | {lora_id}
         return sorted(self.loras)

@@ -33,7 +33,7 @@ local function predicted_wait_s()
   table.sort(lanes)
   local ahead = 0
   for _, lane in ipairs(lanes) do
-    local class = string.match(lane, '^(.*):%d+$')
+    local class = parts_of(lane)
     local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[KEY])
     ahead = ahead + earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
   end
@@ -78,11 +78,11 @@ if refusal then
 end
 spend(whole)
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
-if replica and redis.call('EXISTS', P .. ':occupied') == 0 then -- nothing else waits: as through its lane, in fewer moves
+if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
   put_on(id, ticket, replica)
   note_start(ticket)
   return { 1, { { id, replica } } }
 end
 save_ticket(id, ticket)
 put_in_lane(id, ticket)
-return { 1, dispatch(ticket[ROUTER]) }
+return { 1, dispatch(ticket[ROUTER], not had_a_place) }

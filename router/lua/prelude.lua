@@ -2,7 +2,8 @@
 --
 -- KEYS[1] is the prefix P; it carries a hash tag, so that all keys live in one cluster slot.
 --   P:tickets       hash  id -> msgpack of the fields below
---   P:lane:<c>:<n>  zset  id -> deadline key: class c, bin n    P:occupied  set of lanes "<c>:<n>" that hold anything
+--   P:lane:<l>      zset  id -> deadline key: lane l            P:occupied  set of lanes that hold anything
+--                   A lane is "<class>:<bin>:<bucket>".
 --   P:waiting       hash  class -> tickets that wait            P:ahead     hash  class -> their predicted seconds
 --   P:replicas      hash  replica -> its address and engine, opaque here
 --   P:serves        hash  replica -> classes it is reserved for, "" for all, else ",a,b,"
@@ -17,7 +18,7 @@
 --   P:beats         zset  replica -> ms of its last heartbeat   P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:spent:<k>     quota k: the time at which it will be whole again
---   P:edges         {version, edges ...} in force for the bins
+--   P:edges         {version, edges of bins, edges of buckets} in force
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
 -- is called back.
 --
@@ -25,8 +26,8 @@
 
 local P = KEYS[1]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE = 10, 11
-local REPLICA, SINCE_MS, CHARGE = 12, 13, 14 -- since when it is in its lane, or on its replica
+local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT = 10, 11, 12, 13
+local REPLICA, SINCE_MS, CHARGE = 14, 15, 16 -- since when it is in its lane, or on its replica
 
 local function now_s()
   local time = redis.call('TIME')
@@ -70,7 +71,13 @@ local function offer(replica)
 end
 
 local function lane_of(ticket)
-  return ticket[CLASS] .. ':' .. ticket[BIN]
+  return ticket[CLASS] .. ':' .. ticket[BIN] .. ':' .. ticket[BUCKET]
+end
+
+-- Class, bin and bucket of a lane.
+local function parts_of(lane)
+  local class, bin, bucket = string.match(lane, '^(.*):(%d+):(%d+)$')
+  return class, tonumber(bin), tonumber(bucket)
 end
 
 local function put_in_lane(id, ticket)
@@ -153,14 +160,15 @@ local function forget(id)
   return ticket
 end
 
--- The ticket of a lane that `rank` others go before, as {id, key, bin, class, lane, rank}; nil when there is none.
+-- The ticket of a lane that `rank` others go before, as {id, key, bin, bucket, class, lane, rank}; nil when there is none.
 local function of_rank(lane, rank)
   local found = redis.call('ZRANGE', P .. ':lane:' .. lane, rank, rank, 'WITHSCORES')
   if not found[1] then
     return nil
   end
-  local class, bin = string.match(lane, '^(.*):(%d+)$')
-  return { id = found[1], key = tonumber(found[2]), bin = tonumber(bin), class = class, lane = lane, rank = rank }
+  local class, bin, bucket = parts_of(lane)
+  local key = tonumber(found[2])
+  return { id = found[1], key = key, bin = bin, bucket = bucket, class = class, lane = lane, rank = rank }
 end
 
 local function heads_of_lanes()
@@ -184,6 +192,8 @@ local function more_urgent(a, b)
     return a.key < b.key
   elseif a.bin ~= b.bin then
     return a.bin < b.bin
+  elseif a.bucket ~= b.bucket then
+    return a.bucket < b.bucket
   end
   return a.class < b.class
 end
@@ -303,10 +313,10 @@ local function next_gang(replica)
   local size, max_wait_s = hash_number(':slots', replica), hash_number(':gangs', replica)
   local best
   for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-    local class, bin = string.match(lane, '^(.*):(%d+)$')
+    local class, bin, bucket = parts_of(lane)
     if serves(replica, class) then
       local ids, key = formed(lane, size, max_wait_s)
-      local batch = ids and { ids = ids, key = key, bin = tonumber(bin), class = class }
+      local batch = ids and { ids = ids, key = key, bin = bin, bucket = bucket, class = class }
       if batch and (not best or more_urgent(batch, best)) then
         best = batch
       end
@@ -367,10 +377,13 @@ local function recall()
   end
 end
 
--- Hand out what can be handed out. Tickets of `router` are returned, those of other routers are published to them.
-local function dispatch(router)
+-- Hand out what can be handed out, so that no replica has credit for what waits when a script ends. Tickets of `router`
+-- are returned, those of other routers are published to them. `no_slot_came_free`: single requests need no second look.
+local function dispatch(router, no_slot_came_free)
   local started, mine, others = {}, {}, {}
-  start_singles(started)
+  if not no_slot_came_free then
+    start_singles(started)
+  end
   start_gangs(started)
   for _, each in ipairs(started) do
     local id, replica, owner = each[1], each[2], each[3]

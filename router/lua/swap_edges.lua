@@ -1,39 +1,47 @@
--- ARGV: version that new edges follow on, edge ...
--- Put new bin edges in force and move what waits to its new bins, unless another router was first; without edges only
--- read. Returns {version, {edge ...}} in force, false before the first.
+-- ARGV: version that new edges follow on, number of edges of bins, edge ... of bins, edge ... of buckets
+-- Put new edges in force and move what waits to its new lanes, unless another router was first; without edges only
+-- read. Returns {version, {edge ...}, {edge ...}} in force, false before the first.
 local current = redis.call('GET', P .. ':edges')
 local in_force = current and cmsgpack.unpack(current)
-local version = in_force and in_force[1] or 0
-if #ARGV == 1 or version ~= tonumber(ARGV[1]) then
+local version, bin_edges = in_force and in_force[1] or 0, tonumber(ARGV[2])
+if bin_edges == 0 or version ~= tonumber(ARGV[1]) then
   return in_force
 end
-local edges = {}
-for i = 2, #ARGV do
-  edges[#edges + 1] = ARGV[i]
-end
-redis.call('SET', P .. ':edges', cmsgpack.pack({ version + 1, edges }))
 
--- policies.multi_bin.MultiBin.assign: the inner edges at or below the prediction.
-local function bin_of(predicted)
-  local bin = 0
+local function argv_between(first, last)
+  local found = {}
+  for i = first, last do
+    found[#found + 1] = ARGV[i]
+  end
+  return found
+end
+
+local bins, buckets = argv_between(3, 2 + bin_edges), argv_between(3 + bin_edges, #ARGV)
+redis.call('SET', P .. ':edges', cmsgpack.pack({ version + 1, bins, buckets }))
+
+-- policies.multi_bin.MultiBin.assign, policies.buckets.AdaptiveBuckets.assign: the inner edges at or below the tokens.
+local function range_of(tokens, edges)
+  local range = 0
   for i = 2, #edges - 1 do
-    if tonumber(edges[i]) <= predicted then
-      bin = bin + 1
+    if tonumber(edges[i]) <= tokens then
+      range = range + 1
     end
   end
-  return bin
+  return range
 end
 
 for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
   for _, id in ipairs(redis.call('ZRANGE', P .. ':lane:' .. lane, 0, -1)) do
     local ticket = load_ticket(id)
-    if ticket[PREDICTED] and bin_of(ticket[PREDICTED]) ~= ticket[BIN] then
+    local bin = ticket[PREDICTED] and range_of(ticket[PREDICTED], bins) or ticket[BIN]
+    local bucket = ticket[PROMPT] and range_of(ticket[PROMPT], buckets) or ticket[BUCKET]
+    if bin ~= ticket[BIN] or bucket ~= ticket[BUCKET] then
       take_from_lane(id, ticket)
-      ticket[BIN] = bin_of(ticket[PREDICTED])
+      ticket[BIN], ticket[BUCKET] = bin, bucket
       save_ticket(id, ticket)
       put_in_lane(id, ticket)
     end
   end
 end
-dispatch('') -- a bin may hold a whole gang batch now
-return { version + 1, edges }
+dispatch('') -- a lane may hold a whole gang batch now
+return { version + 1, bins, buckets }

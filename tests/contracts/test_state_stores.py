@@ -20,7 +20,17 @@ from policies.admission import Limits, Quota, Refusal
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
-from router.state_store import Assignment, FinishedLength, Notice, Recall, ReplicaInfo, Snapshot, StateStore, Ticket
+from router.state_store import (
+    Assignment,
+    FinishedLength,
+    LaneEdges,
+    Notice,
+    Recall,
+    ReplicaInfo,
+    Snapshot,
+    StateStore,
+    Ticket,
+)
 
 FOR_EVER_S = 1e6
 
@@ -299,10 +309,10 @@ async def test_new_edges_move_what_waits_and_the_second_router_comes_too_late(st
     assert await store.swap_edges(0) is None
     for name, predicted in (("short", 5.0), ("long", 50.0), ("unknown", None)):
         await store.enqueue(ticket(name, bin_index=1, predicted_output_tokens=predicted))
-    assert await store.swap_edges(0, [0.0, 10.0, 20.0, math.inf]) == (1, (0.0, 10.0, 20.0, math.inf))
+    assert await store.swap_edges(0, [0.0, 10.0, 20.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
     assert (await store.snapshot()).lanes == {("standard", 0): 1, ("standard", 1): 1, ("standard", 2): 1}
-    assert await store.swap_edges(0, [0.0, 1.0, 2.0, math.inf]) == (1, (0.0, 10.0, 20.0, math.inf))
-    assert await store.swap_edges(1, [0.0, 60.0, 70.0, math.inf]) == (2, (0.0, 60.0, 70.0, math.inf))
+    assert await store.swap_edges(0, [0.0, 1.0, 2.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
+    assert await store.swap_edges(1, [0.0, 60.0, 70.0, math.inf]) == LaneEdges(2, (0.0, 60.0, 70.0, math.inf))
     assert (await store.snapshot()).lanes == {("standard", 0): 2, ("standard", 1): 1}
 
 
@@ -387,6 +397,34 @@ async def test_new_edges_that_fill_a_bin_send_its_batch(store: StateStore) -> No
     await store.enqueue(ticket("b", bin_index=1, predicted_output_tokens=7.0))
     await store.swap_edges(0, [0.0, 10.0, math.inf])
     assert await store.locate(["a", "b"]) == ["r", "r"]
+
+
+async def test_a_gang_batch_comes_out_of_one_bucket(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
+    for name, bin_index, bucket in (("a", 0, 1), ("b", 1, 0), ("c", 1, 1)):
+        assert await store.enqueue(ticket(name, bin_index=bin_index, bucket=bucket)) == []
+    assert (await store.snapshot()).lanes == {("standard", 0): 1, ("standard", 1): 2}
+    assert await store.enqueue(ticket("d", bin_index=1, bucket=1)) == [Assignment("c", "r"), Assignment("d", "r")]
+
+
+async def test_equal_keys_of_one_bin_go_by_bucket_and_then_by_id(store: StateStore) -> None:
+    for name, bucket in (("b", 2), ("c", 10), ("a", 10), ("d", 2)):
+        await store.enqueue(ticket(name, bucket=bucket))
+    await store.register_replica(info("r"), 3)
+    assert await store.locate(["b", "d", "a", "c"]) == ["r", "r", "r", ""]
+
+
+async def test_new_edges_move_what_waits_to_its_bucket_and_leave_what_has_no_length(store: StateStore) -> None:
+    buckets = (0.0, 32.0, math.inf)
+    for name, prompt_tokens in (("a", 5), ("b", 31), ("c", 32), ("d", None)):
+        await store.enqueue(ticket(name, bucket=1, predicted_output_tokens=9.0, prompt_tokens=prompt_tokens))
+    assert await store.swap_edges(0, [0.0, 5.0, math.inf], buckets) == LaneEdges(1, (0.0, 5.0, math.inf), buckets)
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
+    assert await store.locate(["a", "b", "c", "d"]) == ["r", "r", "", ""]
+    assert await store.swap_edges(1, [0.0, math.inf]) == LaneEdges(2, (0.0, math.inf), ())
+    await store.release("r", ["a", "b"])
+    assert await store.locate(["c", "d"]) == ["", ""]  # one in its only bucket, the other where it was
+    assert (await store.snapshot()).lanes == {("standard", 0): 2}
 
 
 def offline(request_id: str, key: float, **fields: Any) -> Ticket:
@@ -480,6 +518,8 @@ tickets = st.builds(
     prefixes=st.lists(st.tuples(st.sampled_from(REPLICAS), st.integers(0, 2)), max_size=2).map(tuple),
     fills_idle=st.booleans(),
     recallable=st.booleans(),
+    bucket=st.integers(0, 1),
+    prompt_tokens=st.sampled_from([None, 8, 64]),
 )
 # At this rate nothing comes back within a test.
 limits = st.builds(
@@ -496,6 +536,7 @@ limits = st.builds(
     ),
 )
 edges = st.sampled_from([(), (0.0, 5.0, 12.0, math.inf), (0.0, 10.0, 15.0, 99.0), (0.0, math.inf)])
+bucket_edges = st.sampled_from([(), (0.0, 16.0, math.inf), (0.0, 8.0, 64.0, math.inf)])
 some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
 replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
 slot_counts = st.integers(0, 2)
@@ -525,7 +566,7 @@ steps = st.one_of(
         st.tuples(st.just("beat_router"), router_ids, st.sampled_from([FOR_EVER_S, 0.0])),
         st.tuples(st.just("remove_router"), router_ids),
         st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
-        st.tuples(st.just("swap_edges"), st.integers(0, 2), edges),
+        st.tuples(st.just("swap_edges"), st.integers(0, 2), edges, bucket_edges),
         st.tuples(st.just("exchange_lengths"), st.integers(0, 12), lengths, st.just(4)),
     ),
 )
@@ -634,14 +675,14 @@ class Model:
             on = {i for i, place in places.items() if place == found.replica_id}
             went = self._went(step, places) & on
             assert not went or went == on  # it was idle
-            assert len({(self.tickets[i].slo_class, self.bin_of(self.tickets[i])) for i in went}) <= 1
+            assert len({self.lane_of(self.tickets[i]) for i in went}) <= 1
 
     def _the_most_urgent_went_first(self, step: Step, places: dict[str, str]) -> None:
         """Within a lane: between lanes the replicas' classes have a say."""
         for name in self._went(step, places):
             mine = self.tickets[name]
             later = [self.tickets[i] for i, place in places.items() if not place]
-            alike = [t for t in later if (t.slo_class, self.bin_of(t)) == (mine.slo_class, self.bin_of(mine))]
+            alike = [t for t in later if self.lane_of(t) == self.lane_of(mine)]
             rank = (mine.deadline_key, name)
             assert all(rank < (other.deadline_key, other.request_id) for other in alike)
 
@@ -651,8 +692,9 @@ class Model:
         fresh = {step[1].request_id} if step[0] == "enqueue" else set()
         return {i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))}
 
-    def bin_of(self, ticket: Ticket) -> int:
-        return self.store._places[ticket.request_id].ticket.bin_index
+    def lane_of(self, ticket: Ticket) -> tuple[str, int, int]:
+        known = self.store._places[ticket.request_id].ticket
+        return known.slo_class, known.bin_index, known.bucket
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("bins.rule", ["nonsense"]),
         ("bins.refit_every", [0]),
         ("bins.window_requests", [7]),
+        ("bins.prompt_buckets", [0, 9]),
         ("order.work_weight", [-1, math.nan, math.inf]),
         ("work.prefill_s_per_token", [-1, math.inf]),
         ("work.decode_step_s", [-1, math.inf]),
@@ -163,6 +164,36 @@ def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
 
 def test_a_replica_that_takes_whole_batches_has_no_use_for_a_lookahead() -> None:
     assert "whole batches" in refused(engine={"kind": "transformers", "credit_lookahead": 1})[""]
+
+
+GANGS = {"kind": "transformers"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("seconds_per_token", 0.01), ("prompt_buckets", 2)])
+def test_bins_that_only_gangs_fill_need_an_engine_that_takes_them(name: str, value: float) -> None:
+    assert f"bins.{name} is of gang batches" in refused(bins={name: value})[""]
+    mixed = config(bins={name: value}, more_models=[{"model": "n", "engine": GANGS}])
+    plain, gangs = mixed.each_model()
+    assert (plain.gang, plain.bins.build(plain.gang).seconds_per_token) == (None, None)
+    assert gangs.bins.build(gangs.gang).seconds_per_token == mixed.bins.seconds_per_token
+
+
+def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
+    assert config().bins.buckets() is None
+    buckets = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16}).bins.buckets()
+    assert buckets is not None
+    for _ in range(16):
+        for prompt_tokens in (10, 200, 900, 4000):
+            buckets.assign(prompt_tokens)
+    assert len(buckets.edges) == 4
+
+
+def test_an_engine_is_not_told_what_it_would_not_do() -> None:
+    assert "engine.gang" in refused(engine={"gang": {"batch_size": 4}})[""]
+    assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
+    assert "itl_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"itl_s": 0.05}})[""]
+    for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
+        assert "one device" in refused(engine=GANGS, vllm_args=[argument, "2"])[""]
 
 
 def test_every_setting_reaches_what_is_built() -> None:

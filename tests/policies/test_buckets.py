@@ -16,6 +16,7 @@ from policies.buckets import (
     BucketServeBuckets,
     BucketServeConfig,
     PaddingMeasure,
+    PromptBuckets,
     bucket_padding_fraction,
     kv_bytes_per_token,
     max_safe_requests,
@@ -305,6 +306,37 @@ def test_few_buckets_come_close_to_the_optimum_on_lognormal_prompts() -> None:
     best = bucket_padding_fraction(optimal_bucket_edges(prompts, len(edges) - 1), prompts)
     assert bucket_padding_fraction(edges, prompts) < 1.2 * best
     assert best < 0.5 * padding_waste_fraction(prompts)
+
+
+def test_edges_that_another_found_are_adopted_and_a_thin_bucket_s_patience_is_kept_when_they_are_no_news() -> None:
+    buckets = make_adaptive(patience=3)
+    buckets.adopt((0.0, 100.0, math.inf))
+    assert (buckets.assign(99), buckets.assign(100)) == (0, 1)
+    for _ in range(3):
+        buckets.adopt(buckets.edges)
+        buckets.adjust([10] * 8, max_requests=0)
+    assert buckets.edges == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    "edges", [(), (0.0,), (1.0, math.inf), (0.0, 9.0), (0.0, 9.0, 9.0, math.inf), (0.0, 1.0, 2.0, math.inf)]
+)
+def test_edges_that_do_not_fit_are_not_adopted(edges: tuple[float, ...]) -> None:
+    buckets = make_adaptive(max_buckets=2)
+    assert not buckets.fits(edges)
+    with pytest.raises(InputError, match="2 buckets at most"):
+        buckets.adopt(edges)
+
+
+def test_prompt_buckets_adjust_after_as_many_prompts_as_they_were_told() -> None:
+    buckets = PromptBuckets(AdaptiveBucketsConfig(), refit_every=16)
+    for prompt_tokens in [10] * 8 + [1000] * 7:
+        buckets.assign(prompt_tokens)
+    assert buckets.edges == (0.0, math.inf)
+    assert buckets.assign(1000) == 1
+    assert buckets.edges == (0.0, 505.0, math.inf)
+    with pytest.raises(ConfigError, match="refit_every"):
+        PromptBuckets(AdaptiveBucketsConfig(), refit_every=0)
 
 
 def test_adaptive_buckets_pickle_with_their_edges() -> None:

@@ -1,8 +1,10 @@
 import asyncio
+import math
 import time
 
 import pytest
 
+from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.drift import DriftConfig
 from policies.errors import StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
@@ -13,7 +15,7 @@ from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
 from predictor.learned import LearnedConfig, LearnedPredictor, Question
-from router.classifier import MAX_UNSENT_LENGTHS, Classifier
+from router.classifier import MAX_UNSENT_LENGTHS, Classifier, Mode
 from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
@@ -48,7 +50,12 @@ def question(prompt: str, slo_class: str = "fast") -> Question:
     return Question(prompt=prompt, model="m", slo_class=slo_class)
 
 
-def classifier(metrics: RouterMetrics | None = None, predictor: LearnedPredictor | None = None) -> Classifier:
+def classifier(
+    metrics: RouterMetrics | None = None,
+    predictor: LearnedPredictor | None = None,
+    buckets: PromptBuckets | None = None,
+    mode: Mode = "full",
+) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(
@@ -63,6 +70,8 @@ def classifier(metrics: RouterMetrics | None = None, predictor: LearnedPredictor
         metrics=metrics or RouterMetrics(),
         prefixes=PrefixIndex(PrefixIndexConfig()),
         learned=predictor,
+        buckets=buckets,
+        mode=mode,
     )
 
 
@@ -191,6 +200,37 @@ async def test_a_router_predicts_by_what_another_one_learnt() -> None:
         assert foresight is not None
         assert foresight.learned is not None
         assert foresight.learned.mean_tokens == pytest.approx(700.0, rel=0.01)
+
+
+def two_buckets() -> PromptBuckets:
+    return PromptBuckets(AdaptiveBucketsConfig(max_buckets=2), refit_every=16)
+
+
+def see_prompts(taught: Classifier) -> None:
+    """Short ones and long ones, enough to adjust the buckets."""
+    for prompt_tokens in (10, 1000) * 8:
+        taught.ticket(size(prompt_tokens), "fast", "a", 0.0)
+
+
+async def test_buckets_that_one_router_found_are_in_force_for_all_and_move_what_waits() -> None:
+    store = MemoryStateStore(time.monotonic)
+    busy, idle = classifier(buckets=two_buckets()), classifier(buckets=two_buckets())
+    waits = busy.ticket(size(600), "fast", "a", 0.0).ticket
+    await store.enqueue(waits)
+    see_prompts(busy)
+    for each in (busy, idle, busy):
+        await each.exchange(store, time.monotonic())
+    assert busy.bucket_edges == idle.bucket_edges == (0.0, 305.0, math.inf)
+    assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (304, 305)] == [0, 1]
+    assert (waits.bucket, store._places["x"].ticket.bucket) == (0, 1)
+
+
+async def test_prompts_are_not_told_apart_where_nobody_asked_or_policies_are_off() -> None:
+    plain, stock = classifier(), classifier(buckets=two_buckets(), mode="stock")
+    for each in (plain, stock):
+        see_prompts(each)
+        ticket = each.ticket(size(1000), "fast", "a", 0.0).ticket
+        assert (ticket.bucket, ticket.prompt_tokens) == (0, None)
 
 
 async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() -> None:

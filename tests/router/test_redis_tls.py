@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import json
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from deployments import cli
+from deployments.keys import digest
 from policies.errors import StateStoreError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Assignment, ReplicaInfo, Ticket
@@ -149,6 +152,27 @@ async def test_a_certificate_for_another_host_is_refused(
         await store.time_s()
     await store.close()
     await terminator.close()
+
+
+async def test_the_command_for_keys_trusts_the_authority_that_it_is_told(
+    tls_url: str,
+    authority: Authority,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", tls_url)
+    trusting = ["--application", namespace, "--redis-ca-certs", str(authority.certificate)]
+    await asyncio.to_thread(cli.main, ["keys", "new", "--name", "a", "--store", *trusting])
+    key = capsys.readouterr().out.strip()
+    await asyncio.to_thread(cli.main, ["keys", "list", *trusting])
+    assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
+    with pytest.raises(SystemExit, match="CERTIFICATE_VERIFY_FAILED"):
+        await asyncio.to_thread(cli.main, ["keys", "list", "--application", namespace])
+    await asyncio.to_thread(cli.main, ["keys", "remove", "a", *trusting])
+    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://127.0.0.1:1/0")
+    with pytest.raises(SystemExit, match="does not begin with rediss"):
+        cli.main(["keys", "list", *trusting])
 
 
 async def test_without_tls_a_tls_port_answers_nothing(tls_url: str, namespace: str) -> None:

@@ -387,6 +387,31 @@ async def test_an_adapter_that_a_replica_refuses_is_kept_by_none(service: Servic
     await service.finish(await front_end.ask_many(2))
 
 
+async def test_an_adapter_that_one_of_two_replicas_refuses_leaves_the_other_and_both_serve_on(service: Service) -> None:
+    willing, refusing = await service.replica(), await service.replica()
+    refusing.engine.refuses_loras = True
+    front_end = await service.front_end()
+    with pytest.raises(EngineCallError, match="no adapter 2 here"):
+        await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
+    assert not willing.engine.loras | refusing.engine.loras
+    assert await front_end.client.list_loras() == set()
+    await service.finish(await front_end.ask_many(8))
+    assert willing.engine.taken and refusing.engine.taken
+
+
+async def test_a_replica_that_comes_later_and_refuses_an_adapter_gets_nothing_and_nothing_is_lost(
+    service: Service,
+) -> None:
+    willing = await service.replica()
+    front_end = await service.front_end()
+    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
+    refusing = await service.replica()
+    refusing.engine.refuses_loras = True
+    await service.finish(await front_end.ask_many(8))
+    assert (willing.engine.taken, refusing.engine.taken) == (8, 0)
+    assert willing.engine.loras == {2}
+
+
 # Refusals and cancellations
 
 

@@ -4,6 +4,7 @@
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "0"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ .Values.drainSeconds | int | quote }}}
+- {name: RAY_SERVE_HAPROXY_MAXCONN, value: "25000"}
 - {name: RAY_SERVE_PORT_QUARANTINE_S, value: "60"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 {{- if not .Values.auth.rayToken }}

@@ -1,0 +1,119 @@
+"""Where `sluice serve` listens, and for how many: the address before anything starts, HAProxy through its wrapper."""
+
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.app import ROUTER_QUEUE, _router_deployment
+from deployments.cli import example
+from deployments.config import AppConfig, RouterSection
+from deployments.embedded_redis import free_port
+from deployments.environment import MAX_CONNECTIONS, address, connections_within, one_machine_env, serve_env
+from deployments.one_machine import StartError, check_address
+from tests.integration.application import wait_until
+
+# What of Ray Serve's configuration says where HAProxy listens, in its own shape.
+CONFIG = """\
+global
+    maxconn {connections}
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 5s
+    timeout server 5s
+    option splice-request
+    option splice-response
+frontend prometheus
+    bind :{metrics_port}
+    http-request return status 200
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    http-request return status 200
+listen stats
+  bind *:{stats_port}
+"""
+
+
+@contextmanager
+def haproxy(folder: Path, host: str, port: int) -> Iterator[psutil.Process]:
+    metrics_port, stats_port = free_port(), free_port()
+    env = one_machine_env(folder, metrics_port, stats_port, host, port)
+    file = folder / "haproxy.cfg"
+    connections = env["RAY_SERVE_HAPROXY_MAXCONN"]
+    file.write_text(CONFIG.format(connections=connections, metrics_port=metrics_port, stats_port=stats_port, port=port))
+    process = psutil.Popen([env["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def listening(process: psutil.Process) -> set[str]:
+    found = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {address(*c.laddr) for c in found} if len(found) == 3 else set()
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_by"),
+    [("127.0.0.1", ["127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"]), ("::1", ["::1"]), ("::", ["127.0.0.1", "::1"])],
+)
+def test_haproxy_serves_on_the_address_that_was_asked_for_and_else_on_loopback(
+    tmp_path: Path, host: str, reached_by: list[str]
+) -> None:
+    port = free_port()
+    with haproxy(tmp_path, host, port) as process:
+        addresses = wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
+        assert process.poll() is None, "it did not start"
+        assert address(host, port) in addresses
+        assert all(each.startswith("127.0.0.1:") for each in addresses - {address(host, port)})
+        for local in reached_by:
+            socket.create_connection((local, port), timeout=30).close()
+
+
+def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:
+    assert check_address("::1", free_port()) == "::1"
+    assert check_address("127.0.0.1", free_port()) == "127.0.0.1"
+    assert check_address("localhost", free_port()) in ("127.0.0.1", "::1")
+
+
+def test_an_address_in_use_is_named_in_brackets() -> None:
+    with socket.socket(socket.AF_INET6) as holder:
+        holder.bind(("::1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(StartError, match=rf"cannot serve on \[::1\]:{port}: .*--port"):
+            check_address("::1", port)
+
+
+@pytest.mark.parametrize("host", ["fe80::nonsense", "192.0.2.1"])
+def test_a_host_that_is_not_here_is_refused_before_anything_starts(host: str) -> None:
+    with pytest.raises(StartError, match="cannot serve on"):
+        check_address(host, 8000)
+
+
+def test_the_example_reaches_every_interface_by_loopback() -> None:
+    assert "http://[::1]:8000/v1" in example("http://[::]:8000", "m")
+    assert "http://127.0.0.1:8000/v1" in example("http://0.0.0.0:8000", "m")
+
+
+def test_haproxy_takes_what_two_routers_do_and_starts_where_files_are_few() -> None:
+    admitted = RouterSection().max_ongoing_requests + ROUTER_QUEUE
+    assert int(serve_env()["RAY_SERVE_HAPROXY_MAXCONN"]) == MAX_CONNECTIONS >= 2 * admitted
+    assert connections_within(resource.RLIM_INFINITY) == connections_within(65_536) == MAX_CONNECTIONS
+    assert connections_within(20_000) == 7_795
+    assert connections_within(64) == 1
+
+
+def test_a_router_that_is_full_says_when_to_come_back() -> None:
+    deployment = _router_deployment(AppConfig(model="m", router=RouterSection(max_ongoing_requests=7)))
+    assert (deployment.max_ongoing_requests, deployment.max_queued_requests) == (7, ROUTER_QUEUE)
+    answer = deployment.backpressure_config
+    assert answer.status_code == 503
+    assert answer.retry_after_s is not None and answer.retry_after_s > 0
