@@ -154,7 +154,7 @@ def run_prefill(model: Any, options: argparse.Namespace, until_s: float) -> None
     others = [mode for mode in MODES if mode != "padded"]
     head = ["prompts", "batch", "padding", *(f"{mode}: {what}" for mode in others for what in ("time", "memory"))]
     by_case = _grouped(runs, "prompts", "batch")
-    rows = [_prefill_row(*case, by_case[case], others) for case in sorted(by_case)]
+    rows = [_prefill_row(case, by_case[case], others) for case in sorted(by_case)]
     write_table(options.out / "prefill.md", head, rows)
     for what, name, y in (("s", "time", "time"), ("bytes", "memory", "peak memory")):
         lines = {each: _line(by_case, each, f"padded_{what}", f"prepacked_{what}") for each in sets}
@@ -182,10 +182,10 @@ def _line(
     return list(known), list(known.values())
 
 
-def _prefill_row(name: str, size: int, runs: Sequence[Run], modes: Sequence[str]) -> list[str]:
+def _prefill_row(case: tuple[Any, ...], runs: Sequence[Run], modes: Sequence[str]) -> list[str]:
     padding = statistics.median(1.0 - run["tokens"] / run["padded_tokens"] for run in runs)
     ratios = [spread(_ratios(runs, f"padded_{what}", f"{mode}_{what}")) for mode in modes for what in ("s", "bytes")]
-    return [name, str(size), f"{padding:.0%}", *ratios]
+    return [*map(str, case), f"{padding:.0%}", *ratios]
 
 
 def run_bins(model: Any, options: argparse.Namespace, until_s: float) -> None:
