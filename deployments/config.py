@@ -146,6 +146,9 @@ class GangSection(Section):
     """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Least tokens of a packed row; null is the longest prompt of the batch."""
+    pack_decode_from: float = Field(default=1.5, ge=1)
+    """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
+    cache) / (packed / padded tokens of a step) is at least this; .inf never."""
     shrink: bool = True
     """Rows leave the batch as they end; false computes all of them until the longest ends."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)
@@ -154,7 +157,12 @@ class GangSection(Section):
     """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
 
     def prefill_config(self) -> PrefillConfig:
-        return PrefillConfig(mode=self.prefill, max_pass_tokens=self.max_pass_tokens, row_tokens=self.row_tokens)
+        return PrefillConfig(
+            mode=self.prefill,
+            max_pass_tokens=self.max_pass_tokens,
+            row_tokens=self.row_tokens,
+            pack_decode_from=self.pack_decode_from,
+        )
 
     @model_validator(mode="after")
     def _is_valid(self) -> Self:

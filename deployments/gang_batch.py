@@ -134,9 +134,9 @@ class GangRunner:
                 return
             if self.shrink and len(kept) < len(rows):
                 rows = [rows[index] for index in kept]
-                cache.keep(kept)
+                cache = self.model.keep(cache, kept)
             following = torch.tensor([row.token_ids[-1] for row in rows], device=self.model.device)
-            logits = self.model.decode(following, cache)
+            logits, cache = self.model.decode(following, cache)
             self.counts.decode_steps += 1
             self.counts.row_steps += len(rows)
             self.counts.wasted_row_steps += sum(row.ended for row in rows)

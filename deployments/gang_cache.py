@@ -4,16 +4,53 @@ Prefill leaves them wherever its layout put the prompts; here each request's own
 Room for new columns is kept ahead: a step writes one column instead of copying all of them.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from policies.prefill import PrefillPass
+from policies.packing import Span
 
 AHEAD_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one request's first token lies in a cache."""
+
+    cache: Cache
+    row: int
+    start: int
+
+
+def move(
+    places: Sequence[Place], spans: Sequence[Span], rows: int, columns: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every request's keys and values, by layer, to its span of new buffers. Where they come from is emptied."""
+    caches = {id(place.cache): place.cache for place in places}.values()
+    moved = []
+    for number in range(len(places[0].cache.layers)):
+        moved.append(_move_layer(places, spans, (rows, columns), number))
+        for cache in caches:  # layer by layer, so that never all of it is there twice
+            cache.layers[number] = None
+    return moved
+
+
+def _move_layer(
+    places: Sequence[Place], spans: Sequence[Span], shape: tuple[int, int], number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    like = places[0].cache.layers[number]
+    keys, values = (
+        held.new_zeros(shape[0], held.shape[1], shape[1], held.shape[-1]) for held in (like.keys, like.values)
+    )  # they may differ in width
+    for place, span in zip(places, spans, strict=True):
+        layer, stop = place.cache.layers[number], place.start + span.stop - span.start
+        keys[span.row, :, span.start : span.stop] = layer.keys[place.row, :, place.start : stop]
+        values[span.row, :, span.start : span.stop] = layer.values[place.row, :, place.start : stop]
+    return keys, values
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not checked
@@ -60,6 +97,17 @@ class RowsCache:
     def __init__(self, cache: Cache, lengths: torch.Tensor, columns: int) -> None:
         self.cache, self.lengths, self.columns = cache, lengths, columns
 
+    @classmethod
+    def of(cls, places: Sequence[Place], lengths: Sequence[int]) -> Self:
+        """Out of other caches, which are emptied. Lengths are tokens of each request."""
+        columns = max(lengths)
+        spans = [Span(row, columns - length, columns) for row, length in enumerate(lengths)]
+        layers = [RowsLayer(*moved, columns) for moved in move(places, spans, len(spans), columns + AHEAD_COLUMNS)]
+        return cls(Cache(layers=layers), torch.tensor(lengths, device=layers[0].device), columns)
+
+    def places(self) -> list[Place]:
+        return [Place(self.cache, row, self.columns - length) for row, length in enumerate(self.lengths.tolist())]
+
     def mask(self, new_columns: int = 1) -> torch.Tensor:
         """Which columns are tokens and not padding, those to come included: bool, shape (rows, columns + new)."""
         columns = torch.arange(self.columns + new_columns, device=self.lengths.device)
@@ -78,37 +126,3 @@ class RowsCache:
         for layer in self.cache.layers:
             layer.keep(index, first_column)
         self.columns -= first_column
-
-
-def unpack(passes: Sequence[PrefillPass], caches: Sequence[Cache], lengths: Sequence[int]) -> RowsCache:
-    """Each request's keys and values out of the passes' caches, which are emptied, into a row of its own.
-
-    Args:
-        lengths: tokens of every prompt, in the batch's order.
-    """
-    columns = max(lengths)
-    layers = [_unpack_layer(passes, caches, layer, len(lengths), columns) for layer in range(len(caches[0].layers))]
-    device = layers[0].keys.device
-    return RowsCache(Cache(layers=layers), torch.tensor(lengths, device=device), columns)
-
-
-def _unpack_layer(
-    passes: Sequence[PrefillPass], caches: Sequence[Cache], layer: int, rows: int, columns: int
-) -> RowsLayer:
-    packed = [(cache.layers[layer].keys, cache.layers[layer].values) for cache in caches]
-    keys, values = buffers = [
-        like.new_zeros(rows, like.shape[1], columns + AHEAD_COLUMNS, like.shape[-1]) for like in packed[0]
-    ]  # keys and values may differ in width
-    for row, number, source, start, stop in _places(passes):
-        for buffer, states in zip(buffers, packed[number], strict=True):
-            buffer[row, :, columns - (stop - start) : columns] = states[source, :, start:stop]
-    for cache in caches:  # layer by layer, so that never all of it is there twice
-        cache.layers[layer] = None
-    return RowsLayer(keys, values, columns)
-
-
-def _places(passes: Sequence[PrefillPass]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of every request: its row, and its pass, row, start and stop there."""
-    for number, each in enumerate(passes):
-        for row, span in zip(each.prompts, each.layout.spans, strict=True):
-            yield row, number, span.row, span.start, span.stop

@@ -8,8 +8,9 @@ Whether a model keeps its prompts apart is found out when it is loaded: too many
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deployments.gang_cache import RowsCache, unpack
+from deployments.gang_cache import Place, RowsCache
+from deployments.gang_packed_cache import PackedCache
 from policies.errors import ConfigError
-from policies.prefill import PrefillConfig, PrefillPass, prefill_passes
+from policies.packing import PackedBatch
+from policies.prefill import PrefillConfig, PrefillPass, decode_layout, prefill_passes
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ logger = logging.getLogger(__name__)
 CHECK_LENGTHS = (7, 1, 4, 2)
 CHECK_TOLERANCE = 0.1
 KINDS = {"full_attention", "sliding_attention"}
+PACKED_ROOM = 32  # steps of packed decode between two layouts
+
+GangCache = RowsCache | PackedCache
 
 
 def load(
@@ -64,7 +70,7 @@ class GangModel:
     def device(self) -> torch.device:
         return self._model.device
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowsCache]:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, GangCache]:
         """The logits after each prompt, shape (prompts, vocabulary), and the cache to go on with.
 
         Prompts have at least one token each.
@@ -74,7 +80,7 @@ class GangModel:
         order = np.argsort([index for each in passes for index in each.prompts])
         with torch.inference_mode():
             logits, caches = zip(*(self._prefill_pass(each, prompts) for each in passes), strict=True)
-            return torch.cat(logits)[order], unpack(passes, caches, lengths)
+            return torch.cat(logits)[order], self._laid_out(_places(passes, caches), lengths)
 
     def _prefill_pass(self, each: PrefillPass, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache]:
         layout, cache = each.layout, DynamicCache()
@@ -84,35 +90,74 @@ class GangModel:
             logits = self._model(
                 input_ids=self._on_device(layout.pack([prompts[index] for index in each.prompts], padding=0)),
                 position_ids=self._on_device(positions).expand(layout.row_count, -1),
-                attention_mask=self._packed_mask(each) if each.is_packed else None,
+                attention_mask=self._masks(partial(self._prefill_mask, each)) if each.is_packed else None,
                 past_key_values=cache,
                 use_cache=True,
             ).logits
         return logits[0], cache
 
-    def decode(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
-        """The logits after one more token of every row: (rows,) to (rows, vocabulary)."""
+    def decode(self, token_ids: torch.Tensor, held: GangCache) -> tuple[torch.Tensor, GangCache]:
+        """The logits after one more token of every request, and the cache to go on with.
+
+        Shapes (requests,) to (requests, vocabulary). `held` is used up.
+        """
         with torch.inference_mode():
+            if isinstance(held, PackedCache) and not held.room:
+                held = self._laid_out(held.places(), held.lengths.tolist())
+            if isinstance(held, PackedCache):
+                logits = self._decode_packed(token_ids, held)
+            else:
+                logits = self._decode_rows(token_ids, held)
+            held.grown()
+        return logits, held
+
+    def keep(self, held: GangCache, requests: Sequence[int]) -> GangCache:
+        """The cache without all other requests. `held` is used up."""
+        with torch.inference_mode():
+            lengths = held.lengths[torch.tensor(requests, device=self.device)].tolist()
+            if isinstance(held, RowsCache) and decode_layout(lengths, PACKED_ROOM, self._config) is None:
+                held.keep(requests)
+                return held
+            places = held.places()
+            return self._laid_out([places[index] for index in requests], lengths)
+
+    def _laid_out(self, places: Sequence[Place], lengths: Sequence[int]) -> GangCache:
+        layout = decode_layout(lengths, PACKED_ROOM, self._config)
+        return PackedCache.of(places, layout, PACKED_ROOM) if layout else RowsCache.of(places, lengths)
+
+    def _decode_rows(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids[:, None],
+            position_ids=rows.lengths[:, None],
+            attention_mask=rows.mask(),
+            past_key_values=rows.cache,
+            use_cache=True,
+        ).logits[:, -1]
+        return logits
+
+    def _decode_packed(self, token_ids: torch.Tensor, packed: PackedCache) -> torch.Tensor:
+        with self._only_at(packed.rows, packed.slots):
             logits: torch.Tensor = self._model(
-                input_ids=token_ids[:, None],
-                position_ids=rows.lengths[:, None],
-                attention_mask=rows.mask(),
-                past_key_values=rows.cache,
+                input_ids=packed.spread(token_ids),
+                position_ids=packed.spread(packed.lengths),
+                attention_mask=self._masks(packed.mask),
+                past_key_values=packed.cache,
                 use_cache=True,
-            ).logits[:, -1]
-            rows.grown()
+            ).logits[0]
         return logits
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _packed_mask(self, each: PrefillPass) -> Any:
-        """A mask, or one for each kind of layer where a model has several."""
-        masks = {kind: self._mask(each, window) for kind, window in self._windows.items()}
+    def _prefill_mask(self, each: PrefillPass, window: int | None) -> torch.Tensor:
+        return self._on_device(each.layout.attention_mask(window))[:, None]
+
+    def _masks(self, mask_of: Callable[[int | None], torch.Tensor]) -> Any:
+        """A mask, or one for each kind of layer where a model has several, from what makes one for a sliding window."""
+        masks = {kind: self._as_asked(mask_of(window)) for kind, window in self._windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, each: PrefillPass, window: int | None) -> torch.Tensor:
-        mask = self._on_device(each.layout.attention_mask(window))[:, None]
+    def _as_asked(self, mask: torch.Tensor) -> torch.Tensor:
         if self._model.config._attn_implementation != "eager":
             return mask
         zero = torch.zeros((), dtype=self._model.dtype, device=self.device)
@@ -135,7 +180,7 @@ class GangModel:
         generator = np.random.default_rng(0)
         prompts = [generator.integers(self.vocab_size, size=length).tolist() for length in CHECK_LENGTHS]
         try:
-            (together, rows), alone = self._two_steps(prompts), [self._two_steps([prompt])[0] for prompt in prompts]
+            (together, held), alone = self._two_steps(prompts), [self._two_steps([prompt])[0] for prompt in prompts]
         except ConfigError:
             raise
         except Exception as error:  # of whatever kind: it is the model's own code
@@ -144,20 +189,36 @@ class GangModel:
         error_share = float((together - expected).abs().amax() / expected.std())
         if not error_share < CHECK_TOLERANCE:
             raise ConfigError(self._no_batches(f"logits differ by {error_share:.2f} of their spread"))
-        layers = rows.cache.layers
+        layers = held.cache.layers
         kept = (tensor for layer in layers for tensor in (layer.keys, layer.values))
         return float(sum(tensor.element_size() * tensor.shape[1] * tensor.shape[3] for tensor in kept))
 
-    def _two_steps(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowsCache]:
-        """Logits after each prompt and one more token, float32, shape (2, prompts, vocabulary)."""
-        first, rows = self.prefill(prompts)
-        second = self.decode(torch.tensor([prompt[0] for prompt in prompts], device=self.device), rows)
-        return torch.stack((first, second)).float(), rows
+    def _two_steps(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, GangCache]:
+        """Logits after each prompt and one more token, float32, shape (2, prompts, vocabulary).
+
+        If prompts are packed, the step is as well, in a single row.
+        """
+        first, held = self.prefill(prompts)
+        if self._config.mode == "prepacked":
+            spans = [len(prompt) + 1 for prompt in prompts]
+            held = PackedCache.of(held.places(), PackedBatch.of(spans, sum(spans)), room=1)
+        second, held = self.decode(torch.tensor([prompt[0] for prompt in prompts], device=self.device), held)
+        return torch.stack((first, second)).float(), held
 
     def _no_batches(self, why: str) -> str:
         instead = "; try engine.gang.prefill: padded" if self._config.mode == "prepacked" else ""
         name = type(self._model).__name__
         return f"{name} does not keep the requests of a {self._config.mode} batch apart ({why}){instead}"
+
+
+def _places(passes: Sequence[PrefillPass], caches: Sequence[DynamicCache]) -> list[Place]:
+    """Of every prompt, in the batch's order."""
+    places = {
+        prompt: Place(cache, span.row, span.start)
+        for each, cache in zip(passes, caches, strict=True)
+        for prompt, span in zip(each.prompts, each.layout.spans, strict=True)
+    }
+    return [places[prompt] for prompt in range(len(places))]
 
 
 def _windows(config: Any) -> dict[str, int | None]:

@@ -66,6 +66,10 @@ class Engine(Protocol):
         """Most requests that may run at once."""
 
     @property
+    def gang_sizes(self) -> Sequence[int]:
+        """Of an engine that takes gang batches: most requests of one, by bin. Bins beyond are bound by the slots."""
+
+    @property
     def dead(self) -> bool: ...
 
     async def add(self, request: Any) -> None: ...
@@ -420,7 +424,9 @@ class Relay:
             return  # the sweep takes this replica out of the tables
         slowness = self._steps.slowness if self._steps else 1.0
         try:
-            assigned = await self._store.beat_replica(self.info.replica_id, self.slots, self._config.lease_s, slowness)
+            assigned = await self._store.beat_replica(
+                self.info.replica_id, self.slots, self._config.lease_s, slowness, self._engine.gang_sizes
+            )
         except StateStoreError:
             self._registrations_due = REGISTRATIONS_AFTER_AN_ABSENCE
             raise

@@ -28,7 +28,7 @@ from deployments.gang_step import RowOutput, unsupported
 from deployments.request_metadata import metadata_of
 from deployments.vllm_adapter import ENGINE_VERSION, VllmCodec, step_outputs
 from policies.errors import ConfigError, InputError, ReplicaLostError
-from policies.gang import rows_that_fit
+from policies.gang import memory_safe_gang, rows_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ POLL_S = 0.5
 JOIN_TIMEOUT_S = 30.0
 # Of the memory that is free once the model is loaded: the rest is for activations, and on a CPU for everybody else.
 CPU_CACHE_SHARE, ACCELERATOR_CACHE_SHARE = 0.5, 0.8
-SEEN_ANSWERS = 512
+SEEN_ANSWERS, ENOUGH_ANSWERS = 512, 20
 SELDOM_EXCEEDED = 0.95
 
 
@@ -65,6 +65,7 @@ class TransformersEngine:
         self._model = GangModel(loaded, gang.prefill_config())
         self._capacity_tokens = gang.kv_cache_tokens or _cache_tokens(self._model)
         self._seen = _SeenAnswers()
+        self._gang_sizes: tuple[int, ...] = ()
         self._waiting: deque[Row] = deque()
         self._cancelled: set[str] = set()
         self._running: list[Row] = []
@@ -86,6 +87,10 @@ class TransformersEngine:
     @property
     def slots(self) -> int:
         return self._gang.batch_size
+
+    @property
+    def gang_sizes(self) -> tuple[int, ...]:
+        return self._gang_sizes
 
     @property
     def dead(self) -> bool:
@@ -168,6 +173,7 @@ class TransformersEngine:
                 for row in self._running:
                     if row.request_id not in self._cancelled:
                         self._seen.observe(row)
+                self._gang_sizes = self._seen.gang_sizes(self._capacity_tokens, self._gang.batch_size)
         except Exception as error:  # of whatever kind: the relay must hear of it
             logger.exception("the model failed")
             self._died = True
@@ -216,22 +222,32 @@ class TransformersEngine:
 
 
 class _SeenAnswers:
-    """The latest answers' lengths by bin: what the memory-safe size of a batch goes by."""
+    """The latest lengths of prompts and answers by bin: what the memory-safe size of a batch goes by."""
 
     def __init__(self) -> None:
-        self._of_bin: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SEEN_ANSWERS))
+        self._of_bin: defaultdict[int | None, deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=SEEN_ANSWERS))
 
     def observe(self, row: Row) -> None:
         if row.output_tokens:
-            self._of_bin[row.bin_index].append(row.output_tokens)
+            self._of_bin[row.bin_index].append((row.prompt_tokens, row.output_tokens))
+
+    def gang_sizes(self, capacity_tokens: float, most: int) -> tuple[int, ...]:
+        """By bin; `most` where too little was seen to say anything."""
+        safe = {
+            number: memory_safe_gang([sum(lengths) for lengths in seen], capacity_tokens, most)
+            for number, seen in self._of_bin.items()
+            if number is not None and len(seen) >= ENOUGH_ANSWERS
+        }
+        return tuple(safe.get(number, most) for number in range(max(safe, default=-1) + 1))
 
     def usual_tokens(self, rows: Iterable[Row]) -> float:
         """What 95 of 100 answers of their bins did not exceed; infinite until enough were seen to say so."""
         most = 0.0
         for seen in {row.bin_index: self._of_bin[row.bin_index] for row in rows}.values():
-            if len(seen) < 1 / (1 - SELDOM_EXCEEDED):
+            if len(seen) < ENOUGH_ANSWERS:
                 return float("inf")
-            most = max(most, sorted(seen)[int(SELDOM_EXCEEDED * len(seen))])
+            answers = sorted(answer for _, answer in seen)
+            most = max(most, answers[int(SELDOM_EXCEEDED * len(answers))])
         return most
 
 

@@ -456,6 +456,10 @@ class VllmEngine:
         )
 
     @property
+    def gang_sizes(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def slots(self) -> int:
         """What the engine would admit at once, by its last status; the slots of vLLM where nothing else is said."""
         slots = int(self._config.scheduler_config.max_num_seqs)

@@ -14,6 +14,7 @@ Departures (ERRATA numbers):
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
@@ -26,6 +27,7 @@ class GangConfig:
     Attributes:
         batch_size: B.
         max_wait_s: after which a batch goes with fewer; infinite waits for full ones.
+        bin_sizes: B of each bin, where memory allows no more than that; of bins beyond, nothing is known.
 
     Raises:
         ConfigError: batch_size is below 1, or max_wait_s negative or not a number.
@@ -33,11 +35,15 @@ class GangConfig:
 
     batch_size: int = 8
     max_wait_s: float = 0.1
+    bin_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "batch_size")
         if not self.max_wait_s >= 0.0:
             raise ConfigError(f"max_wait_s must be at least 0, got {self.max_wait_s}")
+
+    def size_of(self, bin_index: int) -> int:
+        return min(self.batch_size, *self.bin_sizes[bin_index : bin_index + 1] or (self.batch_size,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class LaneView:
 
     Attributes:
         bucket: of prompt length; 0 where prompts are not told apart.
-        keys: of the order policy, ascending: of its first requests, up to the batch size.
+        keys: of the order policy, ascending: of its first requests, up to the batch size of its bin.
         waited_s: how long the one has waited that waits longest; it decides in a lane that holds less than a batch.
     """
 
@@ -62,8 +68,9 @@ def formed_key(lane: LaneView, config: GangConfig) -> float | None:
 
     The key of the B-th request, or that of the first plus max_wait_s if that is less.
     """
-    if len(lane.keys) >= config.batch_size:
-        return min(lane.keys[config.batch_size - 1], lane.keys[0] + config.max_wait_s)
+    size = config.size_of(lane.bin_index)
+    if len(lane.keys) >= size:
+        return min(lane.keys[size - 1], lane.keys[0] + config.max_wait_s)
     is_due = bool(lane.keys) and lane.waited_s >= config.max_wait_s
     return lane.keys[0] + config.max_wait_s if is_due else None
 
@@ -73,6 +80,27 @@ def first_formed(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | No
     formed = ((formed_key(lane, config), lane) for lane in lanes)
     ready = [(key, lane.bin_index, lane.bucket, lane.slo_class, lane) for key, lane in formed if key is not None]
     return min(ready, key=lambda entry: entry[:4])[4] if ready else None
+
+
+def memory_safe_gang(
+    rows_tokens: Sequence[int], capacity_tokens: float, most: int, overflow_probability: float = 0.05
+) -> int:
+    """The largest batch of a bin that needs more than the KV cache with at most this probability; 1 to `most`.
+
+    What 001's eq. 12 asks for, P(need > eta) <= epsilon, where rows are as long as the longest of them. So b rows need
+    b times the greatest of b lengths instead of their sum, and no central limit is needed:
+
+        b * F^-1((1 - epsilon)^(1 / b)) <= eta,  F the distribution of the lengths seen
+
+    Args:
+        rows_tokens: prompt and answer of the bin's latest requests; at least one.
+    """
+    ascending = sorted(rows_tokens)
+    for rows in range(most, 1, -1):
+        place = ceil((1.0 - overflow_probability) ** (1.0 / rows) * len(ascending)) - 1
+        if rows * ascending[place] <= capacity_tokens:
+            return rows
+    return 1
 
 
 def rows_that_fit(

@@ -19,6 +19,7 @@ Layout of a batch, R rows of C tokens (a, b, c prompts; . padding):
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -150,6 +151,11 @@ class PackedBatch:
         if sorted(index for indices in rows for index in indices) != list(range(len(lengths))):
             raise InputError(f"rows must hold each of the {len(lengths)} prompts once, got {rows}")
         return cls(tuple(spans[index] for index in range(len(lengths))), len(rows), capacity)
+
+    @property
+    def most_in_a_row(self) -> int:
+        """Prompts of the row that holds most of them."""
+        return max(Counter(span.row for span in self.spans).values(), default=0)
 
     def segments(self) -> IntArray:
         """Which prompt each token belongs to, counted from 1; 0 is padding. Shape (R, C)."""

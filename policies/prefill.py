@@ -5,7 +5,8 @@ Source: Zhao et al., "Prepacking" (paper 004): its method, and the two that it i
 - `padded`: every prompt has a row of its own, as long as the longest.
 - `length_ordered`: as padded, but prompts of like length share a pass: within a factor of two, so that less than half
   of a pass is padding. (The paper sorts a whole data set and cuts it into batches; an engine sees only its batch.)
-- `prepacked`: short prompts share rows, which are as long as the longest prompt unless row_tokens says more.
+- `prepacked`: short prompts share rows, which are as long as the longest prompt unless row_tokens says more. Where it
+  pays, requests share rows of the cache in decode steps as well (section 4.8).
 
 A pass holds at most max_pass_tokens, padding included, as far as one row allows: that bounds its activations.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from policies.checks import require_at_least, require_one_of
+from policies.errors import ConfigError
 from policies.packing import PackedBatch, first_fit_decreasing
 
 PrefillMode = Literal["padded", "prepacked", "length_ordered"]
@@ -27,6 +29,8 @@ class PrefillConfig:
     Attributes:
         max_pass_tokens: of a forward pass, padding included.
         row_tokens: at least so many tokens make a packed row; None is the longest prompt.
+        pack_decode_from: requests of a `prepacked` batch share rows while they generate as well when the saving is so
+            large (`decode_layout`); infinite for never.
 
     Raises:
         ConfigError: the mode is unknown, or a number below 1.
@@ -35,10 +39,13 @@ class PrefillConfig:
     mode: PrefillMode = "prepacked"
     max_pass_tokens: int = 8192
     row_tokens: int | None = None
+    pack_decode_from: float = 1.5
 
     def __post_init__(self) -> None:
         require_one_of(get_args(PrefillMode), self, "mode")
         require_at_least(1, self, "max_pass_tokens")
+        if not self.pack_decode_from >= 1.0:
+            raise ConfigError(f"pack_decode_from must be at least 1, got {self.pack_decode_from}")
         if self.row_tokens is not None:
             require_at_least(1, self, "row_tokens")
 
@@ -101,3 +108,27 @@ def _pass(rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> PrefillPass:
     own = [lengths[index] for index in prompts]
     capacity = max(sum(own[number] for number in row) for row in local)
     return PrefillPass(prompts, PackedBatch.from_rows(local, own, capacity))
+
+
+def decode_layout(lengths: Sequence[int], room: int, config: PrefillConfig) -> PackedBatch | None:
+    """Rows for requests that share them in decode steps, or None where each is better off with a row of its own.
+
+    Attention reads fewer places of the cache, but a step computes as many tokens of every row as the fullest row has
+    requests. What decides is the one ratio over the other,
+
+        (padded places / packed places) / (packed tokens / requests) >= pack_decode_from.
+
+    Args:
+        lengths: tokens held of each request.
+        room: tokens to come that each span has room for.
+
+    Raises:
+        InputError: a length is negative.
+    """
+    if config.mode != "prepacked" or len(lengths) < 2:
+        return None
+    layout = PackedBatch.of([length + room for length in lengths])
+    fewer_places = len(lengths) / layout.row_count
+    more_tokens = layout.row_count * layout.most_in_a_row / len(lengths)
+    pays = fewer_places > 1.0 and fewer_places >= config.pack_decode_from * more_tokens
+    return layout if pays else None

@@ -46,6 +46,7 @@ class _Replica:
     slots: int
     slowness: float
     beat_s: float
+    gang_sizes: tuple[int, ...] = ()
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
 
@@ -177,9 +178,11 @@ class MemoryStateStore:
 
     def _next_gang(self, replica: _Replica) -> list[_Place]:
         assert replica.info.gang_max_wait_s is not None
-        config = GangConfig(batch_size=replica.slots, max_wait_s=replica.info.gang_max_wait_s)
+        config = GangConfig(
+            batch_size=replica.slots, max_wait_s=replica.info.gang_max_wait_s, bin_sizes=replica.gang_sizes
+        )
         batches = {
-            name: places[: config.batch_size] for name, places in self._lanes().items() if replica.serves(name[0])
+            name: places[: config.size_of(name[1])] for name, places in self._lanes().items() if replica.serves(name[0])
         }
         chosen = first_formed((self._lane_view(*name, batch) for name, batch in batches.items()), config)
         return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index, chosen.bucket]
@@ -290,12 +293,13 @@ class MemoryStateStore:
         self._dispatch("")
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
     ) -> list[str] | None:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
         replica.slowness, replica.beat_s = slowness, self._now()
+        replica.gang_sizes = tuple(gang_sizes)
         self._set_slots(replica, slots)
         self._dispatch("")
         oldest = self._now() - lease_s

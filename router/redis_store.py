@@ -163,9 +163,10 @@ class RedisStateStore:
         await self._run("register_replica", info.replica_id, packed, slots, classes, repr(slowness), gang, *running)
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
     ) -> list[str] | None:
-        reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000))
+        sizes = ",".join(map(str, gang_sizes))
+        reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000), sizes)
         return None if reply is None else _strings(reply)
 
     async def swap_edges(

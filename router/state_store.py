@@ -186,9 +186,9 @@ class StateStore(Protocol):
         """A replica joins, or comes back; `running` is what it runs already, even if it waits as far as we know."""
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0
+        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
     ) -> list[str] | None:
-        """A replica lives and offers `slots`.
+        """A replica lives and offers `slots`; if it takes gang batches, of each bin no more than its gang size.
 
         Returns the ids assigned to it longer than lease_s ago, None when it is not registered.
         """

@@ -132,6 +132,8 @@ class FakeEngine:
     even if it was aborted meanwhile; and it does not survive an id that it holds already.
     """
 
+    gang_sizes: tuple[int, ...] = ()
+
     def __init__(self, *, slots: int = 4, step_s: float = 0.002, salt: int = 0, version: str = "fake-1") -> None:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)

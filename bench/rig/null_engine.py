@@ -81,6 +81,7 @@ class NullEngine:
     """Steps like an engine: whatever is due by the time of a step comes out in one batch."""
 
     engine_version = VERSION
+    gang_sizes: tuple[int, ...] = ()
     dead = False
 
     def __init__(self, *, slots: int, ttft_s: float, interval_s: float) -> None:

@@ -1,62 +1,67 @@
-"""Would packed decode pay? Paper 004, section 4.8: requests share rows of the cache while they generate as well.
+"""Decode steps of a gang whose requests have rows of their own, against packed rows: paper 004, section 4.8.
 
-Only attention differs between the two, so only attention is measured: one query per request over its keys. Padded, a
-row for each request as long as the longest; packed, rows by first-fit decreasing with room for the tokens to come, and
-a mask, because every query of a row scans all of it.
+Whole steps of the model, masks and all, from the same keys and values, and the move to a new layout shared out over the
+steps until the next. In turn, at several moments of a gang's life: when everyone has so many tokens of an answer.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from transformers import Cache
 
+from deployments.gang_cache import AHEAD_COLUMNS, RowsCache, RowsLayer
+from deployments.gang_model import PACKED_ROOM, GangCache, GangModel
+from deployments.gang_packed_cache import PackedCache
 from policies.packing import PackedBatch
 
-HEADS, WIDTH = 8, 64
 
+class Decodes:
+    """One model whose layers all have full attention."""
 
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """CPU seconds of a step's attention, and places of the cache, by layout."""
+    def __init__(self, model: Any, gang: GangModel) -> None:
+        self._model, self._gang = model, gang
 
-    padded_s: float
-    packed_s: float
-    padded_places: int
-    packed_places: int
+    def measure(self, lengths: Sequence[int], steps: int, turn: int) -> dict[str, float]:
+        """CPU seconds of a step by layout; places of the cache, and tokens that a step computes.
 
+        Args:
+            lengths: tokens held of every request.
+            steps: at most PACKED_ROOM.
+            turn: the layouts take turns at being first.
+        """
+        layout = PackedBatch.of([length + PACKED_ROOM for length in lengths])
+        makers: dict[str, Callable[[RowsCache], GangCache]] = {
+            "padded": lambda rows: rows,
+            "packed": lambda rows: PackedCache.of(rows.places(), layout, PACKED_ROOM),
+        }
+        found = {}
+        for name in sorted(makers, reverse=bool(turn % 2)):
+            found[f"{name}_s"] = self._step_s(lengths, steps, makers[name])
+        return found | {
+            "requests": float(len(lengths)),
+            "padded_places": float(len(lengths) * layout.capacity),
+            "packed_places": float(layout.row_count * layout.capacity),
+            "packed_tokens": float(layout.row_count * layout.most_in_a_row),
+        }
 
-def decode_cost(lengths: Sequence[int], new_tokens: int, steps: int = 30) -> DecodeCost:
-    """Args:
-    lengths: of the prompts.
-    new_tokens: room for so many more after each.
-    """
-    spans = [length + new_tokens for length in lengths]
-    packed = PackedBatch.of(spans)
-    padded = PackedBatch.from_rows([[index] for index in range(len(spans))], spans, max(spans))
-    return DecodeCost(
-        _attention_s(padded, steps),
-        _attention_s(packed, steps),
-        padded.row_count * padded.capacity,
-        packed.row_count * packed.capacity,
-    )
+    def _step_s(self, lengths: Sequence[int], steps: int, lay_out: Callable[[RowsCache], GangCache]) -> float:
+        rows = self._rows(lengths)
+        token_ids = torch.ones(len(lengths), dtype=torch.long)
+        with torch.inference_mode():
+            start_s = time.thread_time()
+            held = lay_out(rows)
+            moved_s = time.thread_time()
+            for _ in range(steps):
+                _, held = self._gang.decode(token_ids, held)
+            return (time.thread_time() - moved_s) / steps + (moved_s - start_s) / PACKED_ROOM
 
-
-def _attention_s(layout: PackedBatch, steps: int) -> float:
-    """As many queries in each row as the fullest row has requests: rows of a batch are equal."""
-    by_row = [[span for span in layout.spans if span.row == row] for row in range(layout.row_count)]
-    queries = max(map(len, by_row))
-    mask = torch.zeros(layout.row_count, 1, queries, layout.capacity, dtype=torch.bool)
-    for row, spans in enumerate(by_row):
-        for place in range(queries):
-            span = spans[min(place, len(spans) - 1)]
-            mask[row, 0, place, span.start : span.stop] = True
-    query = torch.randn(layout.row_count, HEADS, queries, WIDTH)
-    keys, values = (torch.randn(layout.row_count, HEADS, layout.capacity, WIDTH) for _ in range(2))
-    with torch.inference_mode():
-        F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        start_s = time.process_time()
-        for _ in range(steps):
-            F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        return (time.process_time() - start_s) / steps
+    def _rows(self, lengths: Sequence[int]) -> RowsCache:
+        """Random keys and values."""
+        config, columns = self._model.config.get_text_config(), max(lengths)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (2, len(lengths), config.num_key_value_heads, columns + AHEAD_COLUMNS, width)
+        made = (torch.randn(shape, dtype=self._model.dtype) for _ in range(config.num_hidden_layers))
+        layers = [RowsLayer(keys, values, columns) for keys, values in made]
+        return RowsCache(Cache(layers=layers), torch.tensor(lengths), columns)

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,20 +26,22 @@ class Prefills:
     def __init__(self, model: Any) -> None:
         self._models = {mode: GangModel(model, PrefillConfig(mode=mode, max_pass_tokens=WHOLE_BATCH)) for mode in MODES}
 
-    def measure(self, batches: Sequence[Sequence[int]], seed: int) -> Iterator[dict[str, float]]:
-        """Of each batch: seconds by layout, the tokens computed by each, and of the first the peak bytes."""
-        generator = np.random.default_rng(seed)
-        for number, lengths in enumerate(batches):
-            vocabulary = self._models["padded"].vocab_size
-            prompts = [generator.integers(vocabulary, size=length).tolist() for length in lengths]
-            found: dict[str, float] = {"tokens": float(sum(lengths))}
-            for place in range(len(MODES)):  # another one first each time
-                mode = MODES[(place + number) % len(MODES)]
-                found[f"{mode}_s"] = self._seconds(mode, prompts)
-                if number == 0:
-                    found[f"{mode}_bytes"] = float(self._peak_bytes(mode, prompts))
-                found[f"{mode}_tokens"] = float(_computed_tokens(mode, lengths))
-            yield found
+    def measure(self, lengths: Sequence[int], turn: int, with_memory: bool) -> dict[str, float]:
+        """Of a batch of such random prompts: seconds by layout, the tokens computed by each, and if asked peak bytes.
+
+        Args:
+            turn: the layouts take turns at being first.
+        """
+        generator, vocabulary = np.random.default_rng(turn), self._models["padded"].vocab_size
+        prompts = [generator.integers(vocabulary, size=length).tolist() for length in lengths]
+        found: dict[str, float] = {"tokens": float(sum(lengths))}
+        for place in range(len(MODES)):
+            mode = MODES[(place + turn) % len(MODES)]
+            found[f"{mode}_s"] = self._seconds(mode, prompts)
+            if with_memory:
+                found[f"{mode}_bytes"] = float(self._peak_bytes(mode, prompts))
+            found[f"{mode}_tokens"] = float(_computed_tokens(mode, lengths))
+        return found
 
     def _seconds(self, mode: PrefillMode, prompts: Sequence[Sequence[int]]) -> float:
         model = self._models[mode]
@@ -73,7 +75,7 @@ def _map_blocks_from(threshold_bytes: int) -> None:
 
 def _now_s(device: torch.device) -> float:
     if device.type == "cpu":
-        return time.process_time()
+        return time.thread_time()
     torch.accelerator.synchronize()
     return time.perf_counter()
 

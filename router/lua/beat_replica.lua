@@ -1,4 +1,4 @@
--- ARGV: replica, slots, slowness, lease_ms
+-- ARGV: replica, slots, slowness, lease_ms, most requests of a gang batch by bin ("" or "8,8,4")
 -- Heartbeat. Returns false when the replica is not registered, else the ids assigned to it longer than lease_ms ago:
 -- those it does not know belong to requests that never arrived.
 local replica = ARGV[1]
@@ -7,7 +7,9 @@ if redis.call('HEXISTS', P .. ':replicas', replica) == 0 then
 end
 redis.call('ZADD', P .. ':beats', now_ms(), replica)
 redis.call('HSET', P .. ':slowness', replica, ARGV[3])
-if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] then
+local sizes = redis.call('HGET', P .. ':gang_sizes', replica) or ''
+redis.call('HSET', P .. ':gang_sizes', replica, ARGV[5])
+if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] or sizes ~= ARGV[5] then
   set_slots(replica, ARGV[2])
   offer(replica)
   dispatch('')

@@ -12,6 +12,7 @@
 --   P:work          hash  replica -> predicted seconds on it
 --   P:free          zset  replica -> predicted seconds on it; only replicas with credit that take single requests
 --   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
+--   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:on:<r>        set of ids on replica r
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
@@ -308,14 +309,23 @@ local function formed(lane, size, max_wait_s)
   end
 end
 
+-- policies.gang.GangConfig.bin_sizes, the first bin's at 1.
+local function gang_sizes_of(replica)
+  local sizes = {}
+  for size in string.gmatch(redis.call('HGET', P .. ':gang_sizes', replica) or '', '%d+') do
+    sizes[#sizes + 1] = tonumber(size)
+  end
+  return sizes
+end
+
 -- policies.gang.first_formed: the ids of the batch that this idle replica takes, or nil.
 local function next_gang(replica)
   local size, max_wait_s = hash_number(':slots', replica), hash_number(':gangs', replica)
-  local best
+  local sizes, best = gang_sizes_of(replica), nil
   for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
     local class, bin, bucket = parts_of(lane)
     if serves(replica, class) then
-      local ids, key = formed(lane, size, max_wait_s)
+      local ids, key = formed(lane, math.min(size, sizes[bin + 1] or size), max_wait_s)
       local batch = ids and { ids = ids, key = key, bin = bin, bucket = bucket, class = class }
       if batch and (not best or more_urgent(batch, best)) then
         best = batch
@@ -408,7 +418,7 @@ local function drop_replica(replica)
     no_longer_recallable(id)
   end
   redis.call('DEL', P .. ':on:' .. replica)
-  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs' }) do
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

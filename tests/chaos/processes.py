@@ -60,6 +60,7 @@ async def serve(options: argparse.Namespace) -> None:
             engine_version="fake-1",
             model="none",
             max_model_len=1 << 20,
+            gang_max_wait_s=options.gang_max_wait_s,
         ),
         config=RelayConfig(heartbeat_s=HEARTBEAT_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)),
         metrics=RelayMetrics(CollectorRegistry()),
@@ -184,6 +185,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, chance in (("step-s", 0.002), ("cancel-fraction", 0.0), ("skew-s", 0.0)):
         parser.add_argument(f"--{name}", type=float, default=chance)
+    parser.add_argument("--gang-max-wait-s", type=float, help="the replica takes gang batches")
     options = parser.parse_args()
     asyncio.run(serve(options) if options.role == "replica" else ask(options))
 

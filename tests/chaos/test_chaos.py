@@ -178,6 +178,18 @@ def test_killed_replicas(fleet: Fleet) -> None:
     all_ended(fleet, router)
 
 
+def test_a_killed_replica_of_two_that_take_gang_batches(fleet: Fleet) -> None:
+    """While one is gone the other goes on, batch by batch; what the first held is in them."""
+    gangs = ("--slots", "8", "--gang-max-wait-s", "0.02", "--step-s", "0.001")
+    victim, _ = (fleet.replica(*gangs) for _ in range(2))
+    routers = [fleet.router("--requests", "300") for _ in range(2)]
+    until(lambda: all(router.asked >= 100 for router in routers), "both are in the middle")
+    assert all(load.gang for load in fleet.snapshot().replicas.values())
+    victim.kill()
+    until(lambda: len(fleet.snapshot().replicas) == 1, "it is dropped")
+    all_ended(fleet, *routers, requests=300)
+
+
 def test_a_killed_router(fleet: Fleet) -> None:
     for _ in range(2):
         fleet.replica()

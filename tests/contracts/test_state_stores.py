@@ -339,6 +339,19 @@ async def test_a_gang_replica_takes_a_whole_batch_of_one_bin_when_it_is_formed(s
     assert (load.gang, load.running, load.credit) == (True, 2, 0)
 
 
+async def test_a_bin_of_long_answers_makes_smaller_batches(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf), 3)
+    await store.beat_replica("r", 3, FOR_EVER_S, 1.0, [3, 2])
+    for name, bin_index in (("a", 0), ("b", 0), ("c", 1)):
+        assert await store.enqueue(ticket(name, bin_index=bin_index)) == []
+    assert await store.enqueue(ticket("d", bin_index=1)) == [Assignment("c", "r"), Assignment("d", "r")]
+    await store.release("r", ["c", "d"])
+    for name in ("e", "f"):
+        assert await store.enqueue(ticket(name, bin_index=2)) == []  # a bin of which nothing is known
+    await store.beat_replica("r", 3, FOR_EVER_S, 1.0, [2, 2, 3])
+    assert await store.locate(["a", "b", "e", "f"]) == ["r", "r", "", ""]
+
+
 async def test_a_gang_replica_takes_nothing_until_all_its_slots_are_free(store: StateStore) -> None:
     await store.register_replica(info("r", gang_max_wait_s=0.0), 2)
     for name in ("a", "b", "c"):
@@ -541,6 +554,7 @@ some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
 replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
 slot_counts = st.integers(0, 2)
 gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
+gang_sizes = st.sampled_from([(), (), (1,), (2, 1)])
 infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
@@ -560,7 +574,9 @@ steps = st.one_of(
     st.tuples(st.just("cancel"), some_ids),
     st.tuples(st.just("dispatch"), router_ids),
     st.tuples(st.just("register_replica"), infos, slot_counts, st.one_of(st.just([]), some_ids), speeds),
-    st.tuples(st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds),
+    st.tuples(
+        st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds, gang_sizes
+    ),
     st.one_of(
         st.tuples(st.just("drop_replica"), replica_ids),
         st.tuples(st.just("beat_router"), router_ids, st.sampled_from([FOR_EVER_S, 0.0])),

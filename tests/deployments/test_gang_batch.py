@@ -1,5 +1,6 @@
 """Gang batches of a real, tiny model: every answer is the one that the request would have had alone."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +10,7 @@ import torch
 from vllm import SamplingParams
 
 from deployments.gang_batch import GangRunner, Row
-from deployments.gang_cache import RowsCache
-from deployments.gang_model import GangModel
+from deployments.gang_model import GangCache, GangModel
 from deployments.gang_sampling import RowSampling
 from deployments.gang_step import RowOutput
 from policies.prefill import PrefillConfig
@@ -70,9 +70,10 @@ class Told:
         self.after_step()
 
 
+@pytest.mark.parametrize("pack_decode_from", [1.0, math.inf])
 @pytest.mark.parametrize("shrink", [True, False])
-def test_every_answer_is_the_one_it_would_have_had_alone(model: Any, shrink: bool) -> None:
-    told = Told(GangModel(model, PrefillConfig()), shrink=shrink)
+def test_every_answer_is_the_one_it_would_have_had_alone(model: Any, shrink: bool, pack_decode_from: float) -> None:
+    told = Told(GangModel(model, PrefillConfig(pack_decode_from=pack_decode_from)), shrink=shrink)
     told.runner.run(rows())
     for n, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         assert told.tokens[f"x{n}"] == greedy(model, prompt, length)
@@ -151,13 +152,13 @@ class Small(GangModel):
         if places > self._places:
             raise self._error("can't allocate memory: you tried to allocate too much")
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowsCache]:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, GangCache]:
         self._charge(len(prompts) * max(map(len, prompts)))
         return super().prefill(prompts)
 
-    def decode(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
-        self._charge(len(token_ids) * (rows.columns + 1))
-        return super().decode(token_ids, rows)
+    def decode(self, token_ids: torch.Tensor, held: GangCache) -> tuple[torch.Tensor, GangCache]:
+        self._charge(len(token_ids) * (int(held.lengths.max()) + 1))
+        return super().decode(token_ids, held)
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])

@@ -18,7 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from deployments import gang_model
+from deployments.gang_cache import RowsCache
 from deployments.gang_model import GangModel
+from deployments.gang_packed_cache import PackedCache
 from policies.errors import ConfigError
 from policies.prefill import PrefillConfig, PrefillMode
 
@@ -72,19 +75,40 @@ def alone(model: Any, token_ids: list[int]) -> torch.Tensor:
 def test_logits_are_those_of_each_request_alone(model: Any, mode: PrefillMode, max_pass_tokens: int) -> None:
     gang = GangModel(model, PrefillConfig(mode=mode, max_pass_tokens=max_pass_tokens))
     asked = prompts()
-    logits, rows = gang.prefill(asked)
+    logits, held = gang.prefill(asked)
     for step in range(STEPS):
         for token_ids, own in zip(asked, logits, strict=True):
             torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
         following = logits.argmax(dim=-1)
         for token_ids, token_id in zip(asked, following.tolist(), strict=True):
             token_ids.append(token_id)
-        logits = gang.decode(following, rows)
+        logits, held = gang.decode(following, held)
         if step == 1:  # the longest leaves, so that columns go as well
             kept = [0, 1, 2, 4, 6]
-            rows.keep(kept)
+            held = gang.keep(held, kept)
             asked, logits = [asked[index] for index in kept], logits[kept]
-            assert rows.columns == max(map(len, asked))
+            assert isinstance(held, RowsCache) and held.columns == max(map(len, asked))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_requests_that_share_rows_while_they_generate_have_the_same_logits(
+    model: Any, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two steps, so that the batch is laid out anew as well; at the end one request is alone."""
+    monkeypatch.setattr(gang_model, "PACKED_ROOM", 2)
+    monkeypatch.setattr(model.config, "_attn_implementation", attention)
+    gang = GangModel(model, PrefillConfig(pack_decode_from=1.0))
+    asked = prompts()
+    logits, held = gang.prefill(asked)
+    for kept in (range(8), range(8), range(8), [0, 1, 3, 4, 6], [3]):
+        logits, asked, held = logits[list(kept)], [asked[index] for index in kept], gang.keep(held, list(kept))
+        assert isinstance(held, PackedCache if len(asked) > 1 else RowsCache)
+        following = logits.argmax(dim=-1)
+        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
+            token_ids.append(token_id)
+        logits, held = gang.decode(following, held)
+        expected = torch.stack([alone(model, token_ids) for token_ids in asked])
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 200])
@@ -105,12 +129,12 @@ def test_a_long_generation_outgrows_the_room_that_was_kept_ahead() -> None:
     model = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "max_position_embeddings": 256})).eval()
     gang = GangModel(model, PrefillConfig())
     asked = [[1, 2, 3], [4]]
-    logits, rows = gang.prefill(asked)
+    logits, held = gang.prefill(asked)
     for _ in range(150):
         following = logits.argmax(dim=-1)
         for token_ids, token_id in zip(asked, following.tolist(), strict=True):
             token_ids.append(token_id)
-        logits = gang.decode(following, rows)
+        logits, held = gang.decode(following, held)
     for token_ids, own in zip(asked, logits, strict=True):
         torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
 

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from deployments.config import GangSection
 from deployments.relay import Engine
+from deployments.request_metadata import RequestMetadata
 from deployments.transformers_engine import TransformersEngine
 from policies.errors import ConfigError, ReplicaLostError
 from tests.deployments.tiny_models import CONTEXT, greedy, tiny_llama
@@ -180,6 +181,20 @@ async def test_a_batch_is_no_larger_than_its_cache_can_hold(start: Callable[...,
     await running.all_ended(7)
     assert (await running.engine.status())["batches"] == 3
     assert running.tokens["x6"] == greedy(model, [6, 1, 2, 3], 6)
+
+
+async def test_a_bin_of_long_answers_is_offered_smaller_batches_when_memory_is_tight(
+    start: Callable[..., Running],
+) -> None:
+    running = start(batch_size=8, kv_cache_tokens=8 * (2 + 3))
+    assert tuple(running.engine.gang_sizes) == ()
+    for n in range(24):
+        for bin_index, max_tokens in ((0, 3), (2, 18)):
+            extra = RequestMetadata(bin_index=bin_index).as_extra_args()
+            await running.engine.add(asked(f"{bin_index}-{n}", [n, 1], max_tokens, extra_args=extra))
+    await running.all_ended(48)
+    await running.until(lambda: len(running.engine.gang_sizes) == 3)
+    assert tuple(running.engine.gang_sizes) == (8, 8, 2)  # of the second nothing is known
 
 
 async def test_a_model_that_fails_ends_the_replica_and_not_silently(start: Callable[..., Running]) -> None:

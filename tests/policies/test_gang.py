@@ -1,9 +1,11 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.errors import ConfigError
-from policies.gang import GangConfig, LaneView, first_formed, formed_key, rows_that_fit, tick_s
+from policies.gang import GangConfig, LaneView, first_formed, formed_key, memory_safe_gang, rows_that_fit, tick_s
 
 FULL_ONLY = GangConfig(batch_size=3, max_wait_s=math.inf)
 PATIENT = GangConfig(batch_size=3, max_wait_s=10.0)
@@ -54,6 +56,31 @@ def test_an_idle_replica_asks_often_enough() -> None:
 def test_what_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         GangConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_bin_may_have_smaller_batches_than_the_others() -> None:
+    config = GangConfig(batch_size=3, max_wait_s=math.inf, bin_sizes=(9, 2))
+    assert [config.size_of(bin_index) for bin_index in range(3)] == [3, 2, 3]
+    assert formed_key(lane(1.0, 2.0, bin_index=1), config) == 2.0
+    assert formed_key(lane(1.0, 2.0, bin_index=2), config) is None
+
+
+def test_a_bin_s_batch_is_as_large_as_memory_is_safe_for() -> None:
+    assert memory_safe_gang([100] * 50, 800, 8) == 8
+    assert memory_safe_gang([100] * 50, 799, 8) == 7
+    assert memory_safe_gang([100] * 50, 99, 8) == 1
+    assert memory_safe_gang(range(1, 101), 150, 8, overflow_probability=0.5) == 2  # the greater of two: 71 or less
+    assert memory_safe_gang(range(1, 101), 141, 8, overflow_probability=0.5) == 1
+
+
+@given(rows=st.lists(st.integers(1, 100), min_size=1, max_size=50), capacity=st.integers(1, 2000))
+def test_it_is_never_more_than_the_longest_seen_allow_and_never_less_than_all_of_them_do(
+    rows: list[int], capacity: int
+) -> None:
+    size = memory_safe_gang(rows, capacity, 8)
+    assert size >= min(8, max(1, capacity // max(rows)))
+    assert size == 1 or size * sorted(rows)[len(rows) // 2] <= capacity
+    assert memory_safe_gang(rows, capacity + 100, 8) >= size
 
 
 def test_as_many_rows_as_fit_each_as_long_as_the_longest() -> None:

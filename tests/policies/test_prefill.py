@@ -1,9 +1,11 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError
-from policies.prefill import PrefillConfig, PrefillMode, prefill_passes
+from policies.prefill import PrefillConfig, PrefillMode, decode_layout, prefill_passes
 
 MODES: list[PrefillMode] = ["padded", "prepacked", "length_ordered"]
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -49,3 +51,22 @@ def test_no_prompts_make_no_pass() -> None:
 def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         PrefillConfig(**fields)  # type: ignore[arg-type]
+
+
+@given(lengths=LENGTHS, room=st.integers(0, 20))
+def test_requests_share_rows_in_decode_steps_with_room_for_each(lengths: list[int], room: int) -> None:
+    layout = decode_layout(lengths, room, PrefillConfig(pack_decode_from=1.0))
+    if layout is not None:
+        assert [span.stop - span.start for span in layout.spans] == [length + room for length in lengths]
+        assert layout.row_count < len(lengths) and layout.capacity == max(lengths) + room
+        assert layout.row_count**2 * layout.most_in_a_row <= len(lengths) ** 2
+
+
+def test_they_do_where_the_cache_shrinks_by_more_than_a_step_grows() -> None:
+    toy = [1] * 9 + [1000]  # the paper's: ten rows become two, of which one has nine requests
+    assert decode_layout(toy, 20, PrefillConfig(pack_decode_from=10 / 2 / (18 / 10))) is not None
+    assert decode_layout(toy, 20, PrefillConfig(pack_decode_from=2.8)) is None
+    assert decode_layout([100] * 8, 20, PrefillConfig(pack_decode_from=1.0)) is None
+    assert decode_layout(toy, 20, PrefillConfig(pack_decode_from=math.inf)) is None
+    assert decode_layout(toy, 20, PrefillConfig(mode="padded")) is None
+    assert decode_layout([5], 20, PrefillConfig(pack_decode_from=1.0)) is None
