@@ -40,6 +40,8 @@ class SchedulerSettings(BaseModel):
     """The same for service classes by name; while one of its requests runs, the strictest class counts."""
     itl_budget_s: Seconds | None = None
     """The longest gap that a refill of exclusive batching may put between two tokens."""
+    class_itl_budgets_s: dict[str, Seconds] = Field(default_factory=dict)
+    """The same for service classes by name; while one of its requests runs, the strictest class counts."""
     refill: int | None = Field(default=None, ge=1)
     """k, the free slots at which exclusive batching refills; null is what measurement says."""
     max_wait_s: Seconds | None = None
@@ -88,18 +90,20 @@ class SchedulerSettings(BaseModel):
     @property
     def class_names(self) -> tuple[str | None, ...]:
         """Class of each class_index; the first is for all requests of no named class."""
-        return (None, *sorted(self.class_itl_targets_s))
+        return (None, *sorted(self.class_itl_targets_s | self.class_itl_budgets_s))
 
     def auto_config(self, known: StepTimes | None, *, phases: bool = True) -> AutoConfig:
         """The policy's settings; `phases` False keeps to mixed steps."""
-        targets = (self.class_itl_targets_s.get(name, self.itl_target_s) if name else self.itl_target_s
-                   for name in self.class_names)  # fmt: skip
+        names = self.class_names
+        targets = tuple(self.class_itl_targets_s.get(name or "", self.itl_target_s) for name in names)
+        budgets = tuple(self.class_itl_budgets_s.get(name or "", self.itl_budget_s) for name in names)
         return AutoConfig(
             mode=self.mode if phases and self.mode != "stock" else "mixed",
             admission=self.admission,
-            class_itl_targets_s=tuple(targets),
+            class_itl_targets_s=targets,
             classes=len(self.class_names),
             itl_budget_s=self.itl_budget_s,
+            class_itl_budgets_s=budgets,
             refill=self.refill,
             max_wait_s=self.max_wait_s,
             overcommit=self.overcommit,

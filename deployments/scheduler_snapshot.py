@@ -1,6 +1,7 @@
 """From vLLM's scheduler to the snapshot that policies read, at a cost that a step does not notice.
 
-What never changes of a request (prompt, class, prediction) is kept in arrays, a row for each request that has run.
+What is known of the requests that run (prompt, class, prediction, tokens so far) is kept in arrays from step to step,
+and a snapshot shows those arrays themselves: it is good until the step has been scheduled.
 
 Departures from the letter of `policies.types`, all of them about what "runs" and "waits" means here:
 
@@ -16,8 +17,10 @@ track of here; request objects are read again only after anything else (a preemp
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
@@ -25,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from deployments.request_metadata import RequestMetadata, metadata_of
-from policies.types import BatchState, IntArray, RequestView, RunningRequests
+from policies.types import BatchState, FloatArray, IntArray, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
 # Most requests of the queue that are shown: no step starts more.
@@ -52,13 +55,77 @@ class Snapshot:
     @property
     def mean_context_tokens(self) -> float:
         running = self.state.running
-        if not len(running):
-            return 0.0
-        return (int(running.prompt_tokens.sum()) + int(running.output_tokens.sum())) / len(running)
+        return running.total_tokens / len(running) if len(running) else 0.0
+
+
+class _Head(NamedTuple):
+    """The head of the queue as it was shown last, and the tokens that it has to prefill."""
+
+    requests: tuple[Request, ...]
+    views: tuple[RequestView, ...]
+    tokens: int
+
+
+_NOBODY = _Head((), (), 0)
+_NOWHERE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+@lru_cache(maxsize=1)
+def _zeros(n: int) -> IntArray:
+    return np.zeros(n, dtype=np.int64)
+
+
+class _Batch:
+    """What runs, as columns of which the first ``len`` entries count, in no particular order: who leaves is replaced by
+    the last one, so that nothing else has to move.
+
+    Attributes:
+        requests, place: who stands at a place, and where somebody stands.
+        prompt, class_index, most: int64; what never changes, `most` being output tokens.
+        output: int64; output tokens with those in flight.
+        predicted: float64; NaN without a prediction.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.place: dict[Request, int] = {}
+        self._counts: IntArray = np.zeros((4, 64), dtype=np.int64)
+        self._name_columns()
+        self.predicted: FloatArray = np.zeros(64)
+
+    def _name_columns(self) -> None:
+        self.prompt, self.class_index, self.most, self.output = self._counts
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def join(self, request: Request, class_index: int, predicted: float | None) -> int:
+        """Returns its place."""
+        at = len(self.requests)
+        if at == len(self.predicted):
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)), axis=1)
+            self.predicted = np.concatenate((self.predicted, np.zeros_like(self.predicted)))
+            self._name_columns()
+        self.requests.append(request)
+        self.place[request] = at
+        prompt = request.num_prompt_tokens
+        self._counts[:, at] = prompt, class_index, request.max_tokens, request.num_computed_tokens - prompt + 1
+        self.predicted[at] = np.nan if predicted is None else predicted
+        return at
+
+    def leave(self, request: Request) -> None:
+        at = self.place.pop(request, None)
+        if at is None:
+            return
+        last = self.requests.pop()
+        if last is not request:
+            self.requests[at], self.place[last] = last, at
+            self._counts[:, at] = self._counts[:, len(self.requests)]
+            self.predicted[at] = self.predicted[len(self.requests)]
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler; keeps a row for each request that ran and a view for each that was shown."""
+    """Takes snapshots of one scheduler; keeps a place for each request that runs and a view for each that was shown."""
 
     def __init__(self, scheduler: Scheduler, slots: int, max_batch_tokens: int, class_names: tuple[str | None, ...]):
         self._scheduler = scheduler
@@ -67,30 +134,23 @@ class SnapshotTaker:
         self._groups = max(1, len(scheduler.kv_cache_config.kv_cache_groups))
         # With these vLLM takes computed tokens back, and a step is not one token for each.
         self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
-        self._row_of: dict[Request, int] = {}
-        self._free_rows: list[int] = []
         self._views: dict[Request, RequestView] = {}
-        self._known: list[Request] = []
-        self._rows: IntArray = np.zeros(0, dtype=np.int64)
+        self._head = _NOBODY
+        self._batch = _Batch()
         self._fresh = False
-        self._decoding = self._rows
-        # By row: prompt tokens, class, tokens at the very end, tokens computed.
-        self._prompt, self._class, self._end, self._computed = np.zeros((4, 0), dtype=np.int64)
-        self._predicted = np.zeros(0)
+        # Of the last snapshot: how many could decode, and where in the batch those were that could not any more.
+        self._decoding, self._ending = 0, _NOWHERE
 
     def use_classes(self, class_names: Mapping[str | None, int]) -> None:
         """Class indices for requests seen from now on and for those seen before."""
         self._class_index = dict(class_names)
         self._views.clear()
-        self._row_of.clear()
-        self._free_rows = list(range(len(self._predicted)))
-        self._known, self._fresh = [], False
-        self._rows = self._decoding = np.zeros(0, dtype=np.int64)
+        self._head, self._batch, self._fresh = _NOBODY, _Batch(), False
 
     def take(self, now_s: float, wall_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
-        chunks = tuple(request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING)
+        chunks = tuple([request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING])
         running, ending = self._running(chunks, in_flight)
         idle = ending + scheduler.num_waiting_for_streaming_input
         slots = max(1, self.slots - idle)
@@ -115,20 +175,22 @@ class SnapshotTaker:
         decodes: requests that got a token; prefills: ids of those that got a part of their prompt; scheduled: tokens
         by id; preempted: requests that lost their cache.
         """
-        if self._always_fresh or preempted or decodes not in (0, len(self._decoding)):
+        batch = self._batch
+        if self._always_fresh or preempted or decodes not in (0, self._decoding):
             self._fresh = False
         elif decodes:
-            self._computed[self._decoding] += 1
+            batch.output += 1  # in prompts too, whose count is set below or by the next snapshot
+            if len(self._ending):
+                batch.output[self._ending] -= 1
         for request_id in prefills:
             request = self._scheduler.requests[request_id]
-            row = self._row(request)
-            self._computed[row] = request.num_computed_tokens + scheduled[request_id]
+            at = self._place(request)  # may make the columns longer
+            batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
 
     def forget(self, request: Request) -> None:
-        self._views.pop(request, None)
-        row = self._row_of.pop(request, None)
-        if row is not None:
-            self._free_rows.append(row)
+        if self._views.pop(request, None) is not None:
+            self._head = _NOBODY
+        self._batch.leave(request)
 
     def metadata(self, request: Request) -> RequestMetadata:
         params = request.sampling_params
@@ -141,71 +203,54 @@ class SnapshotTaker:
 
     def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> tuple[RunningRequests, int]:
         """The batch as arrays, and how many requests were left out because their last token is in flight."""
-        requests = self._scheduler.running
-        if requests != self._known:
-            self._known = requests.copy()
-            self._rows = self._rows_of(requests)
-        if not self._fresh:
-            self._computed[self._rows] = np.fromiter(map(_computed, requests), np.int64, len(requests))
-            self._fresh = True
-        ending = self._ending() if in_flight else []
-        rows = np.delete(self._rows, ending) if ending else self._rows
-        return self._arrays(rows, chunks), len(ending)
-
-    def _arrays(self, rows: IntArray, chunks: tuple[Request, ...]) -> RunningRequests:
-        prompt = self._prompt.take(rows)
-        output = self._computed.take(rows)
-        output -= prompt
-        output += 1
-        left = np.zeros(len(rows), dtype=np.int64)
-        self._decoding = rows
+        batch = self._batch
+        if not self._fresh or len(batch) != len(self._scheduler.running):
+            self._read()
+        n = len(batch)
+        output, left = batch.output[:n], _zeros(n)
         if chunks:
-            places = {row: at for at, row in enumerate(rows.tolist())}
+            left = left.copy()
             for request in chunks:
-                at = places[self._row_of[request]]
+                at = batch.place[request]
                 left[at] = request.num_tokens - request.num_computed_tokens
                 output[at] = request.num_output_tokens
-            self._decoding = rows[left == 0]
-        return RunningRequests(prompt, output, left, self._class.take(rows), self._predicted.take(rows))
+        prompt, class_index, predicted = batch.prompt[:n], batch.class_index[:n], batch.predicted[:n]
+        self._ending = self._places_ending() if in_flight else _NOWHERE
+        ending = len(self._ending)
+        if ending:
+            prompt, output, left, class_index, predicted = (
+                np.delete(column, self._ending) for column in (prompt, output, left, class_index, predicted)
+            )
+        self._decoding = n - ending - (int(np.count_nonzero(left)) if chunks else 0)
+        return RunningRequests(prompt, output, left, class_index, predicted), ending
 
-    def _ending(self) -> list[int]:
+    def _places_ending(self) -> IntArray:
         """Places in the batch of requests that vLLM will not schedule again, by its own rule."""
-        near = self._computed.take(self._rows) + 1 >= self._end.take(self._rows)
+        batch, n = self._batch, len(self._batch)
+        near = batch.output[:n] >= batch.most[:n]
         if not near.any():
-            return []
-        return [int(at) for at in np.flatnonzero(near) if _last_token_in_flight(self._known[at])]
+            return _NOWHERE
+        places = np.flatnonzero(near)
+        return places[[_last_token_in_flight(batch.requests[at]) for at in places.tolist()]]
 
-    def _rows_of(self, requests: list[Request]) -> IntArray:
-        try:
-            return np.fromiter(map(self._row_of.__getitem__, requests), np.int64, len(requests))
-        except KeyError:  # they ran already when this one took over
-            return np.fromiter(map(self._row, requests), np.int64, len(requests))
+    def _read(self) -> None:
+        """The batch as vLLM has it now, after anything but decodes, starts and ends."""
+        batch = self._batch
+        for request in tuple(batch.requests):
+            if request.status != RequestStatus.RUNNING:
+                batch.leave(request)
+        for request in self._scheduler.running:
+            self._place(request)
+        n = len(batch)
+        batch.output[:n] = np.fromiter(map(_computed, batch.requests), np.int64, n) - batch.prompt[:n] + 1
+        self._fresh = True
 
-    def _row(self, request: Request) -> int:
-        row = self._row_of.get(request)
-        if row is None:
-            row = self._row_of[request] = self._new_row(request)
-        return row
-
-    def _new_row(self, request: Request) -> int:
-        if not self._free_rows:
-            self._grow()
-        row = self._free_rows.pop()
-        told = self.metadata(request)
-        self._prompt[row] = request.num_prompt_tokens
-        self._class[row] = self.class_index(told.slo_class)
-        self._end[row] = request.num_prompt_tokens + request.max_tokens
-        self._computed[row] = request.num_computed_tokens
-        self._predicted[row] = np.nan if told.predicted_output_tokens is None else told.predicted_output_tokens
-        return row
-
-    def _grow(self) -> None:
-        old, new = len(self._predicted), max(64, 2 * len(self._predicted))
-        more = np.zeros(new - old, dtype=np.int64)
-        self._prompt, self._class = np.concatenate((self._prompt, more)), np.concatenate((self._class, more))
-        self._end, self._computed = np.concatenate((self._end, more)), np.concatenate((self._computed, more))
-        self._predicted = np.concatenate((self._predicted, np.full(new - old, np.nan)))
-        self._free_rows = list(range(old, new))
+    def _place(self, request: Request) -> int:
+        at = self._batch.place.get(request)
+        if at is None:
+            told = self.metadata(request)
+            at = self._batch.join(request, self.class_index(told.slo_class), told.predicted_output_tokens)
+        return at
 
     # The waiting queue
 
@@ -216,18 +261,33 @@ class SnapshotTaker:
         if scheduler.pause_state == PauseState.UNPAUSED:
             total += len(scheduler.waiting)
         if not total:
+            self._head = _NOBODY
             return (), 0
         deferred = scheduler.deferred_waiting
         blocked = {request for request in deferred if self._is_blocked(request)} if deferred else deferred
-        views: list[RequestView] = []
-        tokens = 0
-        for request in islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)):
-            if request not in blocked:
-                views.append(self._view(request, clock_offset_s))
-                tokens += views[-1].prefill_tokens
-                if tokens >= 2 * self.max_batch_tokens:
-                    break
-        return tuple(views), max(total - len(blocked), len(views))
+        requests = tuple(islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)))
+        if blocked:
+            requests = tuple([request for request in requests if request not in blocked])
+        views = self._shown(requests, clock_offset_s)
+        return views, max(total - len(blocked), len(views))
+
+    def _shown(self, requests: tuple[Request, ...], clock_offset_s: float) -> tuple[RequestView, ...]:
+        """Views of these, as far as two steps could hold them; most of them are those shown before."""
+        if requests == self._head.requests:
+            return self._head.views
+        known = self._head if requests[: len(self._head.requests)] == self._head.requests else _NOBODY
+        tokens, views = known.tokens, list(known.views)
+        steady = not self._always_fresh
+        for request in requests[len(known.requests) :]:
+            if tokens >= 2 * self.max_batch_tokens:
+                break
+            view = self._view(request, clock_offset_s)
+            steady = steady and not view.output_tokens and not view.cached_tokens
+            tokens += view.prefill_tokens
+            views.append(view)
+        shown = tuple(views)
+        self._head = _Head(requests, shown, tokens) if steady else _NOBODY
+        return shown
 
     def _queue(self) -> Iterator[Request]:
         scheduler = self._scheduler

@@ -28,6 +28,7 @@ class AutoConfig:
         itl_target_s: mean time between tokens to hold, or None for throughput alone.
         class_itl_targets_s: the same by class_index, in the place of itl_target_s; one for each class, or empty.
         itl_budget_s: longest gap that a refill of exclusive batching may put between two tokens, or None.
+        class_itl_budgets_s: the same by class_index, in the place of itl_budget_s; one for each class, or empty.
         mode: "auto", "exclusive" or "mixed".
         admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
         refill: requests per refill of exclusive batching; None is the exact phase length.
@@ -44,6 +45,7 @@ class AutoConfig:
     itl_target_s: float | None = None
     class_itl_targets_s: tuple[float | None, ...] = ()
     itl_budget_s: float | None = None
+    class_itl_budgets_s: tuple[float | None, ...] = ()
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
     refill: int | None = None
@@ -62,8 +64,9 @@ class AutoConfig:
             require_positive(self, "itl_target_s")
         require_at_least(1, self, "classes")
         require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
-        if self.class_itl_targets_s and len(self.class_itl_targets_s) != self.classes:
-            raise ConfigError(f"class_itl_targets_s must hold {self.classes} targets, got {self.class_itl_targets_s}")
+        for name in ("class_itl_targets_s", "class_itl_budgets_s"):
+            if (given := getattr(self, name)) and len(given) != self.classes:
+                raise ConfigError(f"{name} must hold {self.classes} values, got {given}")
         self.targets()
         self.forecast()
         self.exclusive()
@@ -94,6 +97,7 @@ class AutoConfig:
             phase_rule="exact" if self.refill is None else "fixed",
             refill=self.refill,
             itl_budget_s=self.itl_budget_s,
+            class_itl_budgets_s=self.class_itl_budgets_s,
             max_wait_s=self.max_wait_s,
             max_output_tokens=self.max_output_tokens,
             step_times=StepTimeConfig(prior=self.step_times),

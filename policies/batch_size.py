@@ -16,6 +16,7 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
 
 from dataclasses import dataclass, replace
 from math import floor, inf, sqrt
+from operator import attrgetter
 from statistics import NormalDist
 from typing import Literal
 
@@ -27,6 +28,7 @@ from policies.types import BatchPolicy, BatchState, Limit, Phase, StepPlan, Step
 
 # Rounding that an exact integer may lose on its way through square roots.
 _EPSILON = 1e-9
+_cap_of = attrgetter("max_batch_size")
 
 
 def memory_safe_batch_size(
@@ -98,7 +100,7 @@ def capped_plan(state: BatchState, cap: int, limited_by: Limit) -> StepPlan:
         max_batch_size=size,
         limited_by=limited_by if size < state.slots else Limit.SLOTS,
         max_batch_tokens=state.max_batch_tokens,
-        admit=tuple(request.request_id for request in state.waiting[:room]),
+        admit=tuple([request.request_id for request in state.waiting[:room]]),
     )
 
 
@@ -473,8 +475,9 @@ def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:
 
 
 def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
-    tightest = min(plans, key=lambda plan: plan.max_batch_size)
-    phase = next((plan.phase for plan in reversed(plans) if plan.phase is not Phase.MIXED), Phase.MIXED)
+    tightest = min(plans, key=_cap_of)
+    phases = [plan.phase for plan in plans if plan.phase is not Phase.MIXED]
+    phase = phases[-1] if phases else Phase.MIXED
     admit = plans[-1].admit
     if phase is Phase.PREFILL and not admit and not state.prefilling_count:
         phase = Phase.DECODE  # a later cap took away what the phase was opened for
@@ -482,6 +485,6 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         phase=phase,
         max_batch_size=tightest.max_batch_size,
         limited_by=tightest.limited_by,
-        max_batch_tokens=min((p.max_batch_tokens for p in plans if p.phase is phase), default=state.max_batch_tokens),
+        max_batch_tokens=min([p.max_batch_tokens for p in plans if p.phase is phase], default=state.max_batch_tokens),
         admit=admit,
     )

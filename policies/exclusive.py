@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from math import expm1, floor, inf, log1p
 from typing import Literal
 
+import numpy as np
+
 from policies.batch_size import capped_plan
 from policies.checks import require_at_least, require_one_of, require_positive, require_probability
 from policies.errors import ConfigError
@@ -93,6 +95,7 @@ class ExclusiveMixedConfig:
         refill: requests per refill for "fixed".
         step_times: how step times are learned, and their prior.
         itl_budget_s: bound on the gap that a refill puts between two tokens of a running request, or None.
+        class_itl_budgets_s: the same by class_index, in the place of itl_budget_s; the strictest that runs counts.
         max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
         hysteresis_fraction: advantage, relative to the cost of an exclusive token, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
@@ -112,6 +115,7 @@ class ExclusiveMixedConfig:
     refill: int | None = None
     step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
     itl_budget_s: float | None = None
+    class_itl_budgets_s: tuple[float | None, ...] = ()
     max_wait_s: float | None = None
     hysteresis_fraction: float = 0.05
     priority_margin_fraction: float = 0.0
@@ -132,6 +136,8 @@ class ExclusiveMixedConfig:
         for name in ("itl_budget_s", "max_wait_s"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
+        if not all(budget is None or 0.0 < budget < inf for budget in self.class_itl_budgets_s):
+            raise ConfigError(f"class_itl_budgets_s must hold positive numbers or None, got {self.class_itl_budgets_s}")
         if (self.phase_rule == "fixed") != (self.refill is not None) or (self.refill is not None and self.refill < 1):
             raise ConfigError(f'refill goes with phase_rule "fixed" and is at least 1, got {self.refill}')
         if not abs(self.priority_margin_fraction) < inf:
@@ -201,9 +207,9 @@ class _Workload:
         )
 
 
-def _phase_length(config: ExclusiveMixedConfig, workload: _Workload) -> PhaseLength:
+def _phase_length(config: ExclusiveMixedConfig, workload: _Workload, itl_budget_s: float | None) -> PhaseLength:
     """The phase that the configured rule asks for."""
-    limits = workload.limits(config.itl_budget_s)
+    limits = workload.limits(itl_budget_s)
     if config.phase_rule == "exact":
         return _exact_phase(workload, limits)
     share = config.refill / limits.slots if config.refill else _threshold_share(config, workload)
@@ -374,7 +380,8 @@ class ExclusiveMixed:
         self._phase_steps = 0
         self._phase_limit = 0
         self._limited_by = Limit.SLOTS
-        self._max_refill: int | None = None
+        self._workload: _Workload | None = None
+        self._class_budgets_s = np.array([inf if b is None else b for b in config.class_itl_budgets_s])
 
     @property
     def exclusive(self) -> bool:
@@ -443,9 +450,18 @@ class ExclusiveMixed:
         """Start a refill of what can start now; slots that it frees itself wait for the next one."""
         self._phase = Phase.PREFILL
         self._limited_by = Limit.MEMORY if startable < min(state.free_slots, state.waiting_count) else Limit.SLOTS
-        if self._max_refill is not None and self._max_refill < startable:
-            startable, self._limited_by = self._max_refill, Limit.SLA
+        most = self._workload.limits(self._itl_budget_s(state)).max_refill if self._workload else None
+        if most is not None and most < startable:
+            startable, self._limited_by = most, Limit.SLA
         self._phase_limit = state.running_count + startable
+
+    def _itl_budget_s(self, state: BatchState) -> float | None:
+        """The budget of the strictest class that runs, or None."""
+        budgets = self.config.class_itl_budgets_s
+        if len(budgets) < 2:
+            return budgets[0] if budgets else self.config.itl_budget_s
+        shortest = float(self._class_budgets_s[state.running.class_index].min(initial=inf))
+        return shortest if shortest < inf else None
 
     def _refill_due(self, state: BatchState, decoding: int, startable: int) -> bool:
         """Whether a decode phase has lasted long enough."""
@@ -486,7 +502,7 @@ class ExclusiveMixed:
             slots=state.slots,
             max_batch_tokens=state.max_batch_tokens,
         )
-        self.phase_length = _phase_length(self.config, workload)
-        self._max_refill = workload.limits(self.config.itl_budget_s).max_refill
+        self._workload = workload
+        self.phase_length = _phase_length(self.config, workload, self._itl_budget_s(state))
         if self.config.mode == "auto" and not exploring:
             self._choice.decide(workload, self.phase_length)

@@ -129,7 +129,7 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)
         self._refresh(state)
-        candidates = state.waiting[: state.free_slots]
+        candidates = state.waiting[: state.free_slots] if state.waiting else ()
         safe = self._safe_count(state, candidates) if candidates else 0
         self._held_back |= safe < len(candidates)
         if safe == len(candidates):
@@ -210,8 +210,8 @@ class ForecastAdmission:
         running = state.running
         if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
             return False  # the full reckoning says which one
-        held = int(running.prompt_tokens.sum()) + int(running.output_tokens.sum())
-        coming = sum(request.prompt_tokens + request.output_tokens for request in candidates)
+        held = running.total_tokens
+        coming = sum([request.prompt_tokens + request.output_tokens for request in candidates])
         longest = self._survival.end + state.block_size
         return held + coming + (len(running) + len(candidates)) * longest <= state.capacity_tokens
 

@@ -420,11 +420,12 @@ class LengthStatistics:
         self.config = config
         self._edges = length_grid(config.max_output_tokens)
         self._windows = tuple(_Window(config.window) for _ in range(config.classes))
+        self._completed = 0
 
     @property
     def completed(self) -> int:
         """Completions in all windows."""
-        return sum([window.count for window in self._windows])
+        return self._completed
 
     def observe(self, finished: Sequence[FinishedRequest], step: int | None = None) -> None:
         """Remember departures.
@@ -436,7 +437,10 @@ class LengthStatistics:
             InputError: a class_index is not below ``config.classes``.
         """
         for request in finished:
-            self._window(request.class_index).add(request, step)
+            window = self._window(request.class_index)
+            before = window.count
+            window.add(request, step)
+            self._completed += window.count - before
 
     def count(self, class_index: int) -> int:
         return self._window(class_index).count

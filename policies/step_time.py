@@ -24,8 +24,11 @@ from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError, InputError
 from policies.types import FloatArray, Phase, StepCoefficients, StepResult, StepTimes
 
-# Steps are absorbed in blocks: a solve per step would cost more than the step plan.
+# Steps are absorbed in blocks: a solve per step would cost more than the step plan. The first ones are short, so that a
+# kind of step is known early; later a fit that remembers hundreds of steps does not hang on the newest few.
 _BLOCK = 16
+_LATER_BLOCK = 64
+_SHORT_BLOCKS = 8
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
@@ -106,16 +109,18 @@ class _Form:
         self._known = prior is not None
         start = np.array([getattr(prior, name) if prior else 0.0 for name in self._names]) * self._scale
         strength = config.prior_steps / max(float(start.sum()), 1e-9) ** 2 if prior else _FAINT
-        self._ridge = strength * np.eye(len(self._names))
+        self._unit = np.eye(len(self._names))
+        self._ridge = strength * self._unit
         self._anchor: FloatArray = strength * start
         self._information = np.zeros_like(self._ridge)
         self._moment = np.zeros(len(self._names))
+        self._fitted: StepCoefficients | None = None
 
     def add(self, row: tuple[float, ...], step_s: float) -> None:
         self.steps += 1
         self._rows.append(row)
         self._seconds.append(step_s)
-        if len(self._rows) == _BLOCK:
+        if len(self._rows) == (_BLOCK if self.steps <= _SHORT_BLOCKS * _BLOCK else _LATER_BLOCK):
             self._absorb(np.array(self._rows) / self._scale, np.array(self._seconds))
             self._rows.clear()
             self._seconds.clear()
@@ -133,12 +138,13 @@ class _Form:
             moment = old_moment + row.T @ (fitted / unit + self._clipped((y - fitted) / unit))
             fitted = x @ self._solve(information, moment)
         self._spread = self._blended_spread((y - fitted) / unit)
-        self._information, self._moment, self._known = information, moment, True
+        self._information, self._moment, self._known, self._fitted = information, moment, True, None
 
     def take_all(self, x: FloatArray, y: FloatArray) -> None:
         """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
         row = x / self._scale / y[:, None]
         self.steps, self._information, self._moment, self._known = len(y), row.T @ row, row.sum(axis=0), True
+        self._fitted = None
 
     def _clipped(self, residual: FloatArray) -> FloatArray:
         bound = max(self._config.clip_sigmas * self._blended_spread(residual), _FLOOR)
@@ -154,11 +160,16 @@ class _Form:
 
     def _regular(self, information: FloatArray) -> FloatArray:
         """With the prior, and a trace of ridge that keeps the sums invertible whatever their magnitude."""
-        faint = _FAINT * float(np.trace(information)) / len(information)
-        return np.asarray(information + self._ridge + faint * np.eye(len(information)))
+        faint = _FAINT * float(information.trace()) / len(information)
+        return np.asarray(information + self._ridge + faint * self._unit)
 
     def coefficients(self) -> StepCoefficients:
         """The fit so far under the constraint that only interference_s may be negative."""
+        if self._fitted is None:
+            self._fitted = self._constrained()
+        return self._fitted
+
+    def _constrained(self) -> StepCoefficients:
         names, keep = self._names, np.ones(len(self._names), dtype=bool)
         a, b = self._regular(self._information), self._moment + self._anchor
         bounded = np.array([name != "interference_s" for name in names])

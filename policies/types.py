@@ -128,6 +128,11 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
+    @property
+    def total_tokens(self) -> int:
+        """Prompts and answers so far, of all together."""
+        return int(np.add.reduce(self.prompt_tokens)) + int(np.add.reduce(self.output_tokens))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchState:

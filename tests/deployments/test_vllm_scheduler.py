@@ -1,6 +1,7 @@
 """The scheduler plug-in on vLLM's real scheduler, with one step and with two steps in flight."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from deployments.request_metadata import RequestMetadata
 from deployments.vllm_scheduler import SluiceScheduler, core_control, core_status
 from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
-from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, VirtualEngine, run_closed
+from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -321,6 +322,17 @@ def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None
         assert 0.5 * 0.03 < sum(gaps) / len(gaps) < 1.15 * 0.03
 
 
+@pytest.mark.parametrize(("slo_class", "held"), [("fast", True), ("patient", False)])
+def test_the_latency_target_is_that_of_the_class_that_runs(slo_class: str, held: bool) -> None:
+    slow = replace(TIMES, decode=StepCoefficients(overhead_s=0.01, decode_s=1e-3))
+    told = RequestMetadata(slo_class=slo_class).as_extra_args()
+    engine = VirtualEngine({"mode": "exclusive", "class_itl_targets_s": {"fast": 0.03}}, slots=64, times=slow)
+    run_closed(engine, workload(300), clients=64, extra_args=told)
+    late = [a for a in engine.answers.values() if a.output_tokens > 20][60:-40]
+    gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
+    assert (sum(gaps) / len(gaps) < 1.15 * 0.03) is held
+
+
 def test_the_status_says_what_it_does_and_why() -> None:
     engine = run_closed(VirtualEngine({"mode": "exclusive", "refill": 4}, blocks=200), workload(150), clients=40)
     core = SimpleNamespace(scheduler=engine.scheduler)
@@ -359,4 +371,4 @@ def test_five_thousand_requests_with_random_aborts_leave_nothing_behind(depth: i
     engine.run()
     check_answers(engine)
     assert sum(answer.ended for answer in engine.answers.values()) > 4000
-    assert not engine.scheduler._taker._row_of and not engine.scheduler._taker._views
+    assert not len(engine.scheduler._taker._batch) and not engine.scheduler._taker._views

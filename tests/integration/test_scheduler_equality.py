@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from deployments.scheduler_settings import SCHEDULER_CLASS
@@ -154,14 +155,17 @@ def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[s
             assert not [step for step in engine.steps if step.prefill_tokens and step.decode_requests]
 
 
-def test_auto_with_forced_switches_gives_the_tokens_of_stock() -> None:
+def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> None:
     requests = workload(seed=9)
     expected, _ = answers(None, requests)
     changes = [{"mode": "exclusive", "refill": 3}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
+    pauses = {5: PauseState.PAUSED_NEW, 8: PauseState.PAUSED_ALL, 11: PauseState.UNPAUSED}
 
     def switch(engine: Engine, step: int) -> None:
         if step % 7 == 0:
             engine.core.scheduler.control(changes[step // 7 % len(changes)])
+        if step % 13 in pauses:
+            engine.core.scheduler.set_pause_state(pauses[step % 13])
 
     tokens, _ = answers({"mode": "auto"}, requests, switch)
     assert tokens == expected

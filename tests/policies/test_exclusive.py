@@ -1,5 +1,6 @@
 """The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from policies.step_time import StepTimeConfig
 from policies.types import (
     BatchState,
     FinishedRequest,
+    Limit,
     Phase,
     RequestView,
     RunningRequests,
@@ -235,6 +237,19 @@ class TestRules:
         assert max(r.prefill_requests for r in steady(unbounded)) > 1.5 * max(
             r.prefill_requests for r in steady(engine)
         )
+
+    def test_of_the_classes_that_run_the_strictest_bounds_the_refill(self) -> None:
+        policy = exclusive(class_itl_budgets_s=(None, 0.075))
+        saturated(ToyEngine(policy, make_times(), slots=64))
+
+        def refill(classes: list[int]) -> StepPlan:
+            running = RunningRequests.of(prompt_tokens=[100] * 8, output_tokens=[10] * 8, class_index=classes)
+            return deepcopy(policy).plan(make_state(decoding=8, waiting=64, running=running))
+
+        patient, mixed = refill([0] * 8), refill([0] * 7 + [1])
+        assert (len(patient.admit), patient.limited_by) == (56, Limit.SLOTS)
+        assert 0 < len(mixed.admit) < 56
+        assert mixed.limited_by is Limit.SLA
 
     def test_a_refill_without_the_rule_that_uses_it_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="refill"):
