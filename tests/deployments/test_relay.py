@@ -287,7 +287,8 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     replica.engine.pause()
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
-    assert await reader.connection.call("status", timeout_s=5) == {"running": 1, "waiting": 0, "held": 1, "slots": 4}
+    counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
+    assert await reader.connection.call("status", timeout_s=5) == counted
     questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=5) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
 

@@ -356,7 +356,8 @@ async def test_routers_tell_each_other_the_lengths_of_answers(service: Service) 
 async def test_a_replica_tells_its_status(service: Service) -> None:
     await service.replica(slots=3)
     front_end = await service.front_end()
-    assert await front_end.client.statuses() == {"r0": {"running": 0, "waiting": 0, "held": 0, "slots": 3}}
+    status = {"running": 0, "waiting": 0, "held": 0, "slots": 3, "background_failures": {}}
+    assert await front_end.client.statuses() == {"r0": status}
 
 
 async def test_a_status_of_a_replica_that_is_gone_says_so(service: Service) -> None:
