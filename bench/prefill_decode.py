@@ -12,17 +12,9 @@ time, whatever is split: read the ratio, not the seconds.
 import argparse
 import asyncio
 import json
-import os
 import random
-import shutil
-import signal
-import socket
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +22,10 @@ from typing import Any
 
 import aiohttp
 from tqdm import tqdm
+
+from bench.servers import Server, ServerFailed, ServerSpec, sluice_with_config
+from bench.sse import EventDecoder
+from bench.summary import Spread, paired_ratios, percentile
 
 VLLM_ARGS = ["--max-model-len", "2048", "--max-num-seqs", "32", "--max-num-batched-tokens", "1024"]
 COUNTED = (
@@ -41,7 +37,6 @@ COUNTED = (
     "prefill_padding_tokens_total",
 )
 START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 120.0
 WARM_UP_S = 5.0
 
 
@@ -60,19 +55,21 @@ class Measured:
 
     def numbers(self) -> dict[str, float]:
         return {
-            "gap_p50_ms": 1e3 * quantile(self.gaps_s, 0.5),
-            "gap_p99_ms": 1e3 * quantile(self.gaps_s, 0.99),
-            "gap_max_ms": 1e3 * max(self.gaps_s),
-            "long_ttft_p50_ms": 1e3 * quantile(self.ttft_s, 0.5),
+            "gap_p50_ms": _ms(self.gaps_s, 50),
+            "gap_p99_ms": _ms(self.gaps_s, 99),
+            "gap_max_ms": _ms(self.gaps_s, 100),
+            "long_ttft_p50_ms": _ms(self.ttft_s, 50),
             "gaps": len(self.gaps_s),
             **self.metrics,
         }
 
 
-def quantile(values: list[float], fraction: float) -> float:
-    """The smallest value that such a fraction does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+def _ms(seconds: list[float], percent: float) -> float:
+    """Raises: ServerFailed: nothing was measured."""
+    found = percentile(seconds, percent)
+    if found is None:
+        raise ServerFailed("not one chunk came while it was measured")
+    return 1e3 * found
 
 
 def settings(split: bool, connector: str) -> dict[str, Any]:
@@ -82,47 +79,19 @@ def settings(split: bool, connector: str) -> dict[str, Any]:
     return {"vllm_args": VLLM_ARGS, "engine": engine}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def spec(options: argparse.Namespace, split: bool, folder: Path) -> ServerSpec:
+    path = folder / "sluice.json"  # JSON is YAML
+    path.write_text(json.dumps(settings(split, options.connector)))
+    return sluice_with_config("split" if split else "unsplit", path, options.port)
 
 
-class Server:
-    """A `sluice serve` in a session of its own."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="sluice-bench-"))
-        path = self._folder / "sluice.json"  # JSON is YAML
-        path.write_text(json.dumps(config))
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._log = (self._folder / "log").open("wb")
-        command = [str(Path(sys.executable).with_name("sluice")), "serve", "--port", str(port), "--config", str(path)]
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, cwd=self._folder
-        )
-
-    def wait_until_ready(self) -> None:
-        give_up_s = time.monotonic() + START_TIMEOUT_S
-        while b"Sluice is ready" not in (self._folder / "log").read_bytes():
-            if self._process.poll() is not None or time.monotonic() > give_up_s:
-                raise RuntimeError((self._folder / "log").read_text()[-3000:])
-            time.sleep(0.5)
-
-    def metrics(self, *names: str) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
-            lines = response.read().decode().splitlines()
-        return {
-            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sluice_{name}{{"))
-            for name in names
-        }
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGINT)
-            self._process.wait(STOP_TIMEOUT_S)
-        self._log.close()
-        shutil.rmtree(self._folder)
+def counted(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.spec.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return {
+        name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sluice_{name}{{"))
+        for name in COUNTED
+    }
 
 
 async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], max_tokens: int) -> list[float]:
@@ -135,12 +104,12 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], ma
         "ignore_eos": True,
         "stream": True,
     }
-    began_s, came_s = time.perf_counter(), list[float]()
+    began_s, came_s, events = time.perf_counter(), list[float](), EventDecoder()
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                came_s.append(time.perf_counter() - began_s)
+        async for received in response.content.iter_any():
+            now_s = time.perf_counter() - began_s
+            came_s += [now_s for event in events.feed(received) if event != b"[DONE]"]
     return came_s
 
 
@@ -186,23 +155,23 @@ class Load:
 
 
 def measure(options: argparse.Namespace, split: bool, seed: int) -> Measured:
-    server = Server(settings(split, options.connector))
-    try:
-        server.wait_until_ready()
-        measured = asyncio.run(Load(options, server.url, seed).run())
-        measured.metrics = server.metrics(*COUNTED) if split else {}
-        return measured
-    finally:
-        server.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
+        Server(spec(options, split, Path(folder)), Path(folder)) as server,
+    ):
+        server.wait_until_ready(START_TIMEOUT_S)
+        measured = asyncio.run(Load(options, server.spec.url, seed).run())
+        measured.metrics = counted(server) if split else {}
+    return measured
 
 
 def report(repeats: list[dict[str, dict[str, float]]]) -> str:
     lines = [f"{'':<18}{'unsplit':>12}{'split':>12}{'split / unsplit, median [least, most]':>42}"]
     for name in ("gap_p50_ms", "gap_p99_ms", "gap_max_ms", "long_ttft_p50_ms"):
         one, two = ([each[system][name] for each in repeats] for system in ("unsplit", "split"))
-        ratios = [b / a for a, b in zip(one, two, strict=True)]
-        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-        lines.append(f"{name:<18}{statistics.median(one):>12.1f}{statistics.median(two):>12.1f}{spread:>42}")
+        ratio = paired_ratios(two, one)
+        shown = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        lines.append(f"{name:<18}{Spread.of(one).median:>12.1f}{Spread.of(two).median:>12.1f}{shown:>42}")
     return "\n".join(lines)
 
 
@@ -215,6 +184,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
     parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
     parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8123, help="of the server under test (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     options = parser.parse_args()
     repeats: list[dict[str, dict[str, float]]] = []

@@ -78,6 +78,11 @@ def sluice(
     )
 
 
+def sluice_with_config(name: str, config: Path, port: int) -> ServerSpec:
+    command = (_sluice_program(), "serve", f"--config={config}", f"--port={port}")
+    return ServerSpec(name=name, command=command, port=port, ready_line=SLUICE_READY)
+
+
 def _sluice_program() -> str:
     """The script that belongs to this Python, not another one on PATH."""
     return str(Path(sys.executable).with_name("sluice"))

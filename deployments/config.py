@@ -14,11 +14,11 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, calibrated
+from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds, calibrated
 from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang import GangConfig
 from policies.multi_bin import EdgeRule, MultiBinConfig
@@ -31,9 +31,6 @@ from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
 from router.classifier import Mode
 from router.routed_client import RoutedClientConfig
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
 
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""

@@ -82,6 +82,9 @@ class _Collected:
             "sluice_engine_step_seconds", "Fitted step times.", labels=("replica", "kind", "coefficient")
         )
         lengths = GaugeMetricFamily("sluice_engine_output_tokens", "Answers' lengths.", labels=("replica", "quantile"))
+        failures = CounterMetricFamily(
+            "sluice_relay_background_failures", "Background tasks of its relay that failed.", labels=("replica", "task")
+        )
         for replica_id, status in self._statuses.items():
             for kind, count in status.get("steps", {}).items():
                 steps.add_metric((replica_id, kind), count)
@@ -90,4 +93,6 @@ class _Collected:
                     fit.add_metric((replica_id, kind, coefficient), seconds)
             for quantile, tokens in status.get("output_tokens", {}).items():
                 lengths.add_metric((replica_id, quantile), tokens)
-        return [steps, fit, lengths]
+            for task, count in status.get("background_failures", {}).items():
+                failures.add_metric((replica_id, task), count)
+        return [steps, fit, lengths, failures]

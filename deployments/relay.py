@@ -194,6 +194,7 @@ class Relay:
         self._registrations_due = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._metrics = metrics
         self._background = BackgroundTasks(metrics.task_failures)
 
     @property
@@ -333,7 +334,8 @@ class Relay:
             reply = wire.Reply(call.number, error=str(error) or repr(error))
         else:
             if call.method == "status":
-                result = {**result, "held": len(self._held), "slots": self.slots}
+                own = {"held": len(self._held), "slots": self.slots, "background_failures": self._metrics.failures()}
+                result = {**result, **own}
             reply = wire.Reply(call.number, msgspec.json.encode(result))
         router.send(wire.Kind.CALL, [msgspec.msgpack.encode(reply)])
 

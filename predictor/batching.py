@@ -80,11 +80,6 @@ class Batcher:
         self._budget_tokens = float(min(FIRST_BATCH_TOKENS, self._config.max_batch_tokens))
         self.counts = BatchingCounts()
 
-    @property
-    def budget_tokens(self) -> int:
-        """Tokens of the next batch, at most; one prompt is always taken."""
-        return int(self._budget_tokens)
-
     async def score(self, prompt: str) -> float:
         """The prompt's score; identical prompts share one place in the queue.
 

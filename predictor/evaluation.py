@@ -104,6 +104,21 @@ def evaluate(
     Raises:
         InputError: a judged prompt is among those to learn from.
     """
+    sources = predictions(judged, learn, score, prior, learn_requests)
+    judgements = {name: _judgement(judged, predicted) for name, predicted in sources.items()}
+    return {
+        part: {name: whole.chosen(rows) for name, whole in judgements.items()} for part, rows in _sets(judged).items()
+    }
+
+
+def predictions(
+    judged: Sequence[Sample], learn: Sequence[Sample], score: Score, prior: Curve, learn_requests: int = 300
+) -> dict[str, list[LengthPrediction]]:
+    """What each source says of every judged answer.
+
+    Raises:
+        InputError: a judged prompt is among those to learn from.
+    """
     if {sample.prompt for sample in judged} & {sample.prompt for sample in learn}:
         raise InputError("some prompts are both judged and learnt from: the figures would flatter")
     learnt = [sample for group in _groups(learn).values() for sample in group[:learn_requests]]
@@ -112,15 +127,12 @@ def evaluate(
     of_prompt = {sample.prompt: log(1.0 + len(sample.prompt)) for sample in everything}
     nothing = dict.fromkeys(scores, 0.0)
     flat = fit_curve([0.0], [_median(learnt or judged)], [False], CalibratorConfig())
-    sources = {
+    return {
         "checkpoint": _predictions(judged, learnt, scores, prior, CalibratorConfig()),
         "prompt_length": _predictions(judged, learnt, of_prompt, flat, NO_PRIOR),
         "histogram": _predictions(judged, learnt, nothing, flat, NO_PRIOR),
         "one_histogram": _of_one_histogram(judged, learnt, flat),
     }
-    sets = _sets(judged)
-    judgements = {name: _judgement(judged, predictions) for name, predictions in sources.items()}
-    return {part: {name: whole.chosen(rows) for name, whole in judgements.items()} for part, rows in sets.items()}
 
 
 def _sets(judged: Sequence[Sample]) -> dict[str, IntArray]:

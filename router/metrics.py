@@ -31,6 +31,11 @@ class RelayMetrics:
             registry=registry,
         )
 
+    def failures(self) -> dict[str, float]:
+        """By task. Nobody scrapes a replica: the routers ask for it, with the engine's status."""
+        samples = [sample for family in self.task_failures.collect() for sample in family.samples]
+        return {sample.labels["task"]: sample.value for sample in samples if sample.name.endswith("_total")}
+
 
 class ClassMetrics:
     """One class's children of the labelled metrics: looking a label up costs as much as counting, on every token."""

@@ -19,8 +19,6 @@ from policies.multi_bin import equal_mass_edges
 from policies.types import FloatArray, IntArray
 from simulator.workload import Workload
 
-TABLE_1_NOISE = 0.44
-
 
 def predicted(workload: Workload, predictor: str, rng: Generator) -> Workload:
     """The workload with predictions by a named model.

@@ -176,21 +176,6 @@ def mixed(name: str, *parts: Workload) -> Workload:
     )
 
 
-def drifting(before: Workload, after: Workload, rng: Generator) -> Workload:
-    """Lengths that change from one set's to the other's, evenly over the span of the first's arrivals."""
-    n = len(before)
-    late = rng.random(n) < np.linspace(0.0, 1.0, n)
-    drawn = rng.integers(0, len(after), n)
-    return replace(
-        before,
-        name=f"{before.name} to {after.name}",
-        prompt_tokens=np.where(late, after.prompt_tokens[drawn], before.prompt_tokens),
-        output_tokens=np.where(late, after.output_tokens[drawn], before.output_tokens),
-        cached_tokens=np.where(late, 0, before.cached_tokens),
-        predicted_output_tokens=np.full(n, np.nan),
-    )
-
-
 def read_workload(
     path: Path, *, rng: Generator, conversion: Conversion | None = None, prompt_tokens: int | None = None
 ) -> Workload:

@@ -1,4 +1,4 @@
-"""An engine without a model, and its codec: all that a router and a relay need of an engine."""
+"""An engine without a model, and its codec: all that a router and a relay need of an engine; and a clock by hand."""
 
 import asyncio
 import zlib
@@ -12,6 +12,22 @@ from router.state_store import Ticket
 from router.wire import Buffer
 
 VOCABULARY = 50_000
+
+
+class ManualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance_to(self, now_s: float) -> None:
+        """Raises ValueError for a time in the past."""
+        if now_s < self._now_s:
+            raise ValueError(f"now_s must not go back from {self._now_s} to {now_s}")
+        self._now_s = now_s
 
 
 class FakeRequest(msgspec.Struct, kw_only=True):

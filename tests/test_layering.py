@@ -39,11 +39,10 @@ VLLM_PRIVATE = {
 
 
 def files(package: str) -> list[Path]:
-    """Without what measures packages of ours from inside: the speed tests, and in bench the rig and the engine."""
+    """Without what measures packages of ours from inside: speed tests, and in bench rig, engine and predictor."""
     paths = sorted((ROOT / package).rglob("*.py"))
-    return [
-        path for path in paths if not path.name.startswith("test_") and path.parent.name not in {"rig", "transformers"}
-    ]
+    inside = {ROOT / "bench" / name for name in ("rig", "transformers", "predictor")}
+    return [path for path in paths if not path.name.startswith("test_") and path.parent not in inside]
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:

@@ -28,8 +28,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from deployments.vllm_scheduler import SluiceScheduler
-from policies.clock import ManualClock
 from policies.types import StepCoefficients, StepResult, StepTimes
+from tests.fakes import ManualClock
 
 MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 TIMES = StepTimes(

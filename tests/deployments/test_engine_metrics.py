@@ -16,6 +16,7 @@ STATUS = {
     "output_tokens": {"p50": 80.0},
     "kv_held": 1,
     "kv_transfer_bytes": 4096,
+    "background_failures": {"heartbeat": 2},
 }
 
 
@@ -32,6 +33,7 @@ def test_every_figure_stands_under_its_replica() -> None:
     assert samples[("sluice_engine_output_tokens", "a", "p50")] == 80
     assert samples[("sluice_engine_kv_held", "a")] == 1
     assert samples[("sluice_engine_kv_transfer_bytes_total", "a")] == 4096
+    assert samples[("sluice_relay_background_failures_total", "a", "heartbeat")] == 2
     assert not [key for key in samples if "b" in key[1:]]
 
 

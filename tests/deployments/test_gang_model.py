@@ -24,20 +24,14 @@ from deployments.gang_model import GangModel
 from deployments.gang_packed_cache import PackedCache
 from policies.errors import ConfigError
 from policies.prefill import PrefillConfig, PrefillMode
+from tests.deployments import tiny_models
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY, CONTEXT = 97, 48
 STEPS = 5
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
+CONTEXT = 48
+OWN = {"num_hidden_layers": 3, "max_position_embeddings": CONTEXT}
+UNGROUPED, GROUPED = {**tiny_models.SIZES, **OWN}, {**tiny_models.GROUPED, **OWN}
 # A window of 6 that prompts exceed; one Qwen3 has both kinds of layers.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
@@ -46,7 +40,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         Qwen3Config(**GROUPED, head_dim=16, use_sliding_window=True, sliding_window=6, max_window_layers=1)
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, head_dim=8, sliding_window=6)),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**UNGROUPED)),
 }
 # One token, and one that leaves just the room for the steps.
 LENGTHS = (9, 1, 17, CONTEXT - STEPS, 3, 2, 5, 1)
@@ -60,7 +54,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(tiny_models.VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 @torch.inference_mode()
@@ -142,7 +136,9 @@ def test_a_long_generation_outgrows_the_room_that_was_kept_ahead() -> None:
 @pytest.mark.parametrize("mode", ["padded", "prepacked"])
 def test_a_model_whose_state_runs_through_its_row_is_refused_with_the_way_out(mode: PrefillMode) -> None:
     torch.manual_seed(0)
-    recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+    recurrent = MambaForCausalLM(
+        MambaConfig(vocab_size=tiny_models.VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    ).eval()
     with pytest.raises(ConfigError, match="MambaForCausalLM") as caught:
         GangModel(recurrent, PrefillConfig(mode=mode))
     assert ("padded" in str(caught.value)) and (("try" in str(caught.value)) == (mode == "prepacked"))

@@ -18,10 +18,10 @@ from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, Ticket
 from router.wire import Buffer
 from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, undisturbed
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(30)
 
-PATIENCE_S = 15.0
 CODEC = FakeCodec()
 
 
@@ -42,14 +42,6 @@ class Reader:
     def add(self, request_id: str, max_tokens: int = 5) -> None:
         asked = FakeRequest(request_id=request_id, prompt=[1, 2], max_tokens=max_tokens)
         self.connection.add(CODEC.encode_request(asked))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
 
 
 class Replica:
@@ -287,7 +279,8 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     replica.engine.pause()
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
-    assert await reader.connection.call("status", timeout_s=5) == {"running": 1, "waiting": 0, "held": 1, "slots": 4}
+    counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
+    assert await reader.connection.call("status", timeout_s=5) == counted
     questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=5) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
 

@@ -6,18 +6,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, CONTEXT = 97, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
 
 
 def tiny_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        **GROUPED,
         initializer_range=0.3,  # else the two likeliest tokens are often close
         bos_token_id=None,
         eos_token_id=None,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.metrics import RouterMetrics, shared_exposition
+from deployments.engine_metrics import engine_exposition
+from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
 from tests.k8s.engines import CHART, Helm3, Manifest, documents
 from tests.k8s.fake_api import serve
@@ -24,9 +25,12 @@ def _all(text: str, kind: str) -> dict[str, Manifest]:
 def _metric_names() -> set[str]:
     metrics = RouterMetrics()
     metrics.of("standard")
+    SplitMetrics(metrics.registry)
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
-    text = metrics.exposition().decode() + shared
+    moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
+    status = {**dict.fromkeys(moved, 1), "background_failures": {"heartbeat": 1}}
+    text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 
 
@@ -46,7 +50,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
 def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dict[str, str]) -> None:
     rule = _all(rendered[EVERYTHING], "PrometheusRule")["full"]
     alerts: list[dict[str, Any]] = rule["spec"]["groups"][0]["rules"]
-    assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceSilent"} <= {alert["alert"] for alert in alerts}
+    names = {alert["alert"] for alert in alerts}
+    assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceHandOversFail", "SluiceRelayFailures"} <= names
     for alert in alerts:
         assert _names_in(alert["expr"]) <= _metric_names()
         assert re.search(r'namespace="prod",pod=~"full-', alert["expr"].replace("{ ", "{"))

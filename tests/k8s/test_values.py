@@ -111,7 +111,29 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"router": {"autoscaling": {"max_replicas": 8}}}},
         "app.router asks for 8 CPUs",
     ),
-    "less time than a drain takes": ({"drainSeconds": 60}, "is above drainSeconds (60)"),
+    "less time than a drain takes": ({"drainSeconds": 60}, "app.engine.drain_timeout_s (3600, "),
+    "less time than a further model's drain takes": (
+        {
+            "drainSeconds": 900,
+            "app": {"engine": {"drain_timeout_s": 900}, "more_models": [{"model": "other", "served_model_name": "o"}]},
+        },
+        "app.more_models[0].engine.drain_timeout_s (3600, ",
+    ),
+    "a predictor without CPUs": (
+        {"app": {"predictor": {"kind": "bert", "replicas": 2}}},
+        "app.router and app.predictor, which run on the same pods, ask for 3 CPUs",
+    ),
+    "caches by files that no other pod sees": (
+        {"app": {"engine": {"prefill": {"connector": "file"}}}},
+        'app.engine.prefill.connector is file, and its folder ("") is on no volume that all pods mount',
+    ),
+    "caches by files beside the shared volume": (
+        {
+            "extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+            "app": {"engine": {"prefill": {"connector": "file", "folder": "/sharedtoo"}}},
+        },
+        'its folder ("/sharedtoo") is on no volume',
+    ),
     "an incremental upgrade without the autoscaler": (
         {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
         "needs autoscaler.enabled",

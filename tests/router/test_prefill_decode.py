@@ -5,7 +5,7 @@ An engine that is offered a cache goes by that cache alone, so a wrong one would
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import count
 
 import pytest
@@ -30,11 +30,11 @@ from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(30)
 
 HEARTBEAT_S = 0.05
-PATIENCE_S = 15.0
 LONG = 40
 TIMES = StepTimes(
     prefill=StepCoefficients(overhead_s=0.0, prefill_s=1e-4),
@@ -42,14 +42,6 @@ TIMES = StepTimes(
     mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4),
 )
 _numbers = count()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
 
 
 class Replica:

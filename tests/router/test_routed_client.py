@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import count
 
 import msgspec
@@ -33,11 +33,11 @@ from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import Assignment, ReplicaInfo, Snapshot
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(30)
 
 HEARTBEAT_S = 0.05
-PATIENCE_S = 15.0  # a bound for waits that are short unless the machine is busy
 _numbers = count()
 
 
@@ -46,14 +46,6 @@ def request(max_tokens: int = 20, *, replays: bool = False, request_id: str | No
     return FakeRequest(
         request_id=request_id or f"x{number}", prompt=[number, 7, 7], max_tokens=max_tokens, replays=replays
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
 
 
 class Answer:
@@ -356,7 +348,8 @@ async def test_routers_tell_each_other_the_lengths_of_answers(service: Service) 
 async def test_a_replica_tells_its_status(service: Service) -> None:
     await service.replica(slots=3)
     front_end = await service.front_end()
-    assert await front_end.client.statuses() == {"r0": {"running": 0, "waiting": 0, "held": 0, "slots": 3}}
+    status = {"running": 0, "waiting": 0, "held": 0, "slots": 3, "background_failures": {}}
+    assert await front_end.client.statuses() == {"r0": status}
 
 
 async def test_a_status_of_a_replica_that_is_gone_says_so(service: Service) -> None:

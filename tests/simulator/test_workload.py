@@ -13,7 +13,6 @@ from simulator.predictors import confused, predicted, rank_noise
 from simulator.workload import (
     Workload,
     arrival_law,
-    drifting,
     gamma_bursts,
     length_law,
     mixed,
@@ -133,12 +132,10 @@ def test_a_lognormal_law_is_given_by_its_mean(rng: np.random.Generator) -> None:
     assert length_law("lognormal:200:1")(rng, 200_000).mean() == pytest.approx(200.0, rel=0.02)
 
 
-def test_parts_of_a_mixture_keep_their_names_and_drift_moves_from_one_to_the_other(rng: np.random.Generator) -> None:
+def test_parts_of_a_mixture_keep_their_names(rng: np.random.Generator) -> None:
     short, long = made(rng, output="constant:10"), made(rng, output="constant:500")
     both = mixed("both", short, long)
     assert len(both) == 2000 and both.slo_class is not None and set(both.slo_class) == {"made"}
-    moved = drifting(short, long, rng).output_tokens
-    assert moved[:200].mean() < 100 < 400 < moved[-200:].mean()
 
 
 def test_the_noise_of_table_1_gives_its_accuracies(rng: np.random.Generator) -> None:

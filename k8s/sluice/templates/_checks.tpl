@@ -6,6 +6,7 @@
 {{- end -}}
 {{- include "sluice.checkRedis" . -}}
 {{- include "sluice.checkGroups" . -}}
+{{- include "sluice.checkModels" . -}}
 {{- include "sluice.checkCapacity" . -}}
 {{- include "sluice.checkUpgrade" . -}}
 {{- if and .Values.auth.apiKeys.entries .Values.auth.apiKeys.existingSecret -}}
@@ -62,11 +63,33 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "sluice.checkCapacity" -}}
-{{- $drain := dig "engine" "drain_timeout_s" 3600.0 .Values.app -}}
-{{- if gt (float64 $drain) (float64 .Values.drainSeconds) -}}
-{{- fail (printf "app.engine.drain_timeout_s (%v, 3600 if it is not set) is above drainSeconds (%v), after which pods are killed: lower the one or raise the other" $drain .Values.drainSeconds) -}}
+{{/* Of every model. */}}
+{{- define "sluice.checkModels" -}}
+{{- $mounts := .Values.extraVolumeMounts -}}
+{{- if .Values.modelCache.enabled -}}
+{{- $mounts = append $mounts .Values.modelCache -}}
 {{- end -}}
+{{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- $at := eq $index 0 | ternary "app.engine" (printf "app.more_models[%d].engine" (sub $index 1)) -}}
+{{- $drain := dig "engine" "drain_timeout_s" 3600.0 $model -}}
+{{- if gt (float64 $drain) (float64 $.Values.drainSeconds) -}}
+{{- fail (printf "%s.drain_timeout_s (%v, 3600 if it is not set) is above drainSeconds (%v), after which pods are killed: lower the one or raise the other" $at $drain $.Values.drainSeconds) -}}
+{{- end -}}
+{{- $prefill := dig "engine" "prefill" nil $model | default dict -}}
+{{- if and (eq ($prefill.connector | default "nixl") "file") (ne $.Values.redis.mode "none") -}}
+{{- $folder := $prefill.folder | default "" -}}
+{{- $shared := false -}}
+{{- range $mount := $mounts -}}
+{{- $shared = or $shared (hasPrefix (printf "%s/" (trimSuffix "/" $mount.mountPath)) (printf "%s/" $folder)) -}}
+{{- end -}}
+{{- if not $shared -}}
+{{- fail (printf "%s.prefill.connector is file, and its folder (%q) is on no volume that all pods mount: put folder on one of extraVolumeMounts (ReadWriteMany) or the modelCache, or set connector: nixl" $at $folder) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkCapacity" -}}
 {{- $own := 0 -}}
 {{- range $class := .Values.app.classes -}}
 {{- $own = add $own ($class.own_replicas | default 0 | int) -}}
@@ -110,10 +133,16 @@
 {{- $routers = .max_replicas -}}
 {{- end -}}
 {{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) $routers -}}
+{{- $who := "app.router asks for" -}}
+{{- $predictor := .Values.app.predictor | default dict -}}
+{{- if and (eq ($predictor.kind | default "histogram") "bert") (eq ($predictor.place | default "replicas") "replicas") -}}
+{{- $who = "app.router and app.predictor, which run on the same pods, ask for" -}}
+{{- $cpus = addf $cpus (mulf (dig "num_cpus" 1.0 $predictor) (dig "replicas" 1 $predictor)) -}}
+{{- end -}}
 {{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
 {{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
 {{- if gt (float64 $cpus) (mulf $pods .Values.routerGroup.rayCpus) -}}
-{{- fail (printf "app.router asks for %v CPUs (replicas x num_cpus), and routerGroup has %v (replicas x rayCpus): raise routerGroup.replicas or rayCpus" $cpus (mulf $pods .Values.routerGroup.rayCpus)) -}}
+{{- fail (printf "%s %v CPUs (replicas x num_cpus), and routerGroup has %v (replicas x rayCpus): raise routerGroup.replicas or rayCpus" $who $cpus (mulf $pods .Values.routerGroup.rayCpus)) -}}
 {{- end -}}
 {{- end -}}
 
