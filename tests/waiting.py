@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-PATIENCE_S = 15.0  # a bound for waits that are short unless the machine is busy
+PATIENCE_S = 60.0  # a bound for waits that are short unless the machine is busy
 
 
 async def until(condition: Callable[[], bool]) -> None:

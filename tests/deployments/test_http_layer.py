@@ -286,7 +286,7 @@ async def test_a_stream_starts_with_its_first_chunk_and_not_later() -> None:
         await StreamingResponse(body())(scope, receive, send)
 
     serving = asyncio.create_task(wrapped(two_chunks)(dict(SCOPE), nothing_more, sent.put))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         start, first = await sent.get(), await sent.get()
     assert (start["type"], start["status"], first["body"]) == ("http.response.start", 200, b"first")
     assert [name for name, _ in start["headers"]].count(b"server-timing") == 1

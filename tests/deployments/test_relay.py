@@ -280,14 +280,14 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
     counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
-    assert await reader.connection.call("status", timeout_s=5) == counted
-    questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=5) for _ in range(20)))
+    assert await reader.connection.call("status", timeout_s=30) == counted
+    questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=30) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
 
 
 async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
     reader = await replica.reader()
-    asked = asyncio.create_task(reader.connection.call("status", timeout_s=5))
+    asked = asyncio.create_task(reader.connection.call("status", timeout_s=30))
     await asyncio.sleep(0)
     reader.connection.close()
     with pytest.raises(ReplicaLostError):
