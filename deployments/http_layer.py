@@ -8,6 +8,7 @@ The request id is Ray Serve's work: it takes `X-Request-Id` from the client or m
 own ids on it, so it stands in every log line and ticket.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -32,6 +33,7 @@ MAX_EXPECTED_TOKENS = 10_000_000
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
+LEAVE_S = 5.0  # for whoever listens to see that its client has left
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
@@ -62,7 +64,7 @@ class SluiceMiddleware:
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
-            await (refusal or self._app)(scope, self._limited(receive), exchange.send)
+            await _until_client_leaves(refusal or self._app, scope, self._limited(receive), exchange.send)
         finally:
             if scope["path"] not in UNLOGGED_PATHS:
                 _log(scope, exchange)
@@ -115,6 +117,23 @@ class SluiceMiddleware:
     @property
     def _too_large(self) -> str:
         return f"the body exceeds {self._max_body_bytes} bytes"
+
+
+async def _until_client_leaves(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Ray Serve says twice that a client has left: by the message, and by cancelling us.
+
+    vLLM runs its handlers in tasks of their own, which end by the message and which a cancellation would not reach: so
+    the application has the time to read it, and only what does not listen is cancelled.
+    """
+    serving = asyncio.ensure_future(app(scope, receive, send))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        if not serving.done():
+            try:
+                await asyncio.wait([serving], timeout=LEAVE_S)
+            finally:
+                serving.cancel()
 
 
 def too_many(refused: AdmissionError) -> Response:

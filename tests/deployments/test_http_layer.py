@@ -16,12 +16,79 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments import http_layer
 from deployments.http_layer import SluiceMiddleware, split_time
 from deployments.keys import KeyRing, digest
 from policies.errors import AdmissionError
 from router.timing import HttpContext, RequestTiming, current
 
 LIMIT = 1000
+
+
+async def leave(app: ASGIApp) -> None:
+    """Asks, and when the application waits for what comes next, leaves in Ray Serve's way."""
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    body: Message = {"type": "http.request", "body": b"", "more_body": False}
+    asked_again = asyncio.Event()
+
+    async def receive() -> Message:
+        if asked_again.is_set():
+            return await messages.get()
+        asked_again.set()
+        return body
+
+    async def send(message: Message) -> None:
+        raise AssertionError(f"nobody is there for {message}")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    request = asyncio.create_task(wrapped(app)(scope, receive, send))
+    await asked_again.wait()
+    messages.put_nowait({"type": "http.disconnect"})
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_a_handler_in_a_task_of_its_own_hears_that_its_client_has_left() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """As vLLM's `with_cancellation`: a cancellation of `wait` leaves its tasks alone."""
+        await receive()
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        handler, listener = asyncio.create_task(work()), asyncio.create_task(listen())
+        _, pending = await asyncio.wait([handler, listener], return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+
+    await asyncio.wait_for(leave(app), 30)
+    assert ended == ["work"]
+
+
+async def test_an_application_that_does_not_listen_is_cancelled_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_layer, "LEAVE_S", 0.0)
+    ended = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    await asyncio.wait_for(leave(app), 30)
+    await asyncio.wait_for(ended.wait(), 30)
 
 
 def context() -> HttpContext:
