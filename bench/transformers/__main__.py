@@ -60,7 +60,7 @@ QUICK = {
     "requests": 32,
     "draws": 1,
     "layers": 1,
-    "minutes": 0.2,
+    "rounds": 1,
 }
 
 
