@@ -1,14 +1,19 @@
 """The scheduler's modes side by side in one real engine, on this machine's CPU or GPU.
 
-Not collected by default; run with `pytest bench/deployments/test_modes_on_this_machine.py -s`. Settings by environment:
+Not collected by default; run with `pytest bench/deployments/test_modes_on_this_machine.py -s` on an idle machine: 20
+minutes at most with the settings below, and a line on stderr after each run. It leaves `modes.md` and `modes.png` in
+the folder that it names at the end. Settings by environment:
 
     SLUICE_BENCH_MODEL     a model's folder or name; without, a random Qwen3 of 34 million parameters
     SLUICE_BENCH_ARGS      further vLLM arguments as JSON, such as {"load_format": "dummy"}
+    SLUICE_BENCH_SECONDS   wall seconds for everything (default 1100); what the machine is too slow for is left out:
+                           first requests, down to 1.5 for each slot, then rounds, down to one
     SLUICE_BENCH_REPEATS   rounds over all modes (default 3)
     SLUICE_BENCH_SLOTS     batch sizes, by default "16 48"
-    SLUICE_BENCH_REQUESTS  requests of a run for each slot (default 6)
+    SLUICE_BENCH_REQUESTS  most requests of a run for each slot (default 6)
     SLUICE_BENCH_SCALE     factor on prompts and answers (default 1)
     SLUICE_BENCH_CLOCK     "cpu" counts this process's CPU seconds, steadier where cores are shared; "wall" otherwise
+    SLUICE_BENCH_OUT       where the table and the plot go (default: a folder of pytest's)
 
 Modes take turns in one engine, in an order that rotates, each with the same requests; ratios are to stock in the same
 round. Every round of `auto` starts from what the modes before it taught it.
@@ -18,8 +23,10 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +35,20 @@ import pytest
 
 from deployments.environment import cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
+from simulator.plots import figure, save
 
 CLOCK = os.environ.get("SLUICE_BENCH_CLOCK", "cpu")
 if CLOCK == "cpu":
     os.environ.update({name: value for name, value in cpu_env().items() if name != "LD_PRELOAD"})
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+BEGAN = time.monotonic()
 now = time.process_time if CLOCK == "cpu" else time.perf_counter
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+SECONDS = float(os.environ.get("SLUICE_BENCH_SECONDS", "1100"))
 REPEATS = int(os.environ.get("SLUICE_BENCH_REPEATS", "3"))
 SLOTS = tuple(map(int, os.environ.get("SLUICE_BENCH_SLOTS", "16 48").split()))
 REQUESTS = float(os.environ.get("SLUICE_BENCH_REQUESTS", "6"))
@@ -51,11 +61,19 @@ MODES: dict[str, dict[str, Any]] = {
     "auto": {"mode": "auto", "refill": None},
 }
 TIGHT: dict[str, dict[str, Any]] = {
-    **{name: MODES[name] for name in ("stock", "mixed", "auto")},
+    "stock": MODES["stock"],
+    "stock, watermark 5 %": {"mode": "stock", "watermark": 0.05},
     "static cap 12": {"mode": "mixed", "admission": "slots", "max_batch_size": 12},
+    "static cap 24": {"mode": "mixed", "admission": "slots", "max_batch_size": 24},
     "eq. 12": {"mode": "mixed", "admission": "memory_aware", "max_batch_size": None},
+    "forecast": MODES["mixed"],
+    "auto": MODES["auto"],
 }
-HEADER = "mode, tokens/s to stock, tokens/s, mean TTFT s, ITL p99 s, TPOT p99 s, preempted"
+TIGHT_SLOTS = 48
+FIGURES = ("tokens_per_s", "ttft_mean_s", "itl_p99_s", "tpot_p99_s", "preempted")
+HEADER = (
+    "| mode | tokens/s to stock | tokens/s | mean TTFT s | ITL p99 s | TPOT p99 s | preempted |\n" + 7 * "|---" + "|"
+)
 _FRESH = {"admission": "forecast", "max_batch_size": None, "refill": None}
 
 
@@ -140,39 +158,106 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
     )
 
 
-def compared(
-    llm: LLMEngine, modes: dict[str, dict[str, Any]], requests: list[tuple[list[int], int]], clients: int
-) -> None:
+def ratios(runs: dict[str, list[Run]], name: str) -> list[float]:
+    """Tokens per second to those of stock in the same round, in rising order."""
+    return sorted(a.tokens_per_s / b.tokens_per_s for a, b in zip(runs[name], runs["stock"], strict=True))
+
+
+def table(title: str, runs: dict[str, list[Run]]) -> str:
+    lines = [
+        f"## {title}",
+        "",
+        f"{len(runs['stock'])} rounds; medians, and in brackets the range of the ratios",
+        "",
+        HEADER,
+    ]
+    for name, found in runs.items():
+        all_ratios = ratios(runs, name)
+        spread = f"{statistics.median(all_ratios):.3f} [{all_ratios[0]:.3f}, {all_ratios[-1]:.3f}]"
+        figures = [f"{statistics.median(getattr(run, field) for run in found):.3g}" for field in FIGURES]
+        lines.append(f"| {name} | {spread} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def plotted(found: dict[str, dict[str, list[Run]]], path: Path) -> None:
+    """Ratios to stock, a panel for each load: medians as bars, ranges as whiskers."""
+    made = figure(columns=len(found))
+    for axis, (title, runs) in zip(made.axes, found.items(), strict=True):
+        for at, name in enumerate(runs):
+            all_ratios = ratios(runs, name)
+            axis.barh(at, statistics.median(all_ratios), color="#4477aa" if name == "auto" else "#bbccdd")
+            axis.plot((all_ratios[0], all_ratios[-1]), (at, at), color="black")
+        axis.set_yticks(range(len(runs)), list(runs))
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("tokens/s to stock")
+        axis.axvline(1.0, color="grey", linewidth=0.8)
+    save(made, path)
+
+
+def told(line: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", file=sys.stderr, flush=True)
+
+
+def set_mode(llm: LLMEngine, mode: dict[str, Any]) -> None:
     scheduler = llm.engine_core.engine_core.scheduler
+    settings = _FRESH | mode
+    caches = scheduler.kv_cache_manager
+    caches.watermark_blocks = int(settings.pop("watermark", 0.0) * caches.block_pool.num_gpu_blocks)
+    scheduler.control(settings)
+
+
+def compared(
+    llm: LLMEngine, title: str, modes: dict[str, dict[str, Any]], *, slots: int, clients: int
+) -> dict[str, list[Run]]:
+    """All modes in turn, as long as this load's share of the time lasts."""
+    began = time.monotonic()
+    ends = began + SECONDS * slots * len(modes) / (sum(SLOTS) * len(MODES) + TIGHT_SLOTS * len(TIGHT))
+    warm_up = workload(2 * slots)
+    for mode in (MODES["stock"], MODES["exclusive k*"]):
+        set_mode(llm, mode)
+        measure(llm, warm_up, clients)
+    request_s = (time.monotonic() - began) / (2 * len(warm_up))
+    fitting = int((ends - time.monotonic()) / (request_s * REPEATS * len(modes)))
+    requests = workload(min(round(REQUESTS * slots), max(round(1.5 * slots), fitting)))
+    told(f"{title}: {len(requests)} requests a run, {1e3 * request_s:.0f} ms each")
     runs: dict[str, list[Run]] = {name: [] for name in modes}
     names = list(modes)
-    measure(llm, requests[: 2 * clients], clients)
-    scheduler.control({"mode": "exclusive", "refill": None})
-    measure(llm, requests[: 2 * clients], clients)
     for repeat in range(REPEATS):
-        for name in names[repeat:] + names[:repeat]:
-            scheduler.control(_FRESH | modes[name])
+        round_began = time.monotonic()
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            set_mode(llm, modes[name])
             runs[name].append(measure(llm, requests, clients))
-    for name, found in runs.items():
-        ratios = sorted(a.tokens_per_s / b.tokens_per_s for a, b in zip(found, runs["stock"], strict=True))
-        figures = [
-            f"{statistics.median(getattr(run, field) for run in found):.3g}"
-            for field in ("tokens_per_s", "ttft_mean_s", "itl_p99_s", "tpot_p99_s", "preempted")
-        ]
-        spread = f"{statistics.median(ratios):.3f} [{ratios[0]:.3f}, {ratios[-1]:.3f}]"
-        print(f"| {name} | {spread} | {' | '.join(figures)} |", flush=True)
+            told(f"{title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")
+        if repeat + 1 < REPEATS and 2 * time.monotonic() - round_began > ends:
+            told(f"{title}: no time for another round")
+            break
     llm.engine_core.shutdown()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, list[Run]]]]:
+    """Runs by load and mode; written down after every test."""
+    runs: dict[str, dict[str, list[Run]]] = {}
+    yield runs
+    folder = Path(os.environ.get("SLUICE_BENCH_OUT") or tmp_path_factory.mktemp("modes"))
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(table(title, modes) for title, modes in runs.items())
+    (folder / "modes.md").write_text(f"# The scheduler's modes, {CLOCK} seconds\n\n{text}\n")
+    plotted(runs, folder / "modes.png")
+    print(f"\n{text}\n\nwritten to {folder}")
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-def test_modes_with_room(slots: int, tmp_path: Path) -> None:
+def test_modes_with_room(slots: int, tmp_path: Path, found: dict[str, dict[str, list[Run]]]) -> None:
     llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
-    print(f"\n{slots} slots, {2 * slots} clients; {HEADER}")
-    compared(llm, MODES, workload(round(REQUESTS * slots)), clients=2 * slots)
+    title = f"{slots} slots, {2 * slots} clients"
+    found[title] = compared(llm, title, MODES, slots=slots, clients=2 * slots)
 
 
-def test_modes_in_a_tight_cache(tmp_path: Path) -> None:
-    blocks = round(150 * SCALE) if "SLUICE_BENCH_MODEL" not in os.environ else 600  # there of 16 tokens, not 32
-    llm = engine(tmp_path, max_num_seqs=48, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
-    print(f"\n48 slots, 64 clients, a cache for a third of them; {HEADER}")
-    compared(llm, TIGHT, workload(round(48 * REQUESTS)), clients=64)
+def test_modes_in_a_tight_cache(tmp_path: Path, found: dict[str, dict[str, list[Run]]]) -> None:
+    # 70: vLLM wants room for one request of the greatest length; without a model of one's own blocks hold 32 tokens.
+    blocks = max(70, round(150 * SCALE)) if "SLUICE_BENCH_MODEL" not in os.environ else 600
+    llm = engine(tmp_path, max_num_seqs=TIGHT_SLOTS, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
+    title = f"{TIGHT_SLOTS} slots, {4 * TIGHT_SLOTS // 3} clients, a cache for a third of them"
+    found[title] = compared(llm, title, TIGHT, slots=TIGHT_SLOTS, clients=4 * TIGHT_SLOTS // 3)
