@@ -30,6 +30,7 @@ from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
 from router.classifier import Mode
+from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
 
 Role = Literal["prefill", "decode"]
@@ -601,11 +602,12 @@ class AppConfig(ModelSection):
         """Where the shared state lives: apart for whatever makes answers different.
 
         In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one,
-        and replicas that move KV caches in another way must not be paired with them.
+        and replicas that move KV caches in another way must not be paired with them. Nor may another version of Sluice
+        read tables that it would write otherwise.
         """
         kind = [self.engine.kind] if self.engine.kind != "vllm" else []
         cache = [self.engine.prefill.connector] if self.engine.prefill else []
-        what = json.dumps([engine_version, self.vllm_argv(), *kind, *cache])
+        what = json.dumps([state_version(), engine_version, self.vllm_argv(), *kind, *cache])
         return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
     def prefill_namespace(self, engine_version: str) -> str:

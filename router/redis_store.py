@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +29,7 @@ from router.state_store import (
     Snapshot,
     Ticket,
 )
+from router.wire import PROTOCOL
 
 CALL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
@@ -34,6 +37,16 @@ _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
 _length_decoder = msgspec.msgpack.Decoder(FinishedLength)
 _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
+
+
+@cache
+def state_version() -> str:
+    """Of the tables and of what is read from them: it changes with the scripts and with the relay's protocol.
+
+    In a rolling update of Sluice itself old and new routers are up at once; they must not read each other's tables.
+    """
+    scripts = b"".join(path.read_bytes() for path in sorted(_LUA.glob("*.lua")))
+    return hashlib.sha256(scripts + str(PROTOCOL).encode()).hexdigest()[:12]
 
 
 def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":

@@ -142,6 +142,12 @@ def test_another_model_argument_or_engine_version_keeps_its_shared_state_apart()
     assert len({mine, config().namespace("vllm-2"), *(other.namespace("vllm-1") for other in others)}) == 5
 
 
+def test_another_version_of_the_tables_keeps_its_shared_state_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = config().namespace("vllm-1")
+    monkeypatch.setattr("deployments.config.state_version", lambda: "of tomorrow")
+    assert config().namespace("vllm-1") != mine
+
+
 def test_defaults_build_what_the_router_needs() -> None:
     made = config()
     assert len(MultiBin(made.bins.build()).edges) == made.bins.count + 1

@@ -1,6 +1,8 @@
 """Many streams at once: nothing lost, slots freed, a killed replica unnoticed by clients. Real Redis, Ray and vLLM."""
 
 import asyncio
+import http.client
+import json
 import os
 import signal
 import time
@@ -135,6 +137,21 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
     assert any(freed_after_s() < 1.0 for _ in range(3))
 
 
+def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
+    def cancelled() -> float:
+        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
+
+    before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
+    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
+    for client in clients:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    wait_until(lambda: used_slots(sluice) == len(clients), 60, "all are being answered")
+    for client in clients:
+        client.close()
+    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
+    assert cancelled() == before + len(clients)
+
+
 def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
@@ -160,9 +177,10 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
 
 
-def total(sluice: Sluice, name: str) -> float:
-    """Of a counter, over all its labels."""
-    return sum(float(line.rsplit(" ", 1)[1]) for line in sluice.metrics() if line.startswith(f"{name}{{"))
+def total(sluice: Sluice, name: str, label: str = "") -> float:
+    """Of a counter, over all its labels but this."""
+    lines = [line for line in sluice.metrics() if line.startswith(f"{name}{{") and label in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def test_offline_streams_give_way_at_once_and_end_as_if_nothing_had_happened(
