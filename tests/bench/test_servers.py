@@ -128,11 +128,12 @@ signal.signal(signal.SIGTERM, leave)
 print("ready", flush=True)
 time.sleep(600)
 """
+    before = signal.getsignal(signal.SIGINT)
     with Server(make_spec(interrupting, free_port, "ready"), tmp_path) as server:
         server.wait_until_ready(30.0)
         processes = server.processes()
     assert not any(process.is_running() for process in processes)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_both_systems_get_the_same_engine_arguments() -> None:
