@@ -14,7 +14,7 @@ from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
 from deployments.embedded_redis import free_port
-from deployments.environment import MAX_CONNECTIONS, address, connections_within, one_machine_env, serve_env
+from deployments.environment import MAX_CONNECTIONS, address, connections_within, cpu_dtype, one_machine_env, serve_env
 from deployments.one_machine import StartError, check_address
 from tests.integration.application import wait_until
 
@@ -117,3 +117,13 @@ def test_a_router_that_is_full_says_when_to_come_back() -> None:
     answer = deployment.backpressure_config
     assert answer.status_code == 503
     assert answer.retry_after_s is not None and answer.retry_after_s > 0
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [("avx2 avx512f avx512_bf16", "bfloat16"), ("avx2", "float32")])
+def test_the_demo_computes_in_what_the_processor_is_quick_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str
+) -> None:
+    processor = tmp_path / "cpuinfo"
+    processor.write_text(f"flags : {flags}\n")
+    monkeypatch.setattr("deployments.environment._PROCESSOR", processor)
+    assert cpu_dtype() == dtype

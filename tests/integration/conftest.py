@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.config import DEMO_MODEL
-from deployments.environment import cpu_env
+from deployments.environment import cpu_dtype, cpu_env
 from tests.integration.application import REPOSITORY
 
 MAX_TOKENS = 200
@@ -47,7 +47,7 @@ def plain_answers(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) 
     """Greedy answers of plain vLLM to the same prompts."""
     folder = tmp_path_factory.mktemp("plain")
     source, target = folder / "prompts.json", folder / "answers.json"
-    source.write_text(json.dumps({"prompts": prompts, "max_tokens": MAX_TOKENS}))
+    source.write_text(json.dumps({"prompts": prompts, "max_tokens": MAX_TOKENS, "dtype": cpu_dtype()}))
     script = Path(__file__).with_name("plain_reference.py")
     env = {**os.environ, **cpu_env(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     subprocess.run(
