@@ -27,13 +27,16 @@ _HAPROXY_OWN_FILES = 512
 
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
 # whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
-# it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; and a proxy
-# actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with its parent.
+# it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; a client that
+# hangs up is not noticed before its response begins where its body came in a packet of its own, unless HAProxy waits
+# for the body; and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked
+# to end it with its parent.
 _HAPROXY_ON_LOOPBACK = """\
 #!/bin/sh
 for argument; do
     [ "$flag" = -f ] && sed -i -E -e 's/^( *bind +)\\*?:([0-9]+)/\\1127.0.0.1:\\2/' \\
-        -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' "$argument"
+        -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' \\
+        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request/' "$argument"
     flag=$argument
 done
 exec setpriv --pdeathsig TERM BINARY "$@"
