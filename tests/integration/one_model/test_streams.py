@@ -102,6 +102,21 @@ def test_64_streams_use_both_replicas_and_all_end(
     wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
 
 
+def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
+    def cancelled() -> float:
+        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
+
+    before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
+    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
+    for client in clients:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    wait_until(lambda: used_slots(sluice) == len(clients), 60, "all are being answered")
+    for client in clients:
+        client.close()
+    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
+    wait_until(lambda: cancelled() >= before + len(clients), 30, "none was answered to its end")
+
+
 def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -> None:
     slots = sum(replica["slots"] for replica in sluice.status()["replicas"].values())
     running, queued = slots, 12
@@ -135,21 +150,6 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
 
     # Others may hold the processor for a moment, but hardly every time.
     assert any(freed_after_s() < 1.0 for _ in range(3))
-
-
-def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
-    def cancelled() -> float:
-        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
-
-    before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
-    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
-    for client in clients:
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    wait_until(lambda: used_slots(sluice) == len(clients), 60, "all are being answered")
-    for client in clients:
-        client.close()
-    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
-    wait_until(lambda: cancelled() == before + len(clients), 30, "none was answered to its end")
 
 
 def test_a_killed_replica_costs_no_request_and_changes_no_answer(
