@@ -172,7 +172,9 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 3]
     assert all(reason in ("stop", "length") for _, reason in answers)
     assert _gone(core), "the engine outlived its replica"
-    assert total(sluice, "sluice_requests_recovered_total") > 0, "nothing was on board of the killed replica"
+    wait_until(
+        lambda: total(sluice, "sluice_requests_recovered_total") > 0, 30, "somebody was on board of the killed one"
+    )
     wait_until(lambda: len(sluice.status()["replicas"]) == 2, 120, "Ray Serve has replaced the killed replica")
     wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
 
@@ -199,7 +201,7 @@ def test_offline_streams_give_way_at_once_and_end_as_if_nothing_had_happened(
     expected = [answer["text"] for answer in plain_answers]
     assert [text for text, _ in offline] == expected * 2
     assert [text for text, _ in urgent] == expected[:8]
-    assert total(sluice, "sluice_requests_recalled_total") > before
+    wait_until(lambda: total(sluice, "sluice_requests_recalled_total") > before, 30, "recalls are counted")
     wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
 
 
