@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 
-from deployments.environment import cpu_env
+from deployments.environment import cpu_dtype, cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from simulator.plots import figure, save
 
@@ -44,6 +44,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 BEGAN = time.monotonic()
 now = time.process_time if CLOCK == "cpu" else time.perf_counter
 
+import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
@@ -102,7 +103,10 @@ def random_model(folder: Path) -> str:
 
 def engine(folder: Path, **more: Any) -> LLMEngine:
     model = os.environ.get("SLUICE_BENCH_MODEL")
-    own = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048} if model is None else {}
+    own = {
+        "load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "block_size": 32,
+        "kv_cache_memory_bytes": 512 << 20, "dtype": "auto" if torch.cuda.is_available() else cpu_dtype(),
+    }  # fmt: skip
     given = json.loads(os.environ.get("SLUICE_BENCH_ARGS", "{}"))
     args = EngineArgs(
         model=model or random_model(folder),
@@ -111,9 +115,7 @@ def engine(folder: Path, **more: Any) -> LLMEngine:
         disable_log_stats=True,
         scheduler_cls=SCHEDULER_CLASS,
         additional_config={"sluice": {"mode": "stock"}},
-        **own | {"block_size": 32, "kv_cache_memory_bytes": 512 << 20} | more | given
-        if model is None
-        else more | given,
+        **(own if model is None else {}) | more | given,
     )
     return LLMEngine.from_engine_args(args)
 
