@@ -25,6 +25,11 @@ MAX_CONNECTIONS = 25_000
 _FILES_FOR_TWO = 5
 _HAPROXY_OWN_FILES = 512
 
+# On one machine the engines compute on the same cores. Ray Serve's own numbers are 4 threads, and 0.1 s between two
+# looks of its controller at the deployments, which take 4 % of a slow core.
+MOST_HAPROXY_THREADS = 4
+CONTROL_LOOP_S = 0.25
+
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
 # whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
 # it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; a client that
@@ -137,6 +142,11 @@ def connections_within(max_files: int) -> int:
     return max(1, min(MAX_CONNECTIONS, 2 * (max_files - _HAPROXY_OWN_FILES) // _FILES_FOR_TWO))
 
 
+def haproxy_threads(cores: int) -> int:
+    """Of one HAProxy that shares so many cores with the engines: each of its threads wakes for every engine step."""
+    return max(1, min(MOST_HAPROXY_THREADS, cores // 4))
+
+
 def address(host: str, port: int) -> str:
     """As in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -174,6 +184,8 @@ def one_machine_env(
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
         "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(os.sched_getaffinity(0)))),
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

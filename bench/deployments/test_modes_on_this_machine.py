@@ -135,7 +135,7 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
     asked: dict[str, float] = {}
     seen: dict[str, tuple[list[float], bool]] = {}
     scheduler = llm.engine_core.engine_core.scheduler
-    began, preempted = now(), 0
+    began, preempted = now(), dict[str, int]()
     while queue or llm.has_unfinished_requests():
         while queue and len(asked) - sum(done for _, done in seen.values()) < clients:
             number, (prompt, output) = queue.popleft()
@@ -146,7 +146,7 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
             times, _ = seen.get(out.request_id, ([], False))
             times += [now()] * (len(out.outputs[0].token_ids) - len(times))
             seen[out.request_id] = (times, out.finished)
-        preempted += len(scheduler.reset_preempted_req_ids)
+        preempted.update((request_id, held.num_preemptions) for request_id, held in scheduler.requests.items())
     took_s = now() - began
     gaps = sorted(b - a for times, _ in seen.values() for a, b in zip(times, times[1:], strict=False))
     means = sorted((t[-1] - t[0]) / (len(t) - 1) for t, _ in seen.values() if len(t) > 8)
@@ -156,7 +156,7 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
         ttft_mean_s=statistics.mean(waits),
         itl_p99_s=gaps[int(0.99 * len(gaps))],
         tpot_p99_s=means[int(0.99 * len(means))],
-        preempted=preempted,
+        preempted=sum(preempted.values()),
     )
 
 

@@ -14,7 +14,16 @@ from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
 from deployments.embedded_redis import free_port
-from deployments.environment import MAX_CONNECTIONS, address, connections_within, cpu_dtype, one_machine_env, serve_env
+from deployments.environment import (
+    MAX_CONNECTIONS,
+    MOST_HAPROXY_THREADS,
+    address,
+    connections_within,
+    cpu_dtype,
+    haproxy_threads,
+    one_machine_env,
+    serve_env,
+)
 from deployments.one_machine import StartError, check_address
 from tests.integration.application import wait_until
 
@@ -109,6 +118,10 @@ def test_haproxy_takes_what_two_routers_do_and_starts_where_files_are_few() -> N
     assert connections_within(resource.RLIM_INFINITY) == connections_within(65_536) == MAX_CONNECTIONS
     assert connections_within(20_000) == 7_795
     assert connections_within(64) == 1
+
+
+def test_haproxy_leaves_the_cores_of_a_small_machine_to_the_engines() -> None:
+    assert [haproxy_threads(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, MOST_HAPROXY_THREADS]
 
 
 def test_a_router_that_is_full_says_when_to_come_back() -> None:
