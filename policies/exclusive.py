@@ -80,8 +80,8 @@ _PATIENCE = 1.5
 # Share of a measured cost that enters the running ratio, and drift of an unused mode's ratio back to 1.
 _RATIO_SMOOTHING = 0.3
 _RATIO_DRIFT = 0.05
-# While exclusive steps are preferred, mixed ones are tried after 8 and 16 replans and then after every 32: at most a
-# 32nd of what mixing loses there.
+# While exclusive steps are preferred, mixed ones are looked at after 8 and 16 replans and then after every 32, for half
+# the time between two replans: at most a 64th of what mixing loses there.
 _FIRST_REVISIT, _REVISIT = 8, 32
 
 
@@ -101,7 +101,7 @@ class ExclusiveMixedConfig:
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
         occupancy_smoothing: weight of the newest step in the smoothed number of running requests.
-        replan_steps: plans between two looks at lengths, step times and mode.
+        replan_steps: plans between two looks at lengths, step times and mode; half as many while mixed steps are tried.
         min_samples: completions before lengths count as known.
         window, max_output_tokens: as in ``LengthStatisticsConfig``.
         initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
@@ -286,6 +286,11 @@ class _ModeChoice:
         self._costs = {False: _TokenCost(), True: _TokenCost()}
         self._decided = False
 
+    @property
+    def looks_back(self) -> bool:
+        """Mixed for a look, while exclusive is preferred."""
+        return self._preferred and not self.exclusive
+
     def observe(self, result: StepResult) -> None:
         self._costs[self.exclusive].add(result)
 
@@ -370,7 +375,7 @@ class ExclusiveMixed:
         self._stall = _Stall()
         self._occupancy = 0.0
         self._steps = 0
-        self._plans = 0
+        self._plans_left = 0
         self._decode_steps = 0
         if learned:
             self._model, self._lengths = learned._model, learned._lengths
@@ -397,9 +402,10 @@ class ExclusiveMixed:
         return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
-        if self._plans % self.config.replan_steps == 0:
+        if not self._plans_left:
             self._replan(state)
-        self._plans += 1
+            self._plans_left = -(-self.config.replan_steps // (2 if self._choice.looks_back else 1))
+        self._plans_left -= 1
         if not self.exclusive:
             self._phase = Phase.DECODE
             return capped_plan(state, state.slots, Limit.SLOTS)

@@ -23,6 +23,9 @@ from tests.virtual_engine import VirtualEngine, run_closed
 
 DECODE_OVERHEAD_S, PREFILL_S, DECODE_S = 0.006, 2e-5, 4e-5
 MEAN_OUTPUT = 80
+REQUESTS = (
+    48  # for each slot: some thirty replans, so that the looks at the other mode count as they do in the long run
+)
 GRID = [(n, a, x) for n in (16, 64, 256) for a in (0.4, 1.0, 4.0) for x in (0.0, 0.05, 0.1, 0.2)]
 HEADER = "| slots | a | x | exclusive | auto | it ended |\n" + 6 * "|---" + "|"
 
@@ -63,7 +66,7 @@ def throughput(settings: dict[str, Any], slots: int, times: StepTimes) -> tuple[
     """Output tokens per second of virtual time."""
     rng = random.Random(4)
     requests = [
-        (rng.randint(200, 800), min(1000, 1 + int(rng.expovariate(1 / MEAN_OUTPUT)))) for _ in range(24 * slots)
+        (rng.randint(200, 800), min(1000, 1 + int(rng.expovariate(1 / MEAN_OUTPUT)))) for _ in range(REQUESTS * slots)
     ]
     engine = VirtualEngine(settings, slots=slots, blocks=60 * slots + 200, budget=8192, times=times)
     run_closed(engine, requests, clients=2 * slots)
