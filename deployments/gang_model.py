@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,13 @@ class GangModel:
     def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
         """Raises ConfigError when the model does not keep the requests of a batch apart."""
         self._model, self._config = model, config
-        self._windows = _windows(model.config.get_text_config())
+        text = model.config.get_text_config()
+        self._windows = _windows(text)
+        # Beyond it are only rows that ended in a batch that does not shrink; a table of positions ends there.
+        self._last_position = (getattr(text, "max_position_embeddings", None) or maxsize) - 1
         if config.mode == "prepacked" and (strange := self._windows.keys() - KINDS):
             raise ConfigError(self._no_batches(f"its layers of kind {sorted(strange)} have no mask for it"))
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size = int(text.vocab_size)
         self.cache_bytes_per_token = self._check()
 
     @property
@@ -128,7 +132,7 @@ class GangModel:
     def _decode_rows(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             input_ids=token_ids[:, None],
-            position_ids=rows.lengths[:, None],
+            position_ids=self._positions(rows)[:, None],
             attention_mask=rows.mask(),
             past_key_values=rows.cache,
             use_cache=True,
@@ -139,12 +143,16 @@ class GangModel:
         with self._only_at(packed.rows, packed.slots):
             logits: torch.Tensor = self._model(
                 input_ids=packed.spread(token_ids),
-                position_ids=packed.spread(packed.lengths),
+                position_ids=packed.spread(self._positions(packed)),
                 attention_mask=self._masks(packed.mask),
                 past_key_values=packed.cache,
                 use_cache=True,
             ).logits[0]
         return logits
+
+    def _positions(self, held: GangCache) -> torch.Tensor:
+        """Of each request's next token, shape (requests,)."""
+        return held.lengths.clamp(max=self._last_position)
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
