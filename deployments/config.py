@@ -147,6 +147,9 @@ class GangSection(Section):
     pack_decode_from: float = Field(default=1.5, ge=1)
     """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
     cache) / (packed / padded tokens of a step) is at least this; .inf never."""
+    flash_attention: bool = True
+    """FlashAttention's kernels where they are installed and the model, in 16 bits, can use them; `row_tokens` and
+    `pack_decode_from` do nothing then. false is PyTorch's attention."""
     shrink: bool = True
     """Rows leave the batch as they end; false computes all of them until the longest ends."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)

@@ -4,19 +4,27 @@ Prefill by `policies.prefill`: where prompts share a row (prepacking, paper 004)
 positions restart; sliding windows act within a prompt. Padding stands behind a prompt, where causal attention never
 looks, so rows of single prompts need no mask of ours. Only each prompt's last token goes through the output layer.
 
+FlashAttention's kernels take no such mask. With them a packed pass is a single row, whose prompts are told apart by
+their lengths, and in decode steps each request has a row of its own under the library's padding mask.
+
 Whether a model keeps its prompts apart is found out when it is loaded: too many architectures exist to tell by name.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+from transformers.utils.generic import is_flash_attention_requested
 
 from deployments.gang_cache import Place, RowsCache
 from deployments.gang_packed_cache import PackedCache
@@ -32,14 +40,29 @@ CHECK_LENGTHS = (7, 1, 4, 2)
 CHECK_TOLERANCE = 0.1
 KINDS = {"full_attention", "sliding_attention"}
 PACKED_ROOM = 32  # steps of packed decode between two layouts
+# The newest first, as the library itself prefers them; present means that the accelerator is one for it, too.
+FLASH_ATTENTIONS = {
+    "flash_attention_4": is_flash_attn_4_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_2": is_flash_attn_2_available,
+}
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 GangCache = RowsCache | PackedCache
 
 
 def load(
-    model: str | Path, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    flash_attention: bool = False,
 ) -> Any:
     """A model on the accelerator that PyTorch finds, or the CPU.
+
+    Args:
+        flash_attention: where it is installed and the model can; else, and without, the library's choice (SDPA).
 
     Raises:
         ConfigError: Transformers cannot load it.
@@ -51,7 +74,20 @@ def load(
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"Transformers cannot load {model} as a causal language model: {error}") from error
-    return loaded.to(device).eval()
+    loaded = loaded.to(device).eval()
+    if flash_attention and loaded.dtype in FLASH_DTYPES:
+        _ask_for_flash(loaded)
+    return loaded
+
+
+def _ask_for_flash(model: PreTrainedModel) -> None:
+    name = next((name for name, is_present in FLASH_ATTENTIONS.items() if is_present()), None)
+    if name is None:
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        logger.info("%s runs without FlashAttention: %s", type(model).__name__, error)
 
 
 class GangModel:
@@ -59,11 +95,17 @@ class GangModel:
 
     def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
         """Raises ConfigError when the model does not keep the requests of a batch apart."""
+        text = model.config.get_text_config()
+        self._is_flash = is_flash_attention_requested(text)
+        if self._is_flash:
+            config = replace(config, row_tokens=config.max_pass_tokens, pack_decode_from=inf)
         self._model, self._config = model, config
-        self._windows = _windows(model.config.get_text_config())
+        self._windows = _windows(text)
+        # Beyond it are only rows that ended in a batch that does not shrink; a table of positions ends there.
+        self._last_position = (getattr(text, "max_position_embeddings", None) or maxsize) - 1
         if config.mode == "prepacked" and (strange := self._windows.keys() - KINDS):
             raise ConfigError(self._no_batches(f"its layers of kind {sorted(strange)} have no mask for it"))
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size = int(text.vocab_size)
         self.cache_bytes_per_token = self._check()
 
     @property
@@ -90,9 +132,9 @@ class GangModel:
             logits = self._model(
                 input_ids=self._on_device(layout.pack([prompts[index] for index in each.prompts], padding=0)),
                 position_ids=self._on_device(positions).expand(layout.row_count, -1),
-                attention_mask=self._masks(partial(self._prefill_mask, each)) if each.is_packed else None,
                 past_key_values=cache,
                 use_cache=True,
+                **self._boundaries(each),
             ).logits
         return logits[0], cache
 
@@ -128,7 +170,7 @@ class GangModel:
     def _decode_rows(self, token_ids: torch.Tensor, rows: RowsCache) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             input_ids=token_ids[:, None],
-            position_ids=rows.lengths[:, None],
+            position_ids=self._positions(rows)[:, None],
             attention_mask=rows.mask(),
             past_key_values=rows.cache,
             use_cache=True,
@@ -139,18 +181,36 @@ class GangModel:
         with self._only_at(packed.rows, packed.slots):
             logits: torch.Tensor = self._model(
                 input_ids=packed.spread(token_ids),
-                position_ids=packed.spread(packed.lengths),
+                position_ids=packed.spread(self._positions(packed)),
                 attention_mask=self._masks(packed.mask),
                 past_key_values=packed.cache,
                 use_cache=True,
             ).logits[0]
         return logits
 
+    def _positions(self, held: GangCache) -> torch.Tensor:
+        """Of each request's next token, shape (requests,)."""
+        return held.lengths.clamp(max=self._last_position)
+
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _prefill_mask(self, each: PrefillPass, window: int | None) -> torch.Tensor:
-        return self._on_device(each.layout.attention_mask(window))[:, None]
+    def _boundaries(self, each: PrefillPass) -> dict[str, Any]:
+        """What keeps the prompts of a pass apart, as the model's own arguments."""
+        if not each.is_packed:
+            return {"attention_mask": None}
+        if self._is_flash:
+            return self._sequence_lengths(each.layout)
+        return {"attention_mask": self._masks(partial(self._prefill_mask, each.layout))}
+
+    def _sequence_lengths(self, row: PackedBatch) -> dict[str, Any]:
+        """For flash attention's variable-length kernels. The layout is a single row."""
+        bounds = torch.tensor([0, *(span.stop for span in row.spans)], dtype=torch.int32, device=self.device)
+        longest = max(span.stop - span.start for span in row.spans)
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+    def _prefill_mask(self, layout: PackedBatch, window: int | None) -> torch.Tensor:
+        return self._on_device(layout.attention_mask(window))[:, None]
 
     def _masks(self, mask_of: Callable[[int | None], torch.Tensor]) -> Any:
         """A mask, or one for each kind of layer where a model has several, from what makes one for a sliding window."""
@@ -196,17 +256,20 @@ class GangModel:
     def _two_steps(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, GangCache]:
         """Logits after each prompt and one more token, float32, shape (2, prompts, vocabulary).
 
-        If prompts are packed, the step is as well, in a single row.
+        If steps may be packed, this one is, in a single row.
         """
         first, held = self.prefill(prompts)
-        if self._config.mode == "prepacked":
+        if self._config.packs_decode:
             spans = [len(prompt) + 1 for prompt in prompts]
             held = PackedCache.of(held.places(), PackedBatch.of(spans, sum(spans)), room=1)
         second, held = self.decode(torch.tensor([prompt[0] for prompt in prompts], device=self.device), held)
         return torch.stack((first, second)).float(), held
 
     def _no_batches(self, why: str) -> str:
-        instead = "; try engine.gang.prefill: padded" if self._config.mode == "prepacked" else ""
+        ways_out = ["engine.gang.flash_attention: false"] if self._is_flash else []
+        if self._config.mode == "prepacked":
+            ways_out.append("engine.gang.prefill: padded")
+        instead = f"; try {' or '.join(ways_out)}" if ways_out else ""
         name = type(self._model).__name__
         return f"{name} does not keep the requests of a {self._config.mode} batch apart ({why}){instead}"
 

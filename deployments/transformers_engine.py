@@ -58,7 +58,11 @@ class TransformersEngine:
         """
         self.codec, self.model = VllmCodec(), str(args.model)
         loaded = load(
-            args.model, dtype=args.dtype, revision=args.revision, trust_remote_code=bool(args.trust_remote_code)
+            args.model,
+            dtype=args.dtype,
+            revision=args.revision,
+            trust_remote_code=bool(args.trust_remote_code),
+            flash_attention=gang.flash_attention,
         )
         self.max_model_len = _max_model_len(loaded.config.get_text_config(), args.max_model_len)
         self._gang, self._loop = gang, loop

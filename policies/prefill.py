@@ -13,6 +13,7 @@ A pass holds at most max_pass_tokens, padding included, as far as one row allows
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
 
 from policies.checks import require_at_least, require_one_of
@@ -28,7 +29,8 @@ class PrefillConfig:
 
     Attributes:
         max_pass_tokens: of a forward pass, padding included.
-        row_tokens: at least so many tokens make a packed row; None is the longest prompt.
+        row_tokens: at least so many tokens make a packed row; None is the longest prompt. With max_pass_tokens every
+            pass of a `prepacked` batch is a single row without padding.
         pack_decode_from: requests of a `prepacked` batch share rows while they generate as well when the saving is so
             large (`decode_layout`); infinite for never.
 
@@ -49,6 +51,11 @@ class PrefillConfig:
         if self.row_tokens is not None:
             require_at_least(1, self, "row_tokens")
 
+    @property
+    def packs_decode(self) -> bool:
+        """Requests may share rows while they generate."""
+        return self.mode == "prepacked" and isfinite(self.pack_decode_from)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
@@ -64,7 +71,7 @@ class PrefillPass:
 
     @property
     def is_packed(self) -> bool:
-        """Some row holds more than one prompt, so that a mask must keep them apart."""
+        """Some row holds more than one prompt, so that the model must be told which tokens belong together."""
         return self.layout.row_count < len(self.prompts)
 
 
@@ -125,7 +132,7 @@ def decode_layout(lengths: Sequence[int], room: int, config: PrefillConfig) -> P
     Raises:
         InputError: a length is negative.
     """
-    if config.mode != "prepacked" or len(lengths) < 2:
+    if not config.packs_decode or len(lengths) < 2:
         return None
     layout = PackedBatch.of([length + room for length in lengths])
     fewer_places = len(lengths) / layout.row_count

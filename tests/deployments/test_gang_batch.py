@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from vllm import SamplingParams
 
 from deployments.gang_batch import GangRunner, Row
@@ -16,7 +17,7 @@ from deployments.gang_step import RowOutput
 from policies.prefill import PrefillConfig
 from tests.deployments.tiny_models import CONTEXT, VOCABULARY, greedy, tiny_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], list(range(30)), [40, 2], [11, 12, 13]]
 LENGTHS = [7, 3, 12, 1, 9]
@@ -84,6 +85,22 @@ def test_every_answer_is_the_one_it_would_have_had_alone(model: Any, shrink: boo
     static = len(LENGTHS) * (max(LENGTHS) - 1)
     assert counts.row_steps == (useful if shrink else static)
     assert counts.wasted_row_steps == (0 if shrink else static - useful)
+
+
+@pytest.mark.parametrize("pack_decode_from", [1.0, math.inf])
+def test_a_row_that_ended_at_the_context_limit_may_be_computed_on(pack_decode_from: float) -> None:
+    """By a model that looks its positions up in a table."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
+    model: Any = GPT2LMHeadModel(config).eval()
+    told = Told(GangModel(model, PrefillConfig(pack_decode_from=pack_decode_from)), shrink=False, max_model_len=48)
+    told.runner.run([row("full", range(46)), row("short", [1]), row("shorter", [2])])
+    assert told.tokens == {
+        "full": greedy(model, list(range(46)), 2),
+        "short": greedy(model, [1], 8),
+        "shorter": greedy(model, [2], 8),
+    }
 
 
 def test_stop_tokens_end_an_answer_and_the_context_does(model: Any) -> None:

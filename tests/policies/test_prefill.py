@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,15 @@ def test_row_tokens_make_rows_longer_than_the_longest_prompt() -> None:
     assert (only.layout.row_count, only.layout.capacity, only.is_packed) == (1, 16, True)
     (only,) = prefill_passes([4, 4, 4, 4], PrefillConfig())
     assert (only.layout.row_count, only.layout.capacity, only.is_packed) == (4, 4, False)
+
+
+@given(lengths=LENGTHS, most=st.integers(1, 400))
+def test_rows_of_a_whole_pass_are_one_a_pass_and_without_padding(lengths: list[int], most: int) -> None:
+    for each in prefill_passes(lengths, PrefillConfig(max_pass_tokens=most, row_tokens=most)):
+        spans = each.layout.spans
+        assert each.layout.row_count == 1 and spans[0].start == 0 and spans[-1].stop == each.layout.capacity
+        assert all(one.stop == other.start for one, other in pairwise(spans))
+        assert each.layout.capacity <= max(most, *lengths)
 
 
 def test_ordered_by_length_less_than_half_of_a_pass_is_padding() -> None:
