@@ -371,4 +371,5 @@ def test_five_thousand_requests_with_random_aborts_leave_nothing_behind(depth: i
     engine.run()
     check_answers(engine)
     assert sum(answer.ended for answer in engine.answers.values()) > 4000
-    assert not len(engine.scheduler._taker._batch) and not engine.scheduler._taker._views
+    taker = engine.scheduler._taker
+    assert not len(taker._batch) and not taker._ending and not taker._views
