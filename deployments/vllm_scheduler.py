@@ -267,7 +267,16 @@ class _PlannedScheduler(SluiceScheduler):
             self.on_step(result)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """vLLM ends every request here, however it ends."""
+        """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted."""
+        self._ended(request, aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR))
+        return super()._free_request(request, delay_free_blocks)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """vLLM goes on here with a session's next part, once the one before has been answered."""
+        self._ended(session, aborted=False)
+        super()._update_request_as_session(session, update)
+
+    def _ended(self, request: Request, *, aborted: bool) -> None:
         if request.num_output_tokens:
             told = self._taker.metadata(request)
             self._finished.append(
@@ -276,15 +285,10 @@ class _PlannedScheduler(SluiceScheduler):
                     output_tokens=request.num_output_tokens,
                     class_index=self._taker.class_index(told.slo_class),
                     predicted_output_tokens=told.predicted_output_tokens,
-                    aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
+                    aborted=aborted,
                 )
             )
         self._taker.forget(request)
-        return super()._free_request(request, delay_free_blocks)
-
-    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        self._taker.forget(session)  # its prompt grows
-        super()._update_request_as_session(session, update)
 
 
 def core_status(core: Any) -> dict[str, Any]:
