@@ -16,7 +16,6 @@ track of here; request objects are read again only after anything else (a preemp
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -35,8 +34,7 @@ _computed = attrgetter("num_computed_tokens")
 _WINDOW = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A `BatchState` and what the plug-in needs besides.
 
     Attributes:
@@ -47,10 +45,6 @@ class Snapshot:
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
-
-    @property
-    def decoding(self) -> int:
-        return len(self.state.running) - len(self.chunks)
 
     @property
     def mean_context_tokens(self) -> float:
@@ -67,7 +61,6 @@ class _Head(NamedTuple):
 
 
 _NOBODY = _Head((), (), 0)
-_NOWHERE: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @lru_cache(maxsize=1)
@@ -108,8 +101,12 @@ class _Batch:
             self._name_columns()
         self.requests.append(request)
         self.place[request] = at
-        prompt = request.num_prompt_tokens
-        self._counts[:, at] = prompt, class_index, request.max_tokens, request.num_computed_tokens - prompt + 1
+        self.prompt[at], self.class_index[at], self.most[at] = (
+            request.num_prompt_tokens,
+            class_index,
+            request.max_tokens,
+        )
+        self.output[at] = request.num_computed_tokens - request.num_prompt_tokens + 1
         self.predicted[at] = np.nan if predicted is None else predicted
         return at
 
@@ -138,8 +135,9 @@ class SnapshotTaker:
         self._head = _NOBODY
         self._batch = _Batch()
         self._fresh = False
-        # Of the last snapshot: how many could decode, and where in the batch those were that could not any more.
-        self._decoding, self._ending = 0, _NOWHERE
+        # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
+        self._ending: set[Request] = set()
+        self._decoding = 0  # how many of the last snapshot could decode
 
     def use_classes(self, class_names: Mapping[str | None, int]) -> None:
         """Class indices for requests seen from now on and for those seen before."""
@@ -151,8 +149,8 @@ class SnapshotTaker:
         """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = tuple([request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING])
-        running, ending = self._running(chunks, in_flight)
-        idle = ending + scheduler.num_waiting_for_streaming_input
+        running = self._running(chunks, in_flight)
+        idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
         slots = max(1, self.slots - idle)
         waiting, waiting_count = self._waiting(now_s - wall_s, slots - len(running))
         pool = scheduler.kv_cache_manager.block_pool
@@ -180,8 +178,6 @@ class SnapshotTaker:
             self._fresh = False
         elif decodes:
             batch.output += 1  # in prompts too, whose count is set below or by the next snapshot
-            if len(self._ending):
-                batch.output[self._ending] -= 1
         for request_id in prefills:
             request = self._scheduler.requests[request_id]
             at = self._place(request)  # may make the columns longer
@@ -191,6 +187,7 @@ class SnapshotTaker:
         if self._views.pop(request, None) is not None:
             self._head = _NOBODY
         self._batch.leave(request)
+        self._ending.discard(request)
 
     def metadata(self, request: Request) -> RequestMetadata:
         params = request.sampling_params
@@ -201,11 +198,13 @@ class SnapshotTaker:
 
     # The running batch
 
-    def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> tuple[RunningRequests, int]:
-        """The batch as arrays, and how many requests were left out because their last token is in flight."""
+    def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> RunningRequests:
+        """The batch as arrays."""
         batch = self._batch
-        if not self._fresh or len(batch) != len(self._scheduler.running):
+        if not self._fresh or len(batch) + len(self._ending) != len(self._scheduler.running):
             self._read()
+        if in_flight:
+            self._set_ending_apart()
         n = len(batch)
         output, left = batch.output[:n], _zeros(n)
         if chunks:
@@ -214,28 +213,23 @@ class SnapshotTaker:
                 at = batch.place[request]
                 left[at] = request.num_tokens - request.num_computed_tokens
                 output[at] = request.num_output_tokens
-        prompt, class_index, predicted = batch.prompt[:n], batch.class_index[:n], batch.predicted[:n]
-        self._ending = self._places_ending() if in_flight else _NOWHERE
-        ending = len(self._ending)
-        if ending:
-            prompt, output, left, class_index, predicted = (
-                np.delete(column, self._ending) for column in (prompt, output, left, class_index, predicted)
-            )
-        self._decoding = n - ending - (int(np.count_nonzero(left)) if chunks else 0)
-        return RunningRequests(prompt, output, left, class_index, predicted), ending
+        self._decoding = n - (int(np.count_nonzero(left)) if chunks else 0)
+        return RunningRequests(batch.prompt[:n], output, left, batch.class_index[:n], batch.predicted[:n])
 
-    def _places_ending(self) -> IntArray:
-        """Places in the batch of requests that vLLM will not schedule again, by its own rule."""
+    def _set_ending_apart(self) -> None:
+        """Take out of the batch those that vLLM will not schedule again, by its own rule."""
         batch, n = self._batch, len(self._batch)
-        near = batch.output[:n] >= batch.most[:n]
-        if not near.any():
-            return _NOWHERE
-        places = np.flatnonzero(near)
-        return places[[_last_token_in_flight(batch.requests[at]) for at in places.tolist()]]
+        near = (batch.output[:n] >= batch.most[:n]).nonzero()[0].tolist()
+        for at in reversed(near):  # who takes the place of one that leaves comes from behind
+            request = batch.requests[at]
+            if _last_token_in_flight(request):
+                batch.leave(request)
+                self._ending.add(request)
 
     def _read(self) -> None:
         """The batch as vLLM has it now, after anything but decodes, starts and ends."""
         batch = self._batch
+        self._ending.clear()
         for request in tuple(batch.requests):
             if request.status != RequestStatus.RUNNING:
                 batch.leave(request)

@@ -21,8 +21,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -118,20 +117,11 @@ class SluiceScheduler(AsyncScheduler):
         self.waiting = queue
 
 
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A step on its way, with what vLLM will hand back beside its results."""
+class _Step(NamedTuple):
+    """A step on its way: what vLLM will hand back beside its results, and the step as it began, at `begun.now_s`."""
 
     output: SchedulerOutput
-    plan: StepPlan
-    began_s: float
-    prefill_tokens: int
-    prefill_requests: int
-    decode_requests: int
-    kv_tokens: int
-    running_count: int
-    waiting_count: int
-    preempted: int
+    begun: StepResult
 
 
 class _PlannedScheduler(SluiceScheduler):
@@ -158,7 +148,7 @@ class _PlannedScheduler(SluiceScheduler):
         self._plan: StepPlan | None = None
 
     def status(self) -> dict[str, Any]:
-        snapshot = self._taken()
+        snapshot = self._taken(self.clock.now())
         return {
             "mode": self.settings.mode,
             "batch_size": self._policy.batch_size(snapshot.state),
@@ -168,10 +158,10 @@ class _PlannedScheduler(SluiceScheduler):
 
     @property
     def batch_size(self) -> int:
-        return self._policy.batch_size(self._taken().state)
+        return self._policy.batch_size(self._taken(self.clock.now()).state)
 
-    def _taken(self) -> Snapshot:
-        return self._taker.take(self.clock.now(), time.time(), in_flight=bool(self._steps))
+    def _taken(self, now_s: float) -> Snapshot:
+        return self._taker.take(now_s, time.time(), in_flight=bool(self._steps))
 
     def _deadline_s(self, request: Request) -> float:
         deadline_s = self._taker.metadata(request).deadline_s
@@ -185,7 +175,7 @@ class _PlannedScheduler(SluiceScheduler):
         if self.pause_state == PauseState.PAUSED_ALL:
             self._snapshot = self._plan = None
             return super().schedule(throttle_prefills)
-        self._snapshot = snapshot = self._taken()
+        self._snapshot = snapshot = self._taken(self._now_s)
         self._plan = plan = self._policy.plan(snapshot.state)
         throttle = self._apply(plan, snapshot, throttle_prefills)
         self.telemetry.planned(plan, time.perf_counter() - began)
@@ -202,8 +192,8 @@ class _PlannedScheduler(SluiceScheduler):
         if plan.phase is Phase.PREFILL:
             next_step = self.current_step + 2  # schedule() counts this one first
             for request in self.running:
-                if not request.is_prefill_chunk:
-                    request.next_decode_eligible_step = max(request.next_decode_eligible_step, next_step)
+                if request.next_decode_eligible_step < next_step and not request.is_prefill_chunk:
+                    request.next_decode_eligible_step = next_step
             return False
         return throttle_prefills
 
@@ -232,23 +222,24 @@ class _PlannedScheduler(SluiceScheduler):
         prefills += output.scheduled_cached_reqs.resumed_req_ids
         decodes = len(scheduled) - len(prefills)
         preempted = len(output.preempted_req_ids or ())
-        step = _Step(
-            output=output,
-            plan=plan,
-            began_s=self._now_s,
+        begun = StepResult(
+            now_s=self._now_s,
+            step_s=0.0,
+            phase=plan.phase,
             prefill_tokens=sum(map(scheduled.__getitem__, prefills)),
             prefill_requests=len(prefills),
             decode_requests=decodes,
             kv_tokens=round(decodes * snapshot.mean_context_tokens) if decodes else 0,
+            max_batch_size=plan.max_batch_size,
             running_count=len(self.running),
             waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
             preempted=preempted,
         )
         self._taker.step_taken(decodes, prefills, scheduled, preempted)
         if scheduled:
-            self._steps.append(step)
+            self._steps.append(_Step(output, begun))
         else:  # nothing will come back that tells more: let the policy know before it plans again
-            self._observe(step, 0.0)
+            self._observe(begun, 0.0)
         self.telemetry.spent(time.perf_counter() - began)
 
     # After a step
@@ -262,34 +253,30 @@ class _PlannedScheduler(SluiceScheduler):
         # Steps from before a change of mode have no record.
         if self._steps and self._steps[0].output is scheduler_output:
             step = self._steps.popleft()
-            self._observe(step, now_s - max(step.began_s, self._last_end_s))
+            self._observe(step.begun, now_s - max(step.begun.now_s, self._last_end_s))
         self._last_end_s = now_s
         self.telemetry.spent(time.perf_counter() - began)
         return outputs
 
-    def _observe(self, step: _Step, step_s: float) -> None:
+    def _observe(self, begun: StepResult, step_s: float) -> None:
         finished, self._finished = tuple(self._finished), []
-        result = StepResult(
-            now_s=self._last_end_s + step_s,
-            step_s=max(0.0, step_s),
-            phase=step.plan.phase,
-            prefill_tokens=step.prefill_tokens,
-            prefill_requests=step.prefill_requests,
-            decode_requests=step.decode_requests,
-            kv_tokens=step.kv_tokens,
-            max_batch_size=step.plan.max_batch_size,
-            running_count=step.running_count,
-            waiting_count=step.waiting_count,
-            preempted=step.preempted,
-            finished=finished,
-        )
+        result = begun._replace(now_s=self._last_end_s + step_s, step_s=max(0.0, step_s), finished=finished)
         self._policy.observe(result)
         self.telemetry.observed(result)
         if self.on_step is not None:
             self.on_step(result)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """vLLM ends every request here, however it ends."""
+        """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted."""
+        self._ended(request, aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR))
+        return super()._free_request(request, delay_free_blocks)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """vLLM goes on here with a session's next part, once the one before has been answered."""
+        self._ended(session, aborted=False)
+        super()._update_request_as_session(session, update)
+
+    def _ended(self, request: Request, *, aborted: bool) -> None:
         if request.num_output_tokens:
             told = self._taker.metadata(request)
             self._finished.append(
@@ -298,15 +285,10 @@ class _PlannedScheduler(SluiceScheduler):
                     output_tokens=request.num_output_tokens,
                     class_index=self._taker.class_index(told.slo_class),
                     predicted_output_tokens=told.predicted_output_tokens,
-                    aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
+                    aborted=aborted,
                 )
             )
         self._taker.forget(request)
-        return super()._free_request(request, delay_free_blocks)
-
-    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        self._taker.forget(session)  # its prompt grows
-        super()._update_request_as_session(session, update)
 
 
 def core_status(core: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
 * A cap below the running batch evicts nothing: relief comes from completions (1.7).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import floor, inf, sqrt
 from operator import attrgetter
 from statistics import NormalDist
@@ -421,7 +421,7 @@ class ChunkSize:
     def plan(self, state: BatchState) -> StepPlan:
         decoding = state.running_count - state.prefilling_count
         budget = min(state.max_batch_tokens, decoding + self.chunk_tokens)
-        return replace(capped_plan(state, state.slots, Limit.SLOTS), max_batch_tokens=budget)
+        return capped_plan(state, state.slots, Limit.SLOTS)._replace(max_batch_tokens=budget)
 
     def observe(self, result: StepResult) -> None:
         if result.prefill_tokens and result.decode_requests:
@@ -443,11 +443,11 @@ class Smallest:
         self.policies = policies
 
     def plan(self, state: BatchState) -> StepPlan:
-        plans: list[StepPlan] = []
+        plans = [self.policies[0].plan(state)]
         narrowed = state
-        for policy in self.policies:
-            plans.append(policy.plan(narrowed))
+        for policy in self.policies[1:]:
             narrowed = _narrowed(narrowed, plans[-1])
+            plans.append(policy.plan(narrowed))
         return _joined(state, plans)
 
     def observe(self, result: StepResult) -> None:
@@ -471,7 +471,7 @@ def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:
         return state
     admitted = set(plan.admit)
     waiting = tuple(request for request in state.waiting if request.request_id in admitted)
-    return replace(state, slots=min(state.slots, plan.max_batch_size), waiting=waiting)
+    return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=waiting)
 
 
 def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:

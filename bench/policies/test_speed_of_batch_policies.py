@@ -119,7 +119,7 @@ def test_observe(benchmark: BenchmarkFixture, make: Callable[[], BatchPolicy], f
 def test_snapshot_of_buffers_that_a_driver_keeps(benchmark: BenchmarkFixture) -> None:
     state = make_state(0, 64)
     running = state.running
-    buffers = [getattr(running, name) for name in running.__slots__]
+    buffers = [getattr(running, name) for name in RunningRequests.__annotations__]
 
     def snapshot() -> BatchState:
         views = RunningRequests(*(buffer[:RUNNING] for buffer in buffers))

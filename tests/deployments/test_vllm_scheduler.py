@@ -175,6 +175,11 @@ def test_streaming_input_sessions_hold_their_slot_and_nobody_else(depth: int, se
         engine.add(name, 1, 1, resumable=False)
     engine.run()
     assert engine.all_free
+    ended = [finished for result in engine.results for finished in result.finished]
+    assert sorted(one.output_tokens for one in ended if not one.aborted) == sorted(
+        [output for _, output in workload(20)] + [5, 5]
+    )
+    assert [one.output_tokens for one in ended if one.aborted] == [7, 7]
 
 
 @both_depths
@@ -371,4 +376,5 @@ def test_five_thousand_requests_with_random_aborts_leave_nothing_behind(depth: i
     engine.run()
     check_answers(engine)
     assert sum(answer.ended for answer in engine.answers.values()) > 4000
-    assert not len(engine.scheduler._taker._batch) and not engine.scheduler._taker._views
+    taker = engine.scheduler._taker
+    assert not len(taker._batch) and not taker._ending and not taker._views

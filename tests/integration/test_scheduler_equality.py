@@ -6,14 +6,18 @@ steps, every token must come out as under vLLM's own scheduler.
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,6 +28,7 @@ from tests.virtual_engine import MODEL
 pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
 
 REQUESTS = 200
+SESSIONS = 8
 PLANNED: dict[str, dict[str, Any]] = {
     "mixed": {"mode": "mixed"},
     "exclusive k=1": {"mode": "exclusive", "refill": 1},
@@ -32,6 +37,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     "auto": {"mode": "auto"},
 }
 Tokens = dict[str, list[tuple[int, ...]]]
+Part = tuple[list[int], SamplingParams]
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +48,49 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+class Session:
+    """A client of streaming input: it sends the next part `pause` steps after an answer, or all at once (None).
+
+    What reaches the engine is what vLLM's `AsyncLLM.generate` sends it for a stream of `StreamingInput`.
+    """
+
+    def __init__(self, engine: LLMEngine, name: str, parts: list[Part], pause: int | None) -> None:
+        self._engine, self._name, self._pause = engine, name, pause
+        self._unsent: deque[Part | None] = deque([*parts, None])
+        self._heard: list[int] = []
+        self._steps_left: float = 0
+        self.answers: list[tuple[int, ...]] = []
+        self.before_step()
+
+    def before_step(self) -> None:
+        while self._unsent and self._steps_left == 0:
+            self._send(self._unsent.popleft())
+            self._steps_left = 0 if self._pause is None else inf
+        self._steps_left -= 1
+
+    def hear(self, output: CompletionOutput) -> None:
+        self._heard += output.token_ids
+        if output.finish_reason is not None:
+            self.answers.append(tuple(self._heard))
+            self._heard.clear()
+            self._steps_left = self._pause or 0
+
+    def _send(self, part: Part | None) -> None:
+        prompt, params = part or ([0], SamplingParams())
+        request = self._engine.input_processor.process_inputs(
+            self._name,
+            {"prompt_token_ids": list(prompt)},
+            params,
+            supported_tasks=self._engine.get_supported_tasks(),
+            resumable=part is not None,
+        )
+        request.external_req_id = self._name
+        self._engine.output_processor.add_request(request, None)
+        # Both sides append to a session's prompt; elsewhere they are two processes.
+        own = msgspec.structs.replace(request, prompt_token_ids=list(request.prompt_token_ids or ()))
+        self._engine.engine_core.add_request(own)
 
 
 class Engine:
@@ -73,6 +122,11 @@ class Engine:
             self.core.scheduler.on_step = self.steps.append
         self.blocks = self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self.tokens: Tokens = {}
+        self.sessions: dict[str, Session] = {}
+
+    def open(self, name: str, parts: list[Part], pause: int | None) -> None:
+        self.sessions[name] = session = Session(self.engine, name, parts, pause)
+        self.tokens[name] = session.answers
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params, priority=priority)
@@ -82,8 +136,12 @@ class Engine:
         while self.engine.has_unfinished_requests():
             each_step(step)
             step += 1
+            for session in self.sessions.values():
+                session.before_step()
             for output in self.engine.step():
-                if output.finished:
+                if output.request_id in self.sessions:
+                    self.sessions[output.request_id].hear(output.outputs[0])
+                elif output.finished:
                     self.tokens[output.request_id] = [tuple(one.token_ids) for one in output.outputs]
         return self.tokens
 
@@ -117,14 +175,43 @@ def workload(
     return requests
 
 
+def conversations(seed: int = 3) -> list[tuple[list[Part], int | None]]:
+    """One to four parts each; every third session sends them at once, the others up to 12 steps after an answer.
+
+    Short, because a session keeps its cache between its parts: all of them together must fit the tightest one.
+    """
+    rng = random.Random(seed)
+    talks: list[tuple[list[Part], int | None]] = []
+    for number in range(SESSIONS):
+        parts = [
+            (
+                [rng.randint(10, 4000) for _ in range(rng.randint(1, 25))],
+                SamplingParams(
+                    temperature=0.0,
+                    ignore_eos=True,
+                    max_tokens=rng.randint(1, 9),
+                    output_kind=RequestOutputKind.DELTA,
+                ),
+            )
+            for _ in range(1 + number % 4)
+        ]
+        talks.append((parts, None if number % 3 == 1 else rng.randint(0, 12)))
+    return talks
+
+
 def answers(
     settings: dict[str, Any] | None,
     requests: list[tuple[str, list[int], SamplingParams]],
     disturb: Callable[[Engine, int], None] = lambda engine, step: None,
+    sessions: list[tuple[list[Part], int | None]] | None = None,
     **args: Any,
 ) -> tuple[Tokens, Engine]:
     engine = Engine(settings, **args)
+    unopened = deque(enumerate(sessions or ()))
     for number, (request_id, prompt, params) in enumerate(requests):
+        if number % 12 == 0 and unopened:
+            session, (parts, pause) = unopened.popleft()
+            engine.open(f"s{session}", parts, pause)
         engine.add(request_id, prompt, params.clone(), priority=number % 3 if "scheduling_policy" in args else 0)
     tokens = engine.run(lambda step: disturb(engine, step))
     engine.close()
@@ -143,21 +230,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
 def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     shape, args = case
-    requests = workload(**shape)
-    expected, _ = answers(None, requests, **args)
-    assert len(expected) == REQUESTS
+    requests, sessions = workload(**shape), conversations()
+    expected, _ = answers(None, requests, sessions=sessions, **args)
+    assert len(expected) == REQUESTS + SESSIONS
+    assert [len(expected[f"s{number}"]) for number in range(SESSIONS)] == [len(parts) for parts, _ in sessions]
     names = PLANNED if not args else ("exclusive k=6", "auto")
     for name in names:
         settings = PLANNED[name]
-        tokens, engine = answers(settings, requests, **args)
+        tokens, engine = answers(settings, requests, sessions=sessions, **args)
         assert tokens == expected, name
         if settings["mode"] == "exclusive":
             assert not [step for step in engine.steps if step.prefill_tokens and step.decode_requests]
 
 
 def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> None:
-    requests = workload(seed=9)
-    expected, _ = answers(None, requests)
+    requests, sessions = workload(seed=9), conversations(seed=5)
+    expected, _ = answers(None, requests, sessions=sessions)
     changes = [{"mode": "exclusive", "refill": 3}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
     pauses = {5: PauseState.PAUSED_NEW, 8: PauseState.PAUSED_ALL, 11: PauseState.UNPAUSED}
 
@@ -167,7 +255,7 @@ def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> Non
         if step % 13 in pauses:
             engine.core.scheduler.set_pause_state(pauses[step % 13])
 
-    tokens, _ = answers({"mode": "auto"}, requests, switch)
+    tokens, _ = answers({"mode": "auto"}, requests, switch, sessions)
     assert tokens == expected
 
 

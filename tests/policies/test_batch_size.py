@@ -1,6 +1,5 @@
 """Batch sizes by memory and latency: 001's equations, their corrected algorithms, and what the printed ones do."""
 
-from dataclasses import replace
 from math import floor, hypot, sqrt
 from statistics import NormalDist
 
@@ -68,7 +67,7 @@ def make_state(*, running: int = 0, waiting: int = 0, prompt_tokens: int = 100, 
         block_size=16,
         max_batch_tokens=8192,
     )
-    return replace(state, **overrides)  # type: ignore[arg-type]
+    return state._replace(**overrides)  # type: ignore[arg-type]
 
 
 def decode_result(*, step_s: float, batch: int, waiting: int = 1, finished: int = 0, output: int = 100) -> StepResult:
@@ -173,7 +172,7 @@ class TestMemoryAware:
 
     def test_a_young_batch_does_not_look_small(self) -> None:
         young = make_state(running=50, waiting=50)
-        old = replace(young, running=RunningRequests.of(prompt_tokens=[100] * 50, output_tokens=[900] * 50))
+        old = young._replace(running=RunningRequests.of(prompt_tokens=[100] * 50, output_tokens=[900] * 50))
         caps = []
         for state in (young, old):
             policy = MemoryAware(MemoryAwareConfig(min_samples=1))
@@ -185,7 +184,7 @@ class TestMemoryAware:
         def cap(age: int) -> int:
             running = RunningRequests.of(prompt_tokens=[100] * 20, output_tokens=[age] * 20)
             policy = MemoryAware(MemoryAwareConfig(prior_output_tokens=200, prior_output_std_tokens=200))
-            return policy.plan(replace(make_state(waiting=200), running=running)).max_batch_size
+            return policy.plan(make_state(waiting=200)._replace(running=running)).max_batch_size
 
         assert cap(2000) < 0.5 * cap(0)
 
@@ -205,7 +204,7 @@ class TestMemoryAware:
         def cap(known_prompts: bool) -> int:
             policy = MemoryAware(MemoryAwareConfig(min_samples=2, known_prompts=known_prompts))
             spread = tuple(FinishedRequest(prompt_tokens=p, output_tokens=200) for p in (100, 1900) * 10)
-            policy.observe(replace(decode_result(step_s=0.01, batch=4), finished=spread))
+            policy.observe(decode_result(step_s=0.01, batch=4)._replace(finished=spread))
             return policy.plan(make_state(running=4, waiting=4, prompt_tokens=1000)).max_batch_size
 
         assert cap(known_prompts=True) == floor(100_000 / (1000 + 200 + 8))
@@ -216,7 +215,7 @@ class TestMemoryAware:
             policy = MemoryAware(MemoryAwareConfig(min_samples=2, known_prompts=False, basis=basis))  # type: ignore[arg-type]
             outputs = (10,) * 95 + (2000,) * 5  # coefficient of variation 4
             mixed = tuple(FinishedRequest(prompt_tokens=100, output_tokens=o) for o in outputs)
-            policy.observe(replace(decode_result(step_s=0.01, batch=4), finished=mixed))
+            policy.observe(decode_result(step_s=0.01, batch=4)._replace(finished=mixed))
             return policy.plan(make_state(running=4, waiting=4)).max_batch_size
 
         assert cap("resident") < cap("final")
@@ -341,7 +340,7 @@ class TestSlaConstrained:
 
     def test_prefill_steps_between_two_tokens_count_as_latency(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
-        prefill = replace(decode_result(step_s=0.06, batch=0), prefill_tokens=500, prefill_requests=1, running_count=65)
+        prefill = decode_result(step_s=0.06, batch=0)._replace(prefill_tokens=500, prefill_requests=1, running_count=65)
         for _ in range(4):
             policy.observe(prefill)
             policy.observe(decode_result(step_s=0.03, batch=64))
@@ -349,7 +348,7 @@ class TestSlaConstrained:
 
     def test_a_prefill_into_an_empty_engine_delays_nobodys_token(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
-        alone = replace(decode_result(step_s=0.5, batch=0), prefill_tokens=5000, prefill_requests=64, running_count=64)
+        alone = decode_result(step_s=0.5, batch=0)._replace(prefill_tokens=5000, prefill_requests=64, running_count=64)
         for _ in range(4):
             policy.observe(alone)
             policy.observe(decode_result(step_s=0.03, batch=64))
@@ -371,7 +370,7 @@ class TestChunkSize:
         for _ in range(updates * policy.config.window_steps):
             chunk = policy.chunk_tokens
             step_s = self.MIXED.step_s(prefill_tokens=chunk, decode_requests=decoding)
-            policy.observe(replace(decode_result(step_s=step_s, batch=decoding), prefill_tokens=chunk))
+            policy.observe(decode_result(step_s=step_s, batch=decoding)._replace(prefill_tokens=chunk))
         return step_s
 
     def test_it_finds_the_chunk_that_fills_the_target(self) -> None:
@@ -393,7 +392,7 @@ class TestChunkSize:
     def test_prompts_that_do_not_fill_the_chunk_do_not_raise_it(self) -> None:
         policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1, initial_chunk_tokens=512))
         for _ in range(100):
-            policy.observe(replace(decode_result(step_s=0.02, batch=10), prefill_tokens=40))
+            policy.observe(decode_result(step_s=0.02, batch=10)._replace(prefill_tokens=40))
         assert policy.chunk_tokens == 512
 
     def test_decodes_always_keep_their_place_in_the_budget(self) -> None:

@@ -1,7 +1,6 @@
 """The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
 
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,7 +54,7 @@ def make_state(*, decoding: int = 0, prefilling: int = 0, waiting: int = 0, **ov
         block_size=16,
         max_batch_tokens=8192,
     )
-    return replace(state, **overrides)  # type: ignore[arg-type]
+    return state._replace(**overrides)  # type: ignore[arg-type]
 
 
 def make_result(*, phase: Phase, prefill_tokens: int = 0, decodes: int = 0, finished: int = 0) -> StepResult:

@@ -144,7 +144,7 @@ class TestOnPaper:
         state = make_state(ages=[], waiting=20, capacity=3000)
         waiting = list(state.waiting)
         waiting[2] = replace(waiting[2], prompt_tokens=10_000)
-        assert policy.plan(replace(state, waiting=tuple(waiting))).admit == ("w0", "w1")
+        assert policy.plan(state._replace(waiting=tuple(waiting))).admit == ("w0", "w1")
 
     def test_a_class_that_was_not_configured_is_named(self) -> None:
         policy = taught([200] * 100, classes=2)
