@@ -25,7 +25,7 @@ SETTINGS = {
     "router": {"heartbeat_s": 0.5, "silence_s": 5},
     "engine": {
         "replicas": 1,
-        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 20},
+        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
     },
 }
 
