@@ -5,6 +5,7 @@ VENV   := .venv
 PORT   ?= 8000
 LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest tests/ -n 2 --durations=15
 
 .PHONY: help serve test test-unit check venv lock bench clean
 
@@ -15,10 +16,10 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
 test: venv check ## check and test everything
-	$(BIN)/python -m pytest tests/ --durations=15
+	$(PYTEST)
 
 test-unit: venv ## the fast tests: no Ray, no engine, no chart
-	$(BIN)/python -m pytest tests/ --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow" --durations=15
+	$(PYTEST) --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -1,7 +1,11 @@
 """A real Redis for every test that wants one."""
 
+import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import hypothesis
@@ -10,8 +14,33 @@ import pytest
 from deployments.embedded_redis import EmbeddedRedis, free_port
 from router.redis_store import RedisStateStore, connect
 
-# Fewer examples for the minute before a commit; `make test` runs them all.
-hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)
+# An example takes what the machine needs for it. Fewer for the minute before a commit; `make test` runs them all.
+UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("unhurried", UNHURRIED)
+hypothesis.settings.register_profile("quick", UNHURRIED, max_examples=20)
+hypothesis.settings.register_profile("deep", UNHURRIED, max_examples=1000)
+hypothesis.settings.load_profile("unhurried")
+
+# Workers and engines share the cores: a second thread of torch's would wait, spinning, for one that is not running.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+SLOW_MODULE = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules of slow tests alone are not even imported where none is wanted: importing vLLM takes seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return SLOW_MODULE.search(collection_path.read_text()) is not None or None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `pytest -n`."""
+    from tests.workers import Schedule
+
+    return Schedule(config, log)
 
 
 @pytest.fixture(scope="session")

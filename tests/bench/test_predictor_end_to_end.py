@@ -8,6 +8,8 @@ import pytest
 
 from bench.predictor import end_to_end
 
+pytestmark = pytest.mark.slow  # loading torch takes seconds
+
 
 @pytest.fixture
 def answers(tmp_path: Path) -> end_to_end.Answers:

@@ -770,7 +770,7 @@ async def close(notices: Any) -> None:
 
 
 @given(history=st.lists(steps, min_size=25, max_size=40))
-@settings(max_examples=10 * settings().max_examples, deadline=None)
+@settings(max_examples=4 * settings().max_examples, deadline=None)
 def test_lua_and_python_agree_on_every_history(
     client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
 ) -> None:

@@ -1,9 +1,9 @@
 from dataclasses import asdict
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.engine_metrics import engine_exposition
-from deployments.gang_batch import GangCounts
 
 STATUS = {
     "running": 3,
@@ -41,7 +41,10 @@ def test_no_replica_is_an_empty_page() -> None:
     assert engine_exposition({}) == b""
 
 
+@pytest.mark.slow  # importing vLLM takes seconds
 def test_what_an_engine_of_gang_batches_says_is_shown_as_well() -> None:
+    from deployments.gang_batch import GangCounts
+
     status = {"running": 2, "waiting": 0, "mode": "prepacked", "kv_cache_tokens": 4096, **asdict(GangCounts(batches=3))}
     page = engine_exposition({"r": status}).decode()
     assert 'sluice_engine_batches_total{replica="r"} 3.0' in page

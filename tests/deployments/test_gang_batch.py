@@ -17,7 +17,7 @@ from deployments.gang_step import RowOutput
 from policies.prefill import PrefillConfig
 from tests.deployments.tiny_models import CONTEXT, VOCABULARY, greedy, tiny_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], list(range(30)), [40, 2], [11, 12, 13]]
 LENGTHS = [7, 3, 12, 1, 9]

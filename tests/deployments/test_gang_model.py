@@ -29,7 +29,7 @@ from policies.errors import ConfigError
 from policies.prefill import PrefillConfig, PrefillMode
 from tests.deployments import flash_reference, tiny_models
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 STEPS = 5
 CONTEXT = 48

@@ -9,6 +9,8 @@ from vllm import SamplingParams
 from deployments.gang_sampling import RowSampling, choose
 from tests.deployments.tiny_models import VOCABULARY
 
+pytestmark = pytest.mark.slow  # importing vLLM takes seconds
+
 CPU = torch.device("cpu")
 LOGITS = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
 HISTORY = [4, 8, 15, 16, 16, 23]

@@ -10,6 +10,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from deployments.gang_step import unsupported
 
+pytestmark = pytest.mark.slow  # importing vLLM takes seconds
+
 
 def request(params: SamplingParams | None, prompt: list[int] | None = None, **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(

@@ -20,7 +20,7 @@ from router.wire import Buffer
 from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 CODEC = FakeCodec()
 

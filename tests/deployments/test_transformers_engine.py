@@ -20,7 +20,7 @@ from deployments.transformers_engine import TransformersEngine
 from policies.errors import ConfigError, ReplicaLostError
 from tests.deployments.tiny_models import CONTEXT, greedy, tiny_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PATIENCE_S = 20.0
 
 

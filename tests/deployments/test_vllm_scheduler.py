@@ -16,7 +16,7 @@ from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
 from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed": {"mode": "mixed"},

@@ -17,7 +17,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 SLUICE = str(Path(sys.executable).with_name("sluice"))
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 90.0
 
 
@@ -25,6 +25,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:

@@ -1,9 +1,10 @@
-"""Prompts, and what plain vLLM answers to them."""
+"""The application of most tests, prompts, and what plain vLLM answers to them."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,22 @@ import pytest
 
 from deployments.config import DEMO_MODEL
 from deployments.environment import cpu_dtype, cpu_env
-from tests.integration.application import REPOSITORY
+from tests.integration.application import REPOSITORY, Sluice, free_port
 
 MAX_TOKENS = 200
+# Few slots, so that a test can fill them without being kept busy by its own streams.
+OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
+
+
+@pytest.fixture(scope="session")
+def sluice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
+    application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
+    try:
+        yield application.wait_until_ready()
+    finally:
+        if application.process.poll() is None:
+            application.interrupt()
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +66,7 @@ def plain_answers(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) 
     env = {**os.environ, **cpu_env(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     subprocess.run(
         [sys.executable, str(script), str(DEMO_MODEL), str(source), str(target)],
-        env=env, cwd=REPOSITORY, check=True, timeout=300,
+        env=env, cwd=REPOSITORY, check=True, timeout=600,
     )  # fmt: skip
     answers: list[dict[str, Any]] = json.loads(target.read_text())
     return answers

@@ -16,7 +16,7 @@ import yaml
 from tests.integration.application import Sluice, free_port, wait_until
 from tests.integration.conftest import MAX_TOKENS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEEP_S = 6
 BUDGET_TOKENS = 96
@@ -25,7 +25,7 @@ SETTINGS = {
     "router": {"heartbeat_s": 0.5, "silence_s": 5},
     "engine": {
         "replicas": 1,
-        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 20},
+        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
     },
 }
 
@@ -188,11 +188,11 @@ def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
         return any(replica["running"] for replica in found.values())
 
     async def kill_under_load() -> list[list[int]]:
-        answers = asyncio.create_task(ask_all(split, prompts * 2))
+        answers = asyncio.create_task(ask_all(split, prompts))
         await asyncio.to_thread(wait_until, busy, 60, f"the {pool} replica is busy")
         os.kill(victim.pid, signal.SIGKILL)
         return await answers
 
-    assert asyncio.run(kill_under_load()) == [answer["token_ids"] for answer in plain_answers * 2]
+    assert asyncio.run(kill_under_load()) == [answer["token_ids"] for answer in plain_answers]
     wait_until(lambda: both_are_back(split), 120, "Ray Serve has replaced the killed replica")
     wait_until_nothing_is_held(split, 3 * KEEP_S)

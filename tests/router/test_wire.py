@@ -14,7 +14,7 @@ from policies.errors import ProtocolError
 from router import wire
 from router.wire import Kind, accept_router, greet_replica, pack, read_frame, unpack
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 SECRET = b"s" * 32
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -11,7 +11,7 @@ from tests.integration.application import SLUICE, Sluice, free_port
 
 def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> None:
     second = subprocess.run(
-        [SLUICE, "serve", "--port", str(sluice.port)], capture_output=True, text=True, timeout=60, check=False
+        [SLUICE, "serve", "--port", str(sluice.port)], capture_output=True, text=True, timeout=300, check=False
     )
     assert second.returncode == 1
     assert f"127.0.0.1:{sluice.port}" in second.stderr
@@ -35,7 +35,7 @@ def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:
 def test_wrong_vllm_arguments_are_named(tmp_path: Path) -> None:
     wrong = subprocess.run(
         [SLUICE, "serve", "--port", str(free_port()), "--", "--no-such-argument"],
-        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert wrong.returncode == 1
     assert "--no-such-argument" in wrong.stderr
