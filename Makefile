@@ -5,7 +5,11 @@ VENV   := .venv
 PORT   ?= 8000
 LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest tests/ -n 2 --durations=15
+PYTEST := $(BIN)/python -m pytest --durations=15
+# Tests of whole applications: each has the machine to itself, the others share it in two processes.
+APPS   := $(addprefix tests/,integration/one_model integration/several_models integration/test_prefill_decode.py \
+            integration/test_serve_deploy.py k8s/test_semantic.py)
+OTHERS := tests/ -n 2 $(addprefix --ignore=,$(APPS))
 
 .PHONY: help serve test test-unit check venv lock bench clean
 
@@ -16,10 +20,11 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
 test: venv check ## check and test everything
-	$(PYTEST)
+	$(PYTEST) $(OTHERS)
+	$(PYTEST) $(APPS)
 
 test-unit: venv ## the fast tests: no Ray, no engine, no chart
-	$(PYTEST) --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
+	$(PYTEST) $(OTHERS) --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .

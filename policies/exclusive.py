@@ -304,12 +304,17 @@ class _ModeChoice:
         return bool(missing)
 
     def decide(self, workload: _Workload, phase: PhaseLength) -> None:
-        """Switch when the other mode's token is cheaper by more than the hysteresis."""
+        """Switch when the other mode's token is cheaper by more than the hysteresis.
+
+        Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
+        """
+        if not (token_s := exclusive_token_s(workload.times, workload.means)):
+            return
         mixed_s = 1.0 / mixed_steps_throughput(workload.times, workload.means, slots=workload.occupancy)
         exclusive_s = 1.0 / workload.exclusive_throughput(phase)
         self._learn(exclusive_s if self.exclusive else mixed_s)
         gain_s = self._costs[False].ratio * mixed_s - self._costs[True].ratio * exclusive_s
-        gain = gain_s / exclusive_token_s(workload.times, workload.means) - self._config.priority_margin_fraction
+        gain = gain_s / token_s - self._config.priority_margin_fraction
         hysteresis = self._config.hysteresis_fraction
         self._preferred = gain > (-hysteresis if self._preferred else hysteresis)
         self._looks_exclusive = self._looks_exclusive + 1 if self._preferred else 0

@@ -363,7 +363,8 @@ def mixed_steps_throughput(times: StepTimes, means: WorkloadMeans, *, slots: flo
 
     A step admits k = N / (1 + mu_O) requests on average; with k well below 1, i.e. answers longer than the batch is
     wide, most steps of mixed batching are pure decodes and neither alpha_MB nor any interference applies to them. The
-    share of steps with a prefill is taken as 1 - exp(-k), completions being nearly independent.
+    share of steps with a prefill is taken as 1 - exp(-k), completions being nearly independent. A mixed step takes at
+    least as long as its decodes alone, whatever interference was fitted.
 
     Raises:
         InputError: slots is not positive.
@@ -374,7 +375,7 @@ def mixed_steps_throughput(times: StepTimes, means: WorkloadMeans, *, slots: flo
     decodes = slots - admitted
     context = decodes * means.context_tokens
     prefill = admitted * means.prompt_tokens
-    with_s = times.mixed.step_s(prefill_tokens=prefill / share, decode_requests=decodes, kv_tokens=context)
+    with_s = times.step_s(prefill_tokens=prefill / share, decode_requests=decodes, kv_tokens=context)
     without_s = times.decode.step_s(decode_requests=decodes, kv_tokens=context)
     return (prefill + decodes) / (share * with_s + (1.0 - share) * without_s)
 

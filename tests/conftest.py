@@ -5,7 +5,6 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import hypothesis
@@ -33,14 +32,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return SLOW_MODULE.search(collection_path.read_text()) is not None or None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `pytest -n`."""
-    from tests.workers import Schedule
-
-    return Schedule(config, log)
 
 
 @pytest.fixture(scope="session")

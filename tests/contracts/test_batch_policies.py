@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -144,9 +145,8 @@ def replay(policy: BatchPolicy, history: list[BatchState | StepResult]) -> list[
 
 def contents(state: BatchState) -> list[object]:
     """Everything in a snapshot, in a form that compares."""
-    arrays = [getattr(state.running, name).tobytes() for name in state.running.__slots__]
-    scalars = [getattr(state, name) for name in state.__slots__ if name != "running"]
-    return arrays + scalars
+    arrays = [getattr(state.running, field.name).tobytes() for field in fields(RunningRequests)]
+    return arrays + [getattr(state, name) for name in state._fields if name != "running"]
 
 
 def test_every_registered_batch_policy_is_under_contract() -> None:
@@ -207,19 +207,14 @@ class _Scribbler:
         self.policy = policy
 
     def plan(self, state: BatchState) -> StepPlan:
-        own = RunningRequests(*(getattr(state.running, name).copy() for name in state.running.__slots__))
-        plan = self.policy.plan(_with_running(state, own))
-        for name in own.__slots__:
-            getattr(own, name)[:] = 7
+        columns = [getattr(state.running, field.name).copy() for field in fields(RunningRequests)]
+        plan = self.policy.plan(state._replace(running=RunningRequests(*columns)))
+        for column in columns:
+            column[:] = 7
         return plan
 
     def observe(self, result: StepResult) -> None:
         self.policy.observe(result)
-
-
-def _with_running(state: BatchState, running: RunningRequests) -> BatchState:
-    fields = {name: getattr(state, name) for name in state.__slots__}
-    return BatchState(**{**fields, "running": running})
 
 
 @every_policy

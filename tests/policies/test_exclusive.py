@@ -1,5 +1,6 @@
 """The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
 
+import random
 from copy import deepcopy
 
 import numpy as np
@@ -341,6 +342,19 @@ class TestAuto:
         recorder = _Recorder(auto())
         saturated(WarmingUp(recorder, FREE, slots=32), count=900)
         assert np.mean(recorder.modes[-1500:-300]) < 0.2
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_noise_in_which_tokens_cost_nothing_does_not_stop_it(self, seed: int) -> None:
+        rng = random.Random(seed)
+
+        class Noisy(ToyEngine):
+            def step(self) -> StepResult:
+                whatever = StepCoefficients(overhead_s=rng.expovariate(50.0))
+                self.times = StepTimes(prefill=whatever, decode=whatever, mixed=whatever)
+                return super().step()
+
+        engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
+        assert len(engine.results) > 1000
 
     def test_the_priority_margin_moves_the_choice(self) -> None:
         def share(margin: float) -> float:

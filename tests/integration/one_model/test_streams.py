@@ -159,7 +159,7 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     core = victim.children(recursive=True)
 
     async def kill_under_load() -> list[tuple[str, str | None]]:
-        streams = asyncio.create_task(stream_all(sluice, prompts * 2))
+        streams = asyncio.create_task(stream_all(sluice, prompts * 3))
 
         def busy() -> bool:
             return len([r for r in sluice.status()["replicas"].values() if r["running"] >= 16]) == 2
@@ -169,7 +169,7 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
         return await streams
 
     answers = asyncio.run(kill_under_load())
-    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 2]
+    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 3]
     assert all(reason in ("stop", "length") for _, reason in answers)
     assert _gone(core), "the engine outlived its replica"
     wait_until(
@@ -209,13 +209,13 @@ def test_a_killed_redis_costs_no_stream_and_changes_no_answer(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
     async def kill_under_load() -> list[tuple[str, str | None]]:
-        streams = asyncio.create_task(stream_all(sluice, prompts))
+        streams = asyncio.create_task(stream_all(sluice, prompts * 2))
         await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 30, "the replicas are busy")
         sluice.redis().kill()
         return await streams
 
     answers = asyncio.run(kill_under_load())
-    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers]
+    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers * 2]
     wait_until(lambda: _is_back(sluice), 60, "Redis is back, with both replicas and all slots")
 
 
