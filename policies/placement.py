@@ -127,7 +127,7 @@ class LeastOutstandingWork:
     def choose(
         self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
     ) -> str | None:
-        scores = {replica.replica_id: self.score(replica, request) for replica in _open(replicas, request)}
+        scores = {replica.replica_id: self.score(replica, request) for replica in _with_credit(replicas, request)}
         return pick(scores, prefix_tokens or {}, self.config.tie_s)
 
 
@@ -137,10 +137,12 @@ class MostCredit:
     def choose(
         self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
     ) -> str | None:
-        return pick({replica.replica_id: -float(replica.credit) for replica in _open(replicas, request)}, {}, 0.0)
+        return pick(
+            {replica.replica_id: -float(replica.credit) for replica in _with_credit(replicas, request)}, {}, 0.0
+        )
 
 
-def _open(replicas: Sequence[ReplicaView], request: RequestView) -> Iterator[ReplicaView]:
+def _with_credit(replicas: Sequence[ReplicaView], request: RequestView) -> Iterator[ReplicaView]:
     return (replica for replica in replicas if replica.credit > 0 and replica.serves(request.slo_class))
 
 
