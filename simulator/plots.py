@@ -51,7 +51,7 @@ def draw_lines(
     for name, (xs, ys) in series.items():
         axes.plot(xs, ys, ":" if name.startswith("formula") else ".-", label=name)
     axes.set(xlabel=x, ylabel=y, title=title)
-    axes.legend(fontsize=7)
+    made.legend(fontsize=7, loc="outside right upper")  # beside the lines, not on them
     save(made, path)
 
 
