@@ -33,6 +33,7 @@ from typing import Any
 
 import pytest
 
+from bench.random_model import write_config
 from deployments.environment import cpu_dtype, cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from simulator.plots import figure, save
@@ -89,18 +90,6 @@ class Run:
     preempted: int
 
 
-def random_model(folder: Path) -> str:
-    """A Qwen3 configuration of 34 million parameters; its weights are random."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536,
-        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16", "rope_theta": 10000.0, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 def engine(folder: Path, **more: Any) -> LLMEngine:
     model = os.environ.get("SLUICE_BENCH_MODEL")
     own = {
@@ -108,8 +97,10 @@ def engine(folder: Path, **more: Any) -> LLMEngine:
         "kv_cache_memory_bytes": 512 << 20, "dtype": "auto" if torch.cuda.is_available() else cpu_dtype(),
     }  # fmt: skip
     given = json.loads(os.environ.get("SLUICE_BENCH_ARGS", "{}"))
+    if model is None:
+        write_config(folder)
     args = EngineArgs(
-        model=model or random_model(folder),
+        model=model or str(folder),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         disable_log_stats=True,

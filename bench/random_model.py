@@ -1,0 +1,63 @@
+"""A model so large that computing outweighs serving; nothing to download: `python -m bench.random_model --help`."""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
+
+VOCABULARY = 8192
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+EPILOG = """\
+example:
+  python -m bench.random_model /tmp/random
+  python -m bench.compare --model /tmp/random -- --load-format=dummy
+"""
+
+
+def write_config(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Of a Qwen3 with 8 layers of 512: 25 million parameters beside 512 for each token of the vocabulary."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "rope_theta": 10000.0, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_model(folder: Path) -> None:
+    """That, with the demo model's vocabulary and tokenizer.
+
+    Raises:
+        FileExistsError: the folder is there already.
+    """
+    folder.mkdir(parents=True)
+    write_config(folder, json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.random_model",
+        description="Writes a Qwen3 of 27 million parameters without weights: vLLM makes them at random.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
+    folder: Path = parser.parse_args(arguments).folder
+    try:
+        write_model(folder)
+    except OSError as error:
+        print(f"bench.random_model: {folder}: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"python -m bench.compare --model {folder} -- --load-format=dummy")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
