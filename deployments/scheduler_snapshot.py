@@ -184,7 +184,7 @@ class SnapshotTaker:
             batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
 
     def forget(self, request: Request) -> None:
-        if self._views.pop(request, None) is not None:
+        if self._views.pop(request, None) is not None and request in self._head.requests:
             self._head = _NOBODY
         self._batch.leave(request)
         self._ending.discard(request)
