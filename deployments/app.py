@@ -15,9 +15,9 @@ from ray.serve.config import BackpressureConfig
 
 from deployments.autoscaling import engines_config, routers_config
 from deployments.config import AppConfig, AutoscalingSection, Role
-from deployments.embedded_redis import embedded_url, free_port
+from deployments.embedded_redis import embedded_url
 from deployments.engine_replica import EngineReplica
-from deployments.environment import cpu_env
+from deployments.environment import cpu_env, free_port
 from deployments.keys import KEYS_ENV
 from deployments.predictor import predictor_application
 from deployments.redis_server import RedisServer

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -146,10 +145,3 @@ def _remove_left_behind(parent: Path) -> None:
                 shutil.rmtree(lock.parent)
         except OSError as error:  # its owner lives, or it is another user's, or another process was faster
             logger.debug("leaving %s: %s", lock.parent, error)
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

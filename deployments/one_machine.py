@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from deployments.config import AppConfig
-from deployments.embedded_redis import free_port
 from deployments.environment import address, one_machine_env, serve_env
 from policies.errors import SluiceError
 
@@ -93,7 +92,7 @@ def prepare(host: str, port: int) -> Path:
     number = check_address(host, port)
     run_dir = fresh_run_dir(port)
     say(f"logs: {run_dir}/ray/session_latest/logs")
-    env = {**serve_env(), **one_machine_env(run_dir, free_port(), free_port(), number, port)}
+    env = {**serve_env(), **one_machine_env(run_dir, number, port)}
     os.environ.update({name: value for name, value in env.items() if name not in os.environ})
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

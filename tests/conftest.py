@@ -10,7 +10,8 @@ from uuid import uuid4
 import hypothesis
 import pytest
 
-from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port
 from router.redis_store import RedisStateStore, connect
 
 # An example takes what the machine needs for it. Fewer for the minute before a commit; `make test` runs them all.

@@ -19,7 +19,8 @@ import psutil
 import pytest
 import redis
 
-from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Snapshot
 

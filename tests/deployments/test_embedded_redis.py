@@ -15,7 +15,8 @@ import psutil
 import pytest
 import redis
 
-from deployments.embedded_redis import EmbeddedRedis, embedded_url, free_port
+from deployments.embedded_redis import EmbeddedRedis, embedded_url
+from deployments.environment import free_port
 from policies.errors import StateStoreError
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,8 @@ PATIENCE_S = 15.0
 # Prints the pid of the Redis that it owns, and waits to be killed.
 OWNER = """
 import secrets, time
-from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port
 server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
 print(server._process.pid, flush=True)
 time.sleep(600)

@@ -13,13 +13,14 @@ import pytest
 from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
-from deployments.embedded_redis import free_port
 from deployments.environment import (
     MAX_CONNECTIONS,
     MOST_HAPROXY_THREADS,
     address,
     connections_within,
     cpu_dtype,
+    free_port,
+    free_port_block,
     haproxy_threads,
     one_machine_env,
     serve_env,
@@ -51,8 +52,8 @@ listen stats
 
 @contextmanager
 def haproxy(folder: Path, host: str, port: int) -> Iterator[psutil.Process]:
-    metrics_port, stats_port = free_port(), free_port()
-    env = one_machine_env(folder, metrics_port, stats_port, host, port)
+    env = one_machine_env(folder, host, port)
+    metrics_port, stats_port = (env[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
     file = folder / "haproxy.cfg"
     connections = env["RAY_SERVE_HAPROXY_MAXCONN"]
     file.write_text(CONFIG.format(connections=connections, metrics_port=metrics_port, stats_port=stats_port, port=port))
@@ -84,6 +85,20 @@ def test_haproxy_serves_on_the_address_that_was_asked_for_and_else_on_loopback(
         assert all(each.startswith("127.0.0.1:") for each in addresses - {address(host, port)})
         for local in reached_by:
             socket.create_connection((local, port), timeout=30).close()
+
+
+def test_nobody_is_given_the_chosen_ports_before_their_servers_come_up(tmp_path: Path) -> None:
+    given_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    env = one_machine_env(tmp_path)
+    ports = [int(value) for name, value in env.items() if name.endswith("_PORT")]
+    assert len(ports) == len(set(ports)) == 6
+    assert max(ports) < given_from and free_port() < given_from
+
+
+def test_a_block_of_ports_leaves_out_the_public_one() -> None:
+    assert free_port_block(3, range(32_100, 32_104), without=32_103) == 32_100
+    with pytest.raises(OSError, match="no 3 successive free ports between 32100 and 32104"):
+        free_port_block(3, range(32_100, 32_104), without=32_102)
 
 
 def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deployments import relay as relay_module
-from deployments.embedded_redis import free_port
+from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ConfigError, ProtocolError, ReplicaLostError, StateStoreError
 from router import wire

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deployments.config import DEMO_MODEL
-from deployments.environment import cpu_dtype, cpu_env
-from tests.integration.application import REPOSITORY, Sluice, free_port
+from deployments.environment import cpu_dtype, cpu_env, free_port
+from tests.integration.application import REPOSITORY, Sluice
 
-MAX_TOKENS = 200
+MAX_TOKENS = 100  # enough for some answers to end by themselves, and to be killed in the middle of
 # Few slots, so that a test can fill them without being kept busy by its own streams.
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16")
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.integration.application import Sluice, free_port, wait_until
+from deployments.environment import free_port
+from tests.integration.application import Sluice, wait_until
 from tests.integration.conftest import MAX_TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

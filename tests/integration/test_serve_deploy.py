@@ -15,8 +15,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.embedded_redis import EmbeddedRedis, free_port
-from deployments.environment import one_machine_env, serve_env
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port, one_machine_env, serve_env
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, alive, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -36,7 +36,7 @@ def ray_env(redis: EmbeddedRedis) -> Iterator[dict[str, str]]:
         yield {
             **os.environ,
             **serve_env(),
-            **one_machine_env(Path(run_dir), free_port(), free_port()),
+            **one_machine_env(Path(run_dir)),
             "PYTHONPATH": str(REPOSITORY),
             "RAY_AUTH_MODE": "disabled",
             "SLUICE_REDIS_URL": redis.url,
@@ -64,7 +64,7 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     finally:
         processes = [head, *head.children(recursive=True)]
         head.terminate()
-        psutil.wait_procs(processes, timeout=30)
+        psutil.wait_procs(processes, timeout=5)
         for process in alive(processes):
             with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the look and the signal
                 process.kill()

@@ -22,8 +22,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.embedded_redis import find_server, free_port
-from deployments.environment import one_machine_env
+from deployments.embedded_redis import find_server
+from deployments.environment import free_port, one_machine_env
 from tests.integration.application import REPOSITORY, alive, command_of, wait_until
 from tests.k8s.cases import named
 from tests.k8s.engines import Helm4, Manifest, Values, documents, start_params
@@ -53,7 +53,7 @@ class MiniKubeRay:
         self.redis_port, self.gcs_port = free_port(), free_port()
         self.dashboard_port, self.http_port = free_port(), free_port()
         self._addresses: dict[str, str] = {}
-        self._local_env = one_machine_env(folder, free_port(), free_port())
+        self._local_env = one_machine_env(folder)
         files = [m["data"] for m in manifests if m["kind"] == "ConfigMap"]
         self._redis_conf = next(data for data in files if "redis.conf" in data)
         self._drain_script = next(data["drain.py"] for data in files if "drain.py" in data)

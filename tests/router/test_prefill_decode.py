@@ -11,7 +11,8 @@ from itertools import count
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
 from policies.errors import AdmissionError, ConfigError
 from policies.multi_bin import MultiBin, MultiBinConfig

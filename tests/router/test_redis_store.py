@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deployments.embedded_redis import free_port
+from deployments.environment import free_port
 from policies.errors import ConfigError, StateStoreError
 from router import redis_store
 from router.redis_store import RedisStateStore, connect

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deployments.embedded_redis import EmbeddedRedis, free_port
+from deployments.embedded_redis import EmbeddedRedis
+from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
 from policies.errors import AdmissionError, ConfigError, EngineCallError, InputError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig

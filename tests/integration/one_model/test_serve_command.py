@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.application import SLUICE, Sluice, free_port
+from deployments.environment import free_port
+from tests.integration.application import SLUICE, Sluice
 
 
 def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.integration.application import Sluice, free_port, wait_until
+from deployments.environment import free_port
+from tests.integration.application import Sluice, wait_until
 from tests.integration.several_models.models import SCALED
 
 PATIENCE_S = 180
