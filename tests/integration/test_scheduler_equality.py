@@ -222,7 +222,7 @@ def stock_answers(branches: bool = True) -> Tokens:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "prefix cache": ({"shared": 64}, {"enable_prefix_caching": True}),
-    "prompts longer than the budget": ({"most_prompt": 400, "branches": False}, {"max_num_batched_tokens": 128}),
+    "prompts longer than the budget": ({"most_prompt": 300, "branches": False}, {"max_num_batched_tokens": 128}),
     "a cache so tight that stock preempts": ({"branches": False}, {"num_gpu_blocks_override": 45}),
     "priorities": ({}, {"scheduling_policy": "priority"}),
 }

@@ -73,7 +73,10 @@ def test_logprobs_come_for_every_token(client: openai.OpenAI) -> None:
 def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "legs": {"type": "integer", "enum": [2, 4, 6]}},
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+            "legs": {"type": "integer", "enum": [2, 4, 6]},
+        },
         "required": ["name", "legs"],
         "additionalProperties": False,
     }
