@@ -22,6 +22,7 @@ HAPROXY_PORTS = 2
 SINGLE_PORTS = range(28_000, 32_000)
 SERVE_PORTS = range(20_000, 28_000)
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
+NIXL_DELAY_ENV = "SLUICE_NIXL_DELAY_US"
 
 # Clients' connections that each HAProxy takes: two routers as they are by default (10 000 requests, and 1 000 that wait
 # at their door), and some that are kept open between requests. More wait in the system's backlog. HAProxy wants five
@@ -98,6 +99,8 @@ def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:
     env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     if on_cpu:
         env["UCX_TLS"] = os.environ.get("UCX_TLS", "tcp,self,sm,cma")
+        env[NIXL_DELAY_ENV] = "1000"
+        env["UCX_RCACHE_MAX_UNRELEASED"] = "1024"  # vLLM's value, which it can only set itself before NIXL is imported
     if ipaddress.ip_address(host).is_loopback:
         env["UCX_NET_DEVICES"] = "lo"
     return env

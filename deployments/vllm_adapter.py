@@ -42,6 +42,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from deployments.environment import NIXL_DELAY_ENV
 from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
@@ -587,6 +588,10 @@ def register_plugin() -> None:
     from deployments.vllm_scheduler import core_control, core_status
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
+    if delay_us := os.environ.get(NIXL_DELAY_ENV):
+        from deployments.nixl_progress import sleep_between_events
+
+        sleep_between_events(int(delay_us))
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
 
 

@@ -1,11 +1,12 @@
 """One replica reads prompts and one decodes: real Redis, Ray, vLLM and NIXL, killed and cancelled under load."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -15,14 +16,14 @@ import yaml
 
 from deployments.environment import free_port
 from tests.integration.application import Sluice, wait_until
-from tests.integration.conftest import MAX_TOKENS
+from tests.integration.conftest import EXACT, MAX_TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEEP_S = 6
 BUDGET_TOKENS = 96
 SETTINGS = {
-    "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS)],
+    "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS), *EXACT],
     "router": {"heartbeat_s": 0.5, "silence_s": 5},
     "engine": {
         "replicas": 1,
@@ -44,21 +45,26 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
             application.interrupt()
 
 
-async def ask(client: openai.AsyncOpenAI, prompt: str) -> list[int]:
-    answer = await client.chat.completions.create(
+async def ask(client: openai.AsyncOpenAI, prompt: str, on_token: Callable[[], None]) -> list[int]:
+    stream = await client.chat.completions.create(
         model="sluice-demo",
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
         max_tokens=MAX_TOKENS,
         extra_body={"return_token_ids": True},
+        stream=True,
     )
-    token_ids: list[int] = answer.choices[0].model_extra["token_ids"]
+    token_ids: list[int] = []
+    async for chunk in stream:
+        if chunk.choices and (new := chunk.choices[0].model_extra.get("token_ids")):
+            token_ids += new
+            on_token()
     return token_ids
 
 
-async def ask_all(sluice: Sluice, prompts: list[str]) -> list[list[int]]:
+async def ask_all(sluice: Sluice, prompts: list[str], on_token: Callable[[], None] = lambda: None) -> list[list[int]]:
     async with sluice.async_client() as client:
-        return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+        return await asyncio.gather(*(ask(client, prompt, on_token) for prompt in prompts))
 
 
 def count(sluice: Sluice, name: str, *labels: str) -> float:
@@ -176,24 +182,28 @@ def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[s
     assert count(split, "requests", 'outcome="cancelled"') - before > 32
 
 
-@pytest.mark.parametrize("pool", ["prefill", "decode"])
+@pytest.mark.parametrize("victims", [("prefill",), ("decode",), ("decode", "prefill")], ids="+".join)
 def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
-    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], pool: str
+    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], victims: tuple[str, ...]
 ) -> None:
     wait_until(lambda: both_are_back(split), 120, "both replicas serve")
-    victim = process_of(split, pool)
+    processes = [process_of(split, pool) for pool in victims]
 
-    def busy() -> bool:
-        status = split.status()
-        found = status["prefill"]["replicas"] if pool == "prefill" else status["replicas"]
-        return any(replica["running"] for replica in found.values())
+    def on_board() -> float:
+        counters = ("requests_recovered", "prefill_requests_recovered", "hand_over_fallbacks")
+        return sum(count(split, name) for name in counters)
 
-    async def kill_under_load() -> list[list[int]]:
-        answers = asyncio.create_task(ask_all(split, prompts))
-        await asyncio.to_thread(wait_until, busy, 60, f"the {pool} replica is busy")
-        os.kill(victim.pid, signal.SIGKILL)
-        return await answers
+    tokens = itertools.count(1)
 
-    assert asyncio.run(kill_under_load()) == [answer["token_ids"] for answer in plain_answers]
-    wait_until(lambda: both_are_back(split), 120, "Ray Serve has replaced the killed replica")
+    def kill_early() -> None:
+        """While prompts are read, handed over and answered."""
+        if next(tokens) == len(prompts):
+            for process in processes:
+                os.kill(process.pid, signal.SIGKILL)
+
+    before = on_board()
+    answers = asyncio.run(ask_all(split, prompts * 2, kill_early))
+    assert answers == [answer["token_ids"] for answer in plain_answers * 2]
+    assert on_board() > before, "nobody was on board of the killed"
+    wait_until(lambda: both_are_back(split), 120, "Ray Serve has replaced whoever was killed")
     wait_until_nothing_is_held(split, 3 * KEEP_S)
