@@ -17,7 +17,7 @@ from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.lengths import SurvivalLaw
 from policies.step_time import StepTimeConfig
-from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
+from policies.types import BatchState, StepPlan, StepResult, StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +117,12 @@ class Auto:
             raise ConfigError(f"the number of classes cannot change, from {learned.config.classes} to {config.classes}")
         self.config: AutoConfig = config
         self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
-        self.admission: BatchPolicy = self._admission(learned)
+        self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned)
         targets = config.targets()
         self.targets = ClassTargets(targets) if targets else None
         self._composed = smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
 
-    def _admission(self, learned: "Auto | None") -> BatchPolicy:
+    def _admission(self, learned: "Auto | None") -> ForecastAdmission | MemoryAware | Stock:
         if self.config.admission == "memory_aware":
             return MemoryAware(self.config.memory_aware())
         if self.config.admission == "slots":
@@ -153,6 +153,6 @@ class Auto:
         Unlike a plan's cap, which binds only what waits, this supposes that requests like the present ones came in
         every free slot. Changes nothing.
         """
-        memory = self.admission.batch_size(state) if isinstance(self.admission, ForecastAdmission) else inf
+        memory = self.admission.batch_size(state)
         latency = self.targets.batch_size(state) if self.targets else inf
         return max(1, int(min(state.slots, memory, latency)))

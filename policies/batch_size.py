@@ -118,6 +118,10 @@ class Stock:
     def plan(self, state: BatchState) -> StepPlan:
         return capped_plan(state, state.slots, Limit.SLOTS)
 
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that may run at once as things stand."""
+        return state.slots
+
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
 
@@ -186,6 +190,12 @@ class MemoryAware:
 
     def observe(self, result: StepResult) -> None:
         self._lengths.observe(result.finished)
+
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that eq. 12 lets run at once as things stand. Changes nothing."""
+        mean, std = self._request_moments(state)
+        exact = memory_safe_batch_size(state.capacity_tokens, mean, std, self.config.overflow_probability)
+        return min(max(exact, self.config.min_batch_size), self.config.max_batch_size or state.slots, state.slots)
 
     def _batch_size(self, state: BatchState) -> int:
         mean, std = self._request_moments(state)

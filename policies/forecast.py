@@ -152,7 +152,9 @@ class ForecastAdmission:
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
-        if not self.uses_forecast or not self._plans or not state.free_slots:
+        if not self.uses_forecast:
+            return self._fallback.batch_size(state)
+        if not self._plans or not state.free_slots:
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
         alike = RequestView(request_id="", arrival_s=state.now_s, prompt_tokens=prompt)

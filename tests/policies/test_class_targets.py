@@ -89,6 +89,19 @@ def test_what_a_replica_offers_shrinks_with_its_memory() -> None:
     assert auto.batch_size(large) == 64
 
 
+@pytest.mark.parametrize(
+    "config", [AutoConfig(overcommit=False), AutoConfig(admission="memory_aware")], ids=["forecast", "equation 12"]
+)
+def test_what_a_replica_offers_before_it_knows_any_length_is_what_equation_12_admits(config: AutoConfig) -> None:
+    auto, tight = Auto(config), state([0] * 4, waiting_class=0, total_blocks=240)
+    assert 4 < auto.batch_size(tight) == auto.admission.plan(tight).max_batch_size < 16
+
+
+def test_a_replica_that_leaves_memory_to_its_engine_offers_every_slot() -> None:
+    tight = state([0] * 4, total_blocks=120)
+    assert Auto(AutoConfig(admission="slots")).batch_size(tight) == Auto(AutoConfig()).batch_size(tight) == 64
+
+
 def test_with_one_class_indices_are_ignored() -> None:
     policy = ClassTargets(ClassTargetsConfig(itl_targets_s=(0.05,)))
     assert policy.strictest_s(state([3, 7])) == 0.05
