@@ -403,7 +403,11 @@ async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, lo
     assert not [record for record in log.records if record.name == "deployments.http_layer"]
 
 
-async def test_a_client_that_leaves_before_its_response_is_logged_as_such(log: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_layer, "LEAVE_S", 0.05)
+
     async def waits(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(3600)
 
