@@ -467,7 +467,7 @@ async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Ser
     waiting = await front_end.ask(request(), "standard")
     while not waiting.tokens:
         answers.append(await front_end.ask(request(), "soon"))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
     overtaken_s = (await service.store.snapshot()).overtaken_s
     assert 0.1 < overtaken_s <= ORDER.overtaking_window_s("standard", estimated_work_s=0.1)
     await service.finish([waiting, *answers])
