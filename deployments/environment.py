@@ -100,7 +100,8 @@ def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         env["UCX_TLS"] = os.environ.get("UCX_TLS", "tcp,self,sm,cma")
         env[NIXL_DELAY_ENV] = "1000"
-        env["UCX_RCACHE_MAX_UNRELEASED"] = "1024"  # vLLM's value, which it can only set itself before NIXL is imported
+        # vLLM's own value, which it can only set while NIXL is not imported yet.
+        env["UCX_RCACHE_MAX_UNRELEASED"] = os.environ.get("UCX_RCACHE_MAX_UNRELEASED", "1024")
     if ipaddress.ip_address(host).is_loopback:
         env["UCX_NET_DEVICES"] = "lo"
     return env

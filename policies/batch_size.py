@@ -184,7 +184,7 @@ class MemoryAware:
         prefilling = state.prefilling_count
         decoding = state.running_count - prefilling
         if self._cap is None or (decoding and (prefilling or state.waiting_count)):
-            self._cap = self._batch_size(state)
+            self._cap = self._new_cap(state)
         highest = self.config.max_batch_size or state.slots
         return capped_plan(state, min(max(self._cap, self.config.min_batch_size, decoding), highest), Limit.MEMORY)
 
@@ -197,7 +197,7 @@ class MemoryAware:
         exact = memory_safe_batch_size(state.capacity_tokens, mean, std, self.config.overflow_probability)
         return min(max(exact, self.config.min_batch_size), self.config.max_batch_size or state.slots, state.slots)
 
-    def _batch_size(self, state: BatchState) -> int:
+    def _new_cap(self, state: BatchState) -> int:
         mean, std = self._request_moments(state)
         capacity, overflow = state.capacity_tokens, self.config.overflow_probability
         exact = memory_safe_batch_size(capacity, mean, std, overflow)
