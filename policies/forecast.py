@@ -39,7 +39,17 @@ from policies.checks import require_at_least, require_positive, require_probabil
 from policies.errors import InputError
 from policies.lengths import LengthStatistics, LengthStatisticsConfig, SurvivalLaw
 from policies.overcommit import Overcommit
-from policies.types import BatchState, FloatArray, IntArray, Limit, RequestView, StepPlan, StepResult, StepTimes
+from policies.types import (
+    BatchState,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Limit,
+    RequestView,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
 
 _HEAD = 8
 _AGE_CELLS = 128
@@ -130,8 +140,8 @@ class ForecastAdmission:
             return self._fallback.plan(state)
         self._refresh(state)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
-        safe = self._safe_count(state, candidates) if candidates else 0
-        self._held_back |= safe < len(candidates)
+        now, safe = self._fitting(state, candidates) if candidates else (0, 0)
+        self._held_back |= safe < now
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
         return capped_plan(state, state.running_count + safe, Limit.MEMORY)
@@ -158,7 +168,7 @@ class ForecastAdmission:
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
         alike = RequestView(request_id="", arrival_s=state.now_s, prompt_tokens=prompt)
-        return state.running_count + self._safe_count(state, (alike,) * state.free_slots)
+        return state.running_count + self._fitting(state, (alike,) * state.free_slots)[1]
 
     def _mean_prompt_tokens(self) -> float:
         moments = self._lengths.moments()
@@ -186,26 +196,27 @@ class ForecastAdmission:
         if law is not None:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 
-    def _safe_count(self, state: BatchState, candidates: tuple[RequestView, ...]) -> int:
-        """How many candidates, from the head of the queue, keep every horizon within the capacity."""
+    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...]) -> tuple[int, int]:
+        """How many candidates, from the head of the queue, fit now (at least the second figure, where that is short),
+        and how many keep every horizon within the capacity."""
         if self._fits_whatever_happens(state, candidates):
-            return len(candidates)
+            return len(candidates), len(candidates)
         unshared = _unshared_fraction(state)
         rounding = 0.5 * state.block_size
         running = state.running
         held = unshared * running.prompt_tokens + (running.output_tokens + rounding)
         mean, variance = self._survival.load(running.class_index, running.output_tokens, held)
-        safe = 0
+        safe = now = 0
         # A full cache is the common case: a few at the head settle it without looking at the whole queue.
         for part in (candidates[:_HEAD], candidates[_HEAD:]):
             fresh = np.array([r.prefill_tokens + unshared * r.cached_tokens + rounding for r in part])
             means, variances = self._survival.cumulative(part, fresh, mean, variance)
-            fits = self._fits(state, means, variances)
-            safe += fits
-            if fits < len(part) or safe == len(candidates):
+            part_now, part_safe = self._rows_within(state, means, variances)
+            now, safe = safe + part_now, safe + part_safe
+            if part_safe < len(part) or safe == len(candidates):
                 break
             mean, variance = means[-1], variances[-1]
-        return safe
+        return now, safe
 
     def _fits_whatever_happens(self, state: BatchState, candidates: tuple[RequestView, ...]) -> bool:
         """Whether everybody could live on to the last horizon: the usual case of a large cache, told at once."""
@@ -217,13 +228,17 @@ class ForecastAdmission:
         longest = self._survival.end + state.block_size
         return held + coming + (len(running) + len(candidates)) * longest <= state.capacity_tokens
 
-    def _fits(self, state: BatchState, means: FloatArray, variances: FloatArray) -> int:
-        """Rows, from the first, with every horizon within the capacity; arrays of shape (n, horizons)."""
+    def _rows_within(self, state: BatchState, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
+        """Rows, from the first, within the capacity now and at every horizon; arrays of shape (n, horizons)."""
         later = state.capacity_tokens * (1.0 + self.overcommit.share)
-        within = means + self._safety_factor * np.sqrt(variances) <= later
-        within[:, 0] &= means[:, 0] <= state.capacity_tokens  # now there is no more than there is
-        safe = np.asarray(within.all(axis=1))
-        return len(safe) if safe.all() else int(safe.argmin())
+        now = means[:, 0] <= state.capacity_tokens  # now there is no more than there is
+        safe = now & (means + self._safety_factor * np.sqrt(variances) <= later).all(axis=1)
+        return _leading(now), _leading(safe)
+
+
+def _leading(true: BoolArray) -> int:
+    """How many are true before the first that is not."""
+    return len(true) if true.all() else int(true.argmin())
 
 
 def _unshared_fraction(state: BatchState) -> float:

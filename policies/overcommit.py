@@ -7,7 +7,10 @@ there a forecast that avoids every preemption gives away throughput. Where prefi
 Source: this project's own, on top of 001's chance constraint, which knows no price. With g the share admitted beyond
 the safe capacity, b the batch, a the overhead share of a decode step and c the share of time spent on recomputing:
 
-    throughput ~ (1 + a * db/b) * (1 - c),   b ~ 1 + g,   c ~ g^2   =>   at the optimum c = a * g / (2 (1 + g))
+    throughput ~ (1 + a * db/b) * (1 - c),  b ~ 1 + g,  c ~ (g + h)^2   =>   at the optimum c = a (g + h) / (2 (1 + g))
+
+h is how far below the forecast's own safe capacity preemptions begin: its chance constraint admits a few. With h = 0
+a single one would bind g to 0 for good, as nothing costs less than nothing.
 
 The controller moves g towards the point where the measured c meets that. a follows from the learned step times. c is
 taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
@@ -25,6 +28,7 @@ class OvercommitConfig:
 
     Attributes:
         most: largest g; at 4 nothing but the prompts that fit now holds admission back, as in vLLM itself.
+        margin: h, as a share of the safe capacity.
         window_steps: steps between two moves.
         smoothing: weight of the newest window in a and c.
         gain: a move up, as a share of 1 + g; a move down is twice that.
@@ -34,15 +38,16 @@ class OvercommitConfig:
     """
 
     most: float = 4.0
+    margin: float = 0.03
     window_steps: int = 32
     smoothing: float = 0.2
-    gain: float = 0.1
+    gain: float = 0.05
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "most")
         require_at_least(1, self, "window_steps")
         require_probability(self, "smoothing")
-        require_positive(self, "gain")
+        require_positive(self, "gain", "margin")
 
 
 class Overcommit:
@@ -73,14 +78,19 @@ class Overcommit:
         return self._steps >= self.config.window_steps and self._busy_s > 0.0 and self._decode_steps > 0
 
     def move(self, times: StepTimes, *, binding: bool) -> None:
-        """Close the window and move; ``binding``: whether memory kept requests waiting, else nothing is learned."""
+        """Close the window and move.
+
+        Args:
+            binding: whether g kept requests waiting that would fit now: without, a larger one would change nothing.
+        """
         overhead, cost = self._overhead_share(times), self._cost_share(times)
-        if binding:
-            self._cost = cost if self._cost is None else self._cost + self.config.smoothing * (cost - self._cost)
-            wanted = overhead * self.share / (2.0 * (1.0 + self.share))
-            step = self.config.gain * (1.0 + self.share)
-            self.share += step if self._cost <= wanted else -2.0 * step
-            self.share = min(max(0.0, self.share), self.config.most)
+        self._cost = cost if self._cost is None else self._cost + self.config.smoothing * (cost - self._cost)
+        wanted = overhead * (self.config.margin + self.share) / (2.0 * (1.0 + self.share))
+        step = self.config.gain * (1.0 + self.share)
+        if self._cost > wanted:
+            self.share = max(0.0, self.share - 2.0 * step)
+        elif binding:
+            self.share = min(self.share + step, self.config.most)
         self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
         self._busy_s = 0.0
 

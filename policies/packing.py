@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from policies.errors import InputError
-from policies.types import IntArray
+from policies.types import BoolArray, IntArray
 
-BoolArray = NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from math import ceil, exp, expm1, floor, inf, isfinite, log1p, sqrt
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from policies.batch_size import memory_safe_batch_size
 from policies.errors import InputError
 from policies.lengths import length_grid
 from policies.step_time import seconds_per_token
-from policies.types import FloatArray, IntArray, StepCoefficients, StepTimes
+from policies.types import BoolArray, FloatArray, IntArray, StepCoefficients, StepTimes
 
 
 def phase_threshold(overhead_ratio: float) -> float:
@@ -210,7 +210,7 @@ def _candidates(longest: int, thinned: bool) -> IntArray:
     return length_grid(longest, exact_up_to=64 if thinned else longest, ratio=1.05)[1:]
 
 
-def _feasible(refill: FloatArray, limits: RefillLimits) -> NDArray[np.bool_]:
+def _feasible(refill: FloatArray, limits: RefillLimits) -> BoolArray:
     """Refills of 1 to max_refill requests; the smallest one when all are larger, all when none reaches 1."""
     wanted = refill >= 1.0
     if limits.max_refill is not None:

@@ -24,6 +24,7 @@ from policies.errors import ConfigError, InputError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 
 class Phase(Enum):

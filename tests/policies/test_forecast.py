@@ -139,6 +139,18 @@ class TestOnPaper:
         policy = taught([2000] * 100)
         assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).admit == ("w0",)
 
+    @pytest.mark.parametrize(("ages", "grows"), [((190,) * 5, False), ((10,) * 5, True)], ids=["cache", "forecast"])
+    def test_it_goes_beyond_the_forecast_where_that_keeps_somebody_waiting(
+        self, ages: tuple[int, ...], grows: bool
+    ) -> None:
+        # Old ones fill the cache and end before they grow much: nobody fits now, whatever is forecast.
+        policy = ForecastAdmission(ForecastAdmissionConfig(length_bias=1.0), step_times=lambda: TIMES)
+        teach(policy, [200] * 100)
+        for _ in range(64):
+            policy.plan(make_state(ages=list(ages), waiting=20, capacity=1500))
+            policy.observe(make_result())
+        assert (policy.overcommit.share > 0.0) == grows
+
     def test_it_stops_at_the_first_request_that_does_not_fit(self) -> None:
         policy = taught([200] * 100)
         state = make_state(ages=[], waiting=20, capacity=3000)

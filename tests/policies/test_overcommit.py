@@ -50,11 +50,27 @@ def test_it_stays_with_the_forecast_where_recomputing_is_dear() -> None:
     assert settled(DEAR, preempted_per_share=20.0) < 0.5
 
 
-def test_nothing_is_learned_while_memory_does_not_bind() -> None:
+def test_it_does_not_grow_while_it_keeps_nobody_waiting() -> None:
     overcommit = Overcommit()
     window(overcommit, preempted=0)
     overcommit.move(CHEAP, binding=False)
     assert overcommit.share == 0.0
+
+
+def test_it_shrinks_while_it_keeps_nobody_waiting_and_preemptions_are_dear() -> None:
+    overcommit = Overcommit()
+    overcommit.share = 1.0
+    window(overcommit, preempted=4)
+    overcommit.move(DEAR, binding=False)
+    assert overcommit.share < 1.0
+
+
+def test_a_cheap_preemption_that_the_forecast_itself_let_happen_does_not_stop_it_for_good() -> None:
+    overcommit = Overcommit()
+    for preempted in (1, 0, 0):
+        window(overcommit, preempted)
+        overcommit.move(CHEAP, binding=True)
+    assert overcommit.share > 0.0
 
 
 def test_a_window_is_due_only_when_it_decoded_and_is_complete() -> None:
