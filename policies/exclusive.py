@@ -101,7 +101,8 @@ class ExclusiveMixedConfig:
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
         occupancy_smoothing: weight of the newest step in the smoothed number of running requests.
-        replan_steps: plans between two looks at lengths, step times and mode; half as many while mixed steps are tried.
+        replan_steps: plans between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
+            out until there are enough of each kind, half while mixed ones are looked at again.
         min_samples: completions before lengths count as known.
         window, max_output_tokens: as in ``LengthStatisticsConfig``.
         initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
@@ -282,26 +283,29 @@ class _ModeChoice:
         self._config = config
         self.exclusive = config.mode == "exclusive"
         self._preferred = self.exclusive
+        self._explores = False
         self._looks_exclusive = 0
         self._costs = {False: _TokenCost(), True: _TokenCost()}
         self._decided = False
 
     @property
-    def looks_back(self) -> bool:
-        """Mixed for a look, while exclusive is preferred."""
-        return self._preferred and not self.exclusive
+    def plans_to_next_look(self) -> int:
+        """Fewer while exclusive steps are tried out, or mixed ones looked at with exclusive ones preferred."""
+        if self.exclusive:
+            return -(-self._config.replan_steps // (8 if self._explores else 1))
+        return -(-self._config.replan_steps // (2 if self._preferred else 1))
 
     def observe(self, result: StepResult) -> None:
         self._costs[self.exclusive].add(result)
 
     def explore(self, model: StepTimeModel) -> bool:
         """Go where a kind of step is still unknown; False when all are known."""
-        if model.config.prior is not None:
-            return False
-        missing = [kind for kind in (Phase.MIXED, Phase.PREFILL, Phase.DECODE) if not model.measured(kind)]
+        kinds = () if model.config.prior is not None else (Phase.MIXED, Phase.PREFILL, Phase.DECODE)
+        missing = [kind for kind in kinds if not model.measured(kind)]
         if missing:
             self._move(missing[0] is not Phase.MIXED)
-        return bool(missing)
+        self._explores = bool(missing)
+        return self._explores
 
     def decide(self, workload: _Workload, phase: PhaseLength) -> None:
         """Switch when the other mode's token is cheaper by more than the hysteresis.
@@ -409,7 +413,7 @@ class ExclusiveMixed:
     def plan(self, state: BatchState) -> StepPlan:
         if not self._plans_left:
             self._replan(state)
-            self._plans_left = -(-self.config.replan_steps // (2 if self._choice.looks_back else 1))
+            self._plans_left = self._choice.plans_to_next_look
         self._plans_left -= 1
         if not self.exclusive:
             self._phase = Phase.DECODE

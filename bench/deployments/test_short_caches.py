@@ -1,8 +1,8 @@
 """Admission when the KV cache is short, on a virtual clock: vLLM as it is, with its watermark, and with the forecast.
 
-Not collected by default; run with `pytest bench/deployments/test_short_caches.py -s`, on part of it with `-k dear`. It
-leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, by default one of pytest's. vLLM's real scheduler; 600 requests,
-128 clients and slots. Output tokens per second of all of it, the start included, relative to vLLM as it is.
+Not collected by default; run with `pytest bench/deployments/test_short_caches.py -s`, on part of it with `-k dear`: two
+minutes. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, by default one of pytest's. vLLM's real scheduler,
+600 requests, 128 clients and slots; output tokens per second, the start included, relative to vLLM as it is.
 """
 
 import os
@@ -20,7 +20,7 @@ SLOTS, REQUESTS, BLOCK_SIZE = 128, 600, 16
 _CHEAP = StepCoefficients(overhead_s=0.010, prefill_s=2e-5, decode_s=1e-4)
 _DEAR = StepCoefficients(overhead_s=0.0046, prefill_s=1.5e-4, decode_s=2.05e-4, kv_s=8.3e-7)
 _MIXING = StepCoefficients(overhead_s=0.006, prefill_s=2e-5, decode_s=4e-5)
-# What a preempted prefill costs: little, or as on a small CPU; and a GPU-like engine where a mixed token costs 20 % more.
+# A preempted prefill costs little, or as on a small CPU; and, as on a GPU, little where a mixed token costs 20 % more.
 TIMES = {
     "cheap": StepTimes(prefill=_CHEAP, decode=_CHEAP, mixed=_CHEAP),
     "dear": StepTimes(prefill=_DEAR, decode=_DEAR, mixed=_DEAR),

@@ -307,6 +307,11 @@ class TestAuto:
         saturated(ToyEngine(recorder, FREE, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
 
+    def test_trying_exclusive_steps_out_ends_when_they_are_known(self) -> None:
+        recorder = _Recorder(auto())
+        saturated(ToyEngine(recorder, FREE, slots=64), count=500)
+        assert 0 < sum(recorder.modes) < 3 * 128  # with whole intervals between two looks
+
     @pytest.mark.parametrize("times", [CONTENDED, FREE])
     def test_it_is_nearly_as_fast_as_the_better_of_the_two(self, times: StepTimes) -> None:
         speeds = [
