@@ -119,8 +119,9 @@ class Stock:
         return capped_plan(state, state.slots, Limit.SLOTS)
 
     def batch_size(self, state: BatchState) -> int:
-        """Requests that may run at once as things stand."""
-        return state.slots
+        """Requests that may run at once as things stand: the engine starts those whose prompts fit now."""
+        blocks = -(-round(mean_known_prompt_tokens(state)) // state.block_size)
+        return min(state.slots, state.running_count + state.free_blocks // max(1, blocks))
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
