@@ -93,10 +93,7 @@ def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:
 
     Neither asks for a password, so like Ray's own ports they belong into a closed network.
     """
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(host))}
     if on_cpu:
         env["UCX_TLS"] = os.environ.get("UCX_TLS", "tcp,self,sm,cma")
         env[NIXL_DELAY_ENV] = "1000"
@@ -125,13 +122,13 @@ def serve_env() -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """A loopback port that nothing listens on, and that nobody is given before a server comes up there."""
-    return free_port_block(1, SINGLE_PORTS)
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this address that nothing listens on, and that nobody is given before a server comes up there."""
+    return free_port_block(1, SINGLE_PORTS, host=host)
 
 
-def free_port_block(size: int, among: range, without: int | None = None) -> int:
-    """The first of `size` successive loopback ports that nothing listens on, none of them ``without``.
+def free_port_block(size: int, among: range, without: int | None = None, host: str = "127.0.0.1") -> int:
+    """The first of `size` successive ports that nothing listens on at this address, none of them ``without``.
 
     Ray Serve shares ports with whoever listens there already, so two applications on its defaults (8500 and 9500 for
     the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
@@ -139,15 +136,15 @@ def free_port_block(size: int, among: range, without: int | None = None) -> int:
     for _ in range(100):
         first = _chance.randrange(among.start, among.stop - size)
         block = range(first, first + size)
-        if without not in block and all(map(_is_free, block)):
+        if without not in block and all(_is_free(host, port) for port in block):
             return first
     raise OSError(f"no {size} successive free ports between {among.start} and {among.stop}")
 
 
-def _is_free(port: int) -> bool:
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
