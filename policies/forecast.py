@@ -14,7 +14,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Laws are stretched by ``length_bias``: too long an estimate costs little, one half too short collapses.
 * Without enough samples the policy falls back to eq. 12 (``MemoryAware``).
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
-  are those the block pool reports.
+  are those the block pool reports. What the pool reports beyond the batch's own is no capacity.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -199,7 +199,8 @@ class ForecastAdmission:
     def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...]) -> tuple[int, int]:
         """How many candidates, from the head of the queue, fit now (at least the second figure, where that is short),
         and how many keep every horizon within the capacity."""
-        if self._fits_whatever_happens(state, candidates):
+        capacity = state.capacity_tokens - _held_elsewhere(state)
+        if self._fits_whatever_happens(state, candidates, capacity):
             return len(candidates), len(candidates)
         unshared = _unshared_fraction(state)
         rounding = 0.5 * state.block_size
@@ -211,14 +212,16 @@ class ForecastAdmission:
         for part in (candidates[:_HEAD], candidates[_HEAD:]):
             fresh = np.array([r.prefill_tokens + unshared * r.cached_tokens + rounding for r in part])
             means, variances = self._survival.cumulative(part, fresh, mean, variance)
-            part_now, part_safe = self._rows_within(state, means, variances)
+            part_now, part_safe = self._rows_within(capacity, means, variances)
             now, safe = safe + part_now, safe + part_safe
             if part_safe < len(part) or safe == len(candidates):
                 break
             mean, variance = means[-1], variances[-1]
         return now, safe
 
-    def _fits_whatever_happens(self, state: BatchState, candidates: tuple[RequestView, ...]) -> bool:
+    def _fits_whatever_happens(
+        self, state: BatchState, candidates: tuple[RequestView, ...], capacity_tokens: int
+    ) -> bool:
         """Whether everybody could live on to the last horizon: the usual case of a large cache, told at once."""
         running = state.running
         if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
@@ -226,12 +229,12 @@ class ForecastAdmission:
         held = running.total_tokens
         coming = sum([request.prompt_tokens + request.output_tokens for request in candidates])
         longest = self._survival.end + state.block_size
-        return held + coming + (len(running) + len(candidates)) * longest <= state.capacity_tokens
+        return held + coming + (len(running) + len(candidates)) * longest <= capacity_tokens
 
-    def _rows_within(self, state: BatchState, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
+    def _rows_within(self, capacity_tokens: int, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
         """Rows, from the first, within the capacity now and at every horizon; arrays of shape (n, horizons)."""
-        later = state.capacity_tokens * (1.0 + self.overcommit.share)
-        now = means[:, 0] <= state.capacity_tokens  # now there is no more than there is
+        later = capacity_tokens * (1.0 + self.overcommit.share)
+        now = means[:, 0] <= capacity_tokens  # now there is no more than there is
         safe = now & (means + self._safety_factor * np.sqrt(variances) <= later).all(axis=1)
         return _leading(now), _leading(safe)
 
@@ -239,6 +242,15 @@ class ForecastAdmission:
 def _leading(true: BoolArray) -> int:
     """How many are true before the first that is not."""
     return len(true) if true.all() else int(true.argmin())
+
+
+def _held_elsewhere(state: BatchState) -> int:
+    """Tokens in blocks that nobody in the batch holds: those of sessions that wait for their next input, of caches on
+    their way here, of answers whose last token is in flight. They are taken to stay."""
+    running = state.running
+    begun = running.total_tokens - int(np.add.reduce(running.prefill_tokens_left))
+    counted = begun + len(running) * state.block_size // 2
+    return max(0, state.capacity_tokens - state.free_tokens - counted)
 
 
 def _unshared_fraction(state: BatchState) -> float:

@@ -135,6 +135,13 @@ class TestOnPaper:
         assert len(apart.admit) == 0
         assert len(shared.admit) > 0
 
+    def test_blocks_that_nobody_in_the_batch_holds_are_no_capacity(self) -> None:
+        # As in the first test, but 600 tokens belong to sessions that wait for input.
+        policy = taught([200] * 100)
+        idle = make_state(ages=[], waiting=50, capacity=1520, shared=-600)
+        assert len(policy.plan(idle).admit) == 3
+        assert policy.batch_size(idle) == 3
+
     def test_the_only_request_is_never_held_back(self) -> None:
         policy = taught([2000] * 100)
         assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).admit == ("w0",)
