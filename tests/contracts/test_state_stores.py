@@ -6,6 +6,7 @@ Redis goes by its own clock, so the times in here are either nothing or longer t
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -665,13 +666,14 @@ class Model:
             assert load.running <= max(load.slots, self.running.get(replica_id, 0) + brought)
 
     async def _no_slot_is_left_idle(self, places: dict[str, str], snapshot: Snapshot) -> None:
-        classes = {self.tickets[i].slo_class for i, place in places.items() if not place}
+        lanes = Counter(self.lane_of(self.tickets[i]) for i, place in places.items() if not place)
+        classes = {slo_class for slo_class, _, _ in lanes}
         for found in await self.store.replica_infos():
             wanted = classes & set(found.classes) if found.classes else classes
             if found.gang_max_wait_s != math.inf:
                 assert not wanted or not snapshot.replicas[found.replica_id].credit
-            elif credit := snapshot.replicas[found.replica_id].credit:
-                assert all(count < credit for (name, _), count in snapshot.lanes.items() if name in wanted)
+            elif credit := snapshot.replicas[found.replica_id].credit:  # it waits for a batch out of one lane
+                assert all(count < credit for (name, _, _), count in lanes.items() if name in wanted)
 
     def _no_more_is_called_back_than_waits(self, places: dict[str, str], snapshot: Snapshot) -> None:
         fresh = snapshot.recalled - self.recalled
