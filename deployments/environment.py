@@ -123,7 +123,7 @@ def serve_env() -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this address that nothing listens on, and that nobody is given before a server comes up there."""
+    """A port of this address that nothing listens on, and that the system gives to nobody by itself."""
     return free_port_block(1, SINGLE_PORTS, host=host)
 
 

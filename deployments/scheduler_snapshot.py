@@ -40,11 +40,13 @@ class Snapshot(NamedTuple):
     Attributes:
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
+        apart: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its way.
     """
 
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
+    apart: int
 
     @property
     def mean_context_tokens(self) -> float:
@@ -165,7 +167,7 @@ class SnapshotTaker:
             block_size=scheduler.block_size,
             max_batch_tokens=self.max_batch_tokens,
         )
-        return Snapshot(state, chunks, idle)
+        return Snapshot(state, chunks, idle, len(self._ending) + len(scheduler.kv_holding_waiting))
 
     def step_taken(self, decodes: int, prefills: Iterable[str], scheduled: Mapping[str, int], preempted: int) -> None:
         """After a step was scheduled, before vLLM counts its tokens.

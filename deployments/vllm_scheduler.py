@@ -151,14 +151,18 @@ class _PlannedScheduler(SluiceScheduler):
         snapshot = self._taken(self.clock.now())
         return {
             "mode": self.settings.mode,
-            "batch_size": self._policy.batch_size(snapshot.state),
+            "batch_size": self._offered(snapshot),
             **self.telemetry.of_policy(self._policy, snapshot.state),
             **self.telemetry.of_steps(),
         }
 
     @property
     def batch_size(self) -> int:
-        return self._policy.batch_size(self._taken(self.clock.now()).state)
+        return self._offered(self._taken(self.clock.now()))
+
+    def _offered(self, snapshot: Snapshot) -> int:
+        """Routers count every request that they sent, also those which stand in no batch."""
+        return min(self._taker.slots, self._policy.batch_size(snapshot.state) + snapshot.apart)
 
     def _taken(self, now_s: float) -> Snapshot:
         return self._taker.take(now_s, time.time(), in_flight=bool(self._steps))

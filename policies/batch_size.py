@@ -15,7 +15,7 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
 """
 
 from dataclasses import dataclass
-from math import floor, inf, sqrt
+from math import ceil, floor, inf, sqrt
 from operator import attrgetter
 from statistics import NormalDist
 from typing import Literal
@@ -120,8 +120,8 @@ class Stock:
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that may run at once as things stand: the engine starts those whose prompts fit now."""
-        blocks = -(-round(mean_known_prompt_tokens(state)) // state.block_size)
-        return min(state.slots, state.running_count + state.free_blocks // max(1, blocks))
+        tokens = unshared_fraction(state) * mean_known_prompt_tokens(state)
+        return min(state.slots, state.running_count + state.free_blocks // max(1, ceil(tokens / state.block_size)))
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
@@ -237,6 +237,17 @@ def mean_known_prompt_tokens(state: BatchState) -> float:
     requests = state.running_count + len(upcoming)
     total = int(state.running.prompt_tokens.sum()) + sum(request.prompt_tokens for request in upcoming)
     return total / requests if requests else 0.0
+
+
+def unshared_fraction(state: BatchState) -> float:
+    """Share of the running prompts' tokens that is not counted twice because several requests share the blocks."""
+    running = state.running
+    prompts = int(running.prompt_tokens.sum())
+    if not prompts:
+        return 1.0
+    counted = prompts + int(running.output_tokens.sum()) - int(running.prefill_tokens_left.sum())
+    shared = counted - (state.capacity_tokens - state.free_tokens)
+    return min(1.0, max(0.0, 1.0 - shared / prompts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -304,6 +304,8 @@ class _ModeChoice:
         missing = [kind for kind in kinds if not model.measured(kind)]
         if missing:
             self._move(missing[0] is not Phase.MIXED)
+        elif self._explores:
+            self._move(self._preferred)
         self._explores = bool(missing)
         return self._explores
 

@@ -12,9 +12,10 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * What is resident follows from ages and survival, so no steady state is assumed: eq. 8 is unsafe for a coefficient of
   variation above 1 and wasteful below (ERRATA 1.4), and sizes measured on a young batch over-admit (1.8).
 * Laws are stretched by ``length_bias``: too long an estimate costs little, one half too short collapses.
-* Without enough samples the policy falls back to eq. 12 (``MemoryAware``).
+* Without enough samples eq. 12 decides (``MemoryAware``), or with overcommit what fits now (``Stock``).
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
-  are those the block pool reports. What the pool reports beyond the batch's own is no capacity.
+  are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
+  batch's own is no capacity, but for what a candidate holds already.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -34,6 +35,7 @@ from policies.batch_size import (
     StockConfig,
     capped_plan,
     mean_known_prompt_tokens,
+    unshared_fraction,
 )
 from policies.checks import require_at_least, require_positive, require_probability
 from policies.errors import InputError
@@ -67,7 +69,7 @@ class ForecastAdmissionConfig:
         length_bias: factor on every length law, 1 is unbiased.
         classes: number of length classes; with 1, indices are ignored. A class with fewer than min_samples
             completions uses the law of all classes.
-        min_samples: completions, over all classes, below which eq. 12 decides.
+        min_samples: completions, over all classes, below which no law is used.
         window: departures remembered per class.
         max_output_tokens: longest answer told apart from longer ones.
         horizons: points of the horizon grid.
@@ -113,7 +115,7 @@ class ForecastAdmission:
         """
         self.config = config
         self._step_times = step_times
-        self.overcommit: Overcommit = learned.overcommit if learned else Overcommit()
+        self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
         self._held_back = False
         self._fallback = MemoryAware(config.fallback) if step_times is None else Stock(StockConfig())
         self._lengths: LengthStatistics = (
@@ -132,7 +134,7 @@ class ForecastAdmission:
 
     @property
     def uses_forecast(self) -> bool:
-        """False while there are too few samples and eq. 12 decides."""
+        """False while there are too few samples."""
         return self._lengths.completed >= self.config.min_samples
 
     def plan(self, state: BatchState) -> StepPlan:
@@ -151,7 +153,7 @@ class ForecastAdmission:
             self._fallback.observe(result)
         self._lengths.observe(result.finished, self._decode_steps)
         self._decode_steps += result.decode_requests > 0
-        if self._step_times is not None:
+        if self._step_times is not None and self.uses_forecast:
             self._weigh(result, self._step_times)
 
     def _weigh(self, result: StepResult, step_times: Callable[[], StepTimes | None]) -> None:
@@ -197,12 +199,13 @@ class ForecastAdmission:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 
     def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...]) -> tuple[int, int]:
-        """How many candidates, from the head of the queue, fit now (at least the second figure, where that is short),
-        and how many keep every horizon within the capacity."""
-        capacity = state.capacity_tokens - _held_elsewhere(state)
-        if self._fits_whatever_happens(state, candidates, capacity):
+        """Candidates, from the head of the queue, that fit now, and that are within the capacity at every horizon.
+
+        The first is counted no further than some places beyond the second."""
+        elsewhere = _held_elsewhere(state)
+        if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
             return len(candidates), len(candidates)
-        unshared = _unshared_fraction(state)
+        unshared = unshared_fraction(state)
         rounding = 0.5 * state.block_size
         running = state.running
         held = unshared * running.prompt_tokens + (running.output_tokens + rounding)
@@ -210,13 +213,15 @@ class ForecastAdmission:
         safe = now = 0
         # A full cache is the common case: a few at the head settle it without looking at the whole queue.
         for part in (candidates[:_HEAD], candidates[_HEAD:]):
-            fresh = np.array([r.prefill_tokens + unshared * r.cached_tokens + rounding for r in part])
-            means, variances = self._survival.cumulative(part, fresh, mean, variance)
-            part_now, part_safe = self._rows_within(capacity, means, variances)
+            held = np.array([unshared * r.prompt_tokens + r.output_tokens + rounding for r in part])
+            means, variances = self._survival.cumulative(part, held, mean, variance)
+            # A cache that has come before its request starts is among those elsewhere until then.
+            others = np.maximum(0, elsewhere - np.cumsum([r.cached_tokens for r in part]))
+            part_now, part_safe = self._rows_within(state.capacity_tokens - others, means, variances)
             now, safe = safe + part_now, safe + part_safe
             if part_safe < len(part) or safe == len(candidates):
                 break
-            mean, variance = means[-1], variances[-1]
+            mean, variance, elsewhere = means[-1], variances[-1], int(others[-1])
         return now, safe
 
     def _fits_whatever_happens(
@@ -231,9 +236,13 @@ class ForecastAdmission:
         longest = self._survival.end + state.block_size
         return held + coming + (len(running) + len(candidates)) * longest <= capacity_tokens
 
-    def _rows_within(self, capacity_tokens: int, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
-        """Rows, from the first, within the capacity now and at every horizon; arrays of shape (n, horizons)."""
-        later = capacity_tokens * (1.0 + self.overcommit.share)
+    def _rows_within(self, capacity_tokens: IntArray, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
+        """Rows, from the first, within the capacity now and at every horizon.
+
+        Args:
+            capacity_tokens: of each row, shape (n,); means, variances: shape (n, horizons).
+        """
+        later = capacity_tokens[:, None] * (1.0 + self.overcommit.share)
         now = means[:, 0] <= capacity_tokens  # now there is no more than there is
         safe = now & (means + self._safety_factor * np.sqrt(variances) <= later).all(axis=1)
         return _leading(now), _leading(safe)
@@ -246,22 +255,11 @@ def _leading(true: BoolArray) -> int:
 
 def _held_elsewhere(state: BatchState) -> int:
     """Tokens in blocks that nobody in the batch holds: those of sessions that wait for their next input, of caches on
-    their way here, of answers whose last token is in flight. They are taken to stay."""
+    their way here or to be fetched from here, of answers whose last token is in flight. They are taken to stay."""
     running = state.running
     begun = running.total_tokens - int(np.add.reduce(running.prefill_tokens_left))
     counted = begun + len(running) * state.block_size // 2
     return max(0, state.capacity_tokens - state.free_tokens - counted)
-
-
-def _unshared_fraction(state: BatchState) -> float:
-    """Share of the running prompts' tokens that is not counted twice because several requests share the blocks."""
-    running = state.running
-    prompts = int(running.prompt_tokens.sum())
-    if not prompts:
-        return 1.0
-    counted = prompts + int(running.output_tokens.sum()) - int(running.prefill_tokens_left.sum())
-    shared = counted - (state.capacity_tokens - state.free_tokens)
-    return min(1.0, max(0.0, 1.0 - shared / prompts))
 
 
 class _SurvivalTable:

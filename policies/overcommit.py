@@ -17,6 +17,7 @@ taken as preemptions * mean tokens held * seconds per prefill token / busy secon
 """
 
 from dataclasses import dataclass
+from math import log
 
 from policies.checks import require_at_least, require_positive, require_probability
 from policies.types import StepResult, StepTimes
@@ -31,7 +32,8 @@ class OvercommitConfig:
         margin: h, as a share of the safe capacity.
         window_steps: steps between two moves.
         smoothing: weight of the newest window in a and c.
-        gain: a move up, as a share of 1 + g; a move down is twice that.
+        gain: the largest move up, as a share of 1 + g; down it is twice that at most. Near the optimum moves are
+            smaller: preemptions come in bursts, and a fixed step would swing between none and too many.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -40,8 +42,8 @@ class OvercommitConfig:
     most: float = 4.0
     margin: float = 0.03
     window_steps: int = 32
-    smoothing: float = 0.2
-    gain: float = 0.05
+    smoothing: float = 0.4
+    gain: float = 0.01
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "most")
@@ -86,11 +88,10 @@ class Overcommit:
         overhead, cost = self._overhead_share(times), self._cost_share(times)
         self._cost = cost if self._cost is None else self._cost + self.config.smoothing * (cost - self._cost)
         wanted = overhead * (self.config.margin + self.share) / (2.0 * (1.0 + self.share))
-        step = self.config.gain * (1.0 + self.share)
-        if self._cost > wanted:
-            self.share = max(0.0, self.share - 2.0 * step)
-        elif binding:
-            self.share = min(self.share + step, self.config.most)
+        pull = _pull(wanted, self._cost)
+        if pull < 0.0 or binding:
+            self.share += pull * self.config.gain * (1.0 + self.share)
+            self.share = min(max(0.0, self.share), self.config.most)
         self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
         self._busy_s = 0.0
 
@@ -102,3 +103,10 @@ class Overcommit:
     def _cost_share(self, times: StepTimes) -> float:
         held = self._kv_tokens / self._decodes
         return self._preempted * held * times.prefill.prefill_s / self._busy_s
+
+
+def _pull(wanted: float, cost: float) -> float:
+    """-2 to 1: the logarithm of what recomputing may cost over what it does cost."""
+    if not cost:
+        return 1.0
+    return min(max(-2.0, log(wanted / cost)), 1.0) if wanted else -2.0

@@ -3,6 +3,7 @@ import pytest
 from policies.auto import Auto, AutoConfig
 from policies.class_targets import ClassTargets, ClassTargetsConfig
 from policies.errors import ConfigError
+from policies.forecast import ForecastAdmission
 from policies.types import BatchState, FinishedRequest, Limit, Phase, RequestView, RunningRequests, StepResult
 
 
@@ -74,6 +75,13 @@ def test_auto_keeps_what_it_learned_under_new_settings() -> None:
     assert new.phases.step_times() is not None
 
 
+def test_overcommit_that_is_switched_off_is_nothing_even_if_it_was_learned() -> None:
+    old = Auto(AutoConfig())
+    assert isinstance(old.admission, ForecastAdmission)
+    old.admission.overcommit.share = 2.0
+    assert Auto(AutoConfig(overcommit=False), old).overcommit == 0.0
+
+
 def test_the_number_of_classes_cannot_change_in_flight() -> None:
     with pytest.raises(ConfigError, match="number of classes"):
         Auto(AutoConfig(classes=2), Auto(AutoConfig()))
@@ -103,6 +111,13 @@ def test_a_replica_that_leaves_memory_to_its_engine_offers_what_its_cache_can_st
     blocks = -(-int(tight.running.prompt_tokens[0]) // tight.block_size)
     assert 4 < auto.batch_size(tight) == 4 + tight.free_blocks // blocks < 64
     assert auto.batch_size(state([0] * 4, total_blocks=40_000)) == 64
+
+
+def test_prompts_that_share_their_blocks_leave_room_for_more_like_them() -> None:
+    apart = state([0] * 8, total_blocks=120)
+    shared = apart._replace(free_blocks=120 - 16)  # six prompts of eight are held once
+    auto = Auto(AutoConfig(admission="slots"))
+    assert auto.batch_size(apart) - 8 < (auto.batch_size(shared) - 8) / 3
 
 
 def test_with_one_class_indices_are_ignored() -> None:

@@ -310,7 +310,16 @@ class TestAuto:
     def test_trying_exclusive_steps_out_ends_when_they_are_known(self) -> None:
         recorder = _Recorder(auto())
         saturated(ToyEngine(recorder, FREE, slots=64), count=500)
-        assert 0 < sum(recorder.modes) < 3 * 128  # with whole intervals between two looks
+        assert 0 < sum(recorder.modes) < 3 * 128  # looking every 128 plans as usual takes three times that
+
+    def test_without_answers_that_end_it_does_not_stay_with_what_it_tried_out(self) -> None:
+        recorder = _Recorder(auto())
+        engine = ToyEngine(recorder, FREE, slots=64)
+        for number in range(640):
+            if number % 10 == 0:
+                engine.submit(Job(f"long-{number}", prompt_tokens=100, output_tokens=100_000))
+            engine.step()
+        assert any(recorder.modes) and not recorder.modes[-1]
 
     @pytest.mark.parametrize("times", [CONTENDED, FREE])
     def test_it_is_nearly_as_fast_as_the_better_of_the_two(self, times: StepTimes) -> None:

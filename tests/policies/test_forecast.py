@@ -142,6 +142,25 @@ class TestOnPaper:
         assert len(policy.plan(idle).admit) == 3
         assert policy.batch_size(idle) == 3
 
+    def test_a_cache_that_came_before_its_request_starts_is_counted_once(self) -> None:
+        policy = taught([200] * 100)
+        cold = make_state(ages=[10] * 2, waiting=8, capacity=12_000, prompt=1000)
+        loaded = cold._replace(
+            waiting=tuple(replace(request, cached_tokens=1000) for request in cold.waiting),
+            free_blocks=cold.free_blocks - 8 * 1000,
+        )
+        assert policy.plan(loaded).admit == policy.plan(cold).admit == tuple(f"w{n}" for n in range(8))
+
+    def test_preemptions_before_any_length_is_known_are_not_laid_to_overcommit(self) -> None:
+        policy = ForecastAdmission(ForecastAdmissionConfig(length_bias=1.0), step_times=lambda: TIMES)
+        for _ in range(64):
+            policy.observe(make_result()._replace(preempted=3, kv_tokens=500))
+        teach(policy, [200] * 100)
+        for _ in range(32):
+            policy.plan(make_state(ages=[10] * 5, waiting=20, capacity=1500))
+            policy.observe(make_result())
+        assert policy.overcommit.share > 0.0
+
     def test_the_only_request_is_never_held_back(self) -> None:
         policy = taught([2000] * 100)
         assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).admit == ("w0",)
