@@ -31,7 +31,7 @@ class OvercommitConfig:
         most: largest g; at 4 nothing but the prompts that fit now holds admission back, as in vLLM itself.
         margin: h, as a share of the safe capacity.
         window_steps: steps between two moves.
-        smoothing: weight of the newest window in a and c.
+        smoothing: weight of the newest window in c.
         gain: the largest move up, as a share of 1 + g; down it is twice that at most. Near the optimum moves are
             smaller: preemptions come in bursts, and a fixed step would swing between none and too many.
 

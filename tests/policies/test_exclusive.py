@@ -310,7 +310,7 @@ class TestAuto:
     def test_trying_exclusive_steps_out_ends_when_they_are_known(self) -> None:
         recorder = _Recorder(auto())
         saturated(ToyEngine(recorder, FREE, slots=64), count=500)
-        assert 0 < sum(recorder.modes) < 3 * 128  # looking every 128 plans as usual takes three times that
+        assert 0 < sum(recorder.modes) < 3 * 128  # as many as with a look every 128 plans
 
     def test_without_answers_that_end_it_does_not_stay_with_what_it_tried_out(self) -> None:
         recorder = _Recorder(auto())
