@@ -7,6 +7,7 @@ import random
 import resource
 import shlex
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ HAPROXY_PORTS = 2
 SINGLE_PORTS = range(28_000, 32_000)
 SERVE_PORTS = range(20_000, 28_000)
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
+CORES_ENV = "SLUICE_CORES"  # of a `sluice serve`, those that it was started on
 NIXL_DELAY_ENV = "SLUICE_NIXL_DELAY_US"
 
 # Clients' connections that each HAProxy takes: two routers as they are by default (10 000 requests, and 1 000 that wait
@@ -162,6 +164,20 @@ def haproxy_threads(cores: int) -> int:
     return max(1, min(MOST_HAPROXY_THREADS, cores // 4))
 
 
+def cores_beside_engines(cores: Collection[int], engines: int) -> set[int]:
+    """Where everything but CPU engines runs: all cores but one for each engine, or all where that would leave none.
+
+    An engine computes without a pause, and whatever else wakes on its core pushes it off, for every step's tokens once.
+    """
+    return set(sorted(cores)[engines:]) or set(cores)
+
+
+def take_all_cores() -> None:
+    """For an engine, whose thread may have been started by one that keeps off the engines' cores."""
+    if cores := os.environ.get(CORES_ENV):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
 def address(host: str, port: int) -> str:
     """As in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -182,6 +198,7 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
     first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS + HAPROXY_PORTS, SERVE_PORTS, without=port)
     fallback_port = first_port + INGRESS_PORTS
     haproxy_port = fallback_port + FALLBACK_PORTS
+    cores = os.sched_getaffinity(0)
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
@@ -191,6 +208,7 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
         # Off, Ray takes the loopback address for this node's own, and all its servers listen there.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         LOOPBACK_ENV: "1",
+        CORES_ENV: ",".join(map(str, sorted(cores))),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
@@ -198,7 +216,7 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
         "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(os.sched_getaffinity(0)))),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(cores))),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(haproxy_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(haproxy_port + 1),

@@ -17,13 +17,14 @@ from pathlib import Path
 import psutil
 
 from deployments.config import AppConfig
-from deployments.environment import address, one_machine_env, serve_env
+from deployments.environment import address, cores_beside_engines, one_machine_env, serve_env
 from policies.errors import SluiceError
 
 READY_TIMEOUT_S = 60.0
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
+ENGINE_TITLE = "VLLM::EngineCore"  # what vLLM calls that process
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
@@ -109,7 +110,8 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[
     with _ray(run_dir, port), _application(config):
         url = f"http://{address(host, port)}"
         _wait_until_healthy(url)
-        yield url
+        with _engines_undisturbed(config):
+            yield url
 
 
 @contextlib.contextmanager
@@ -213,6 +215,34 @@ def _wait_until_healthy(url: str) -> None:
             if time.monotonic() > give_up_s:
                 raise StartError(f"{url}/health does not answer: {error}") from error
         time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
+    """For the time of the block, everything but the engines on CPUs keeps off one core for each of them.
+
+    Not while the application starts or ends, which uses every core. Processes that come later have their parents'
+    cores, but for engines (`take_all_cores`).
+    """
+    cores, models = os.sched_getaffinity(0), config.each_model()
+    if any(each.engine.num_gpus or each.gang for each in models):
+        yield
+        return
+    _keep_to(cores_beside_engines(cores, sum(each.engine_replicas for each in models)))
+    try:
+        yield
+    finally:
+        _keep_to(cores)
+
+
+def _keep_to(cores: set[int]) -> None:
+    """Everything that runs here but the engines, thread by thread: each has its own cores."""
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has ended meanwhile
+            if ENGINE_TITLE not in " ".join(process.cmdline()):
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def say(line: str) -> None:

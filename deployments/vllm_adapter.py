@@ -42,7 +42,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from deployments.environment import NIXL_DELAY_ENV
+from deployments.environment import NIXL_DELAY_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
@@ -588,6 +588,7 @@ def register_plugin() -> None:
     from deployments.vllm_scheduler import core_control, core_status
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
+    take_all_cores()
     if delay_us := os.environ.get(NIXL_DELAY_ENV):
         from deployments.nixl_progress import sleep_between_events
 

@@ -1,9 +1,12 @@
-"""Where `sluice serve` listens, and for how many: the address before anything starts, HAProxy through its wrapper."""
+"""Where `sluice serve` listens, for how many, and on which cores: the address before anything starts, HAProxy through
+its wrapper, and everything but the engines beside them."""
 
+import os
 import resource
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,18 +17,21 @@ from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
 from deployments.environment import (
+    CORES_ENV,
     MAX_CONNECTIONS,
     MOST_HAPROXY_THREADS,
     address,
     connections_within,
+    cores_beside_engines,
     cpu_dtype,
     free_port,
     free_port_block,
     haproxy_threads,
     one_machine_env,
     serve_env,
+    take_all_cores,
 )
-from deployments.one_machine import StartError, check_address
+from deployments.one_machine import ENGINE_TITLE, StartError, _engines_undisturbed, check_address
 from tests.integration.application import wait_until
 
 # What of Ray Serve's configuration says where HAProxy listens, in its own shape.
@@ -155,3 +161,47 @@ def test_the_demo_computes_in_what_the_processor_is_quick_at(
     processor.write_text(f"flags : {flags}\n")
     monkeypatch.setattr("deployments.environment._PROCESSOR", processor)
     assert cpu_dtype() == dtype
+
+
+def test_each_engine_has_a_core_to_itself_where_that_leaves_one() -> None:
+    assert cores_beside_engines({0, 1, 4, 5}, 1) == {1, 4, 5}
+    assert cores_beside_engines({0, 1, 4, 5}, 3) == {5}
+    assert cores_beside_engines({0, 1}, 2) == cores_beside_engines({0, 1}, 3) == {0, 1}
+    assert cores_beside_engines({7}, 1) == {7}
+
+
+def test_everything_but_the_engine_keeps_off_a_core_while_the_application_serves() -> None:
+    cores = os.sched_getaffinity(0)
+    with (
+        subprocess.Popen([ENGINE_TITLE, "300"], executable="/bin/sleep") as engine,
+        subprocess.Popen(["sleep", "300"]) as other,
+    ):
+        everything = (os.getpid(), other.pid, engine.pid)
+        try:
+            with _engines_undisturbed(AppConfig(model="m")):
+                beside = cores_beside_engines(cores, 1)
+                assert [os.sched_getaffinity(pid) for pid in everything] == [beside, beside, cores]
+            assert [os.sched_getaffinity(pid) for pid in everything] == [cores] * 3
+        finally:
+            engine.kill()
+            other.kill()
+
+
+def test_an_engine_that_comes_later_takes_all_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setenv(CORES_ENV, one_machine_env(tmp_path)[CORES_ENV])
+
+    def cores_of_an_engine() -> set[int]:
+        os.sched_setaffinity(0, {max(cores)})  # of this thread
+        take_all_cores()
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(cores_of_an_engine).result(30) == cores
+
+
+def test_with_engines_on_gpus_or_in_the_replica_itself_everything_may_run_anywhere() -> None:
+    cores = os.sched_getaffinity(0)
+    for engine in ({"num_gpus": 1}, {"kind": "transformers"}):
+        with _engines_undisturbed(AppConfig.model_validate({"model": "m", "engine": engine})):
+            assert os.sched_getaffinity(0) == cores

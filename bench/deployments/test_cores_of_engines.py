@@ -1,0 +1,79 @@
+"""What a CPU engine gains by a core to itself: `sluice serve` with one engine, the rest of it kept off one core or not.
+
+Not collected by default; run with `pytest bench/deployments/test_cores_of_engines.py -s` on a machine of two idle cores
+or more: 5 minutes. One application serves throughout, and its processes are moved between two runs of one pair.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from bench.cpu import Role, cpu_s_by_role, cpu_times, role_of
+from bench.load import LoadReport, first_model, measure
+from bench.servers import ENGINE_ARGUMENTS, Server, sluice
+from bench.summary import Spread, paired_ratios
+from bench.workload import LoadConfig
+from deployments.environment import cores_beside_engines, free_port
+
+PAIRS = 6
+# Streams, and requests of a run.
+LOADS = ((16, 96), (64, 256))
+START_TIMEOUT_S = 300.0
+
+Run = tuple[LoadReport, float]  # and the engine's share of a core
+
+
+@pytest.mark.parametrize(("streams", "requests"), LOADS)
+def test_with_and_without_a_core_to_itself(streams: int, requests: int, tmp_path: Path) -> None:
+    everywhere = os.sched_getaffinity(0)
+    beside = cores_beside_engines(everywhere, 1)
+    runs: dict[bool, list[Run]] = {False: [], True: []}
+    with Server(sluice("Sluice", "demo", free_port(), 1, 1, ENGINE_ARGUMENTS), tmp_path) as server:
+        server.wait_until_ready(START_TIMEOUT_S)
+        load(server, streams, requests // 4, seed=PAIRS)
+        for pair in range(PAIRS):
+            for alone in random.sample((False, True), 2):
+                keep_to(beside if alone else everywhere, server)
+                runs[alone].append(load(server, streams, requests, seed=pair))
+    print(f"\n{streams} streams, with a core to itself / without, {PAIRS} pairs")
+    for name, values in figures(runs[True]).items():
+        print(f"  {name:<16} x{text(paired_ratios(values, figures(runs[False])[name]))}")
+    print(f"  the engine's share of a core: {text(shares(runs[False]))} -> {text(shares(runs[True]))}")
+
+
+def keep_to(cores: set[int], server: Server) -> None:
+    for process in server.processes():
+        if role_of(" ".join(process.cmdline())) is not Role.ENGINE_CORE:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
+
+
+def load(server: Server, streams: int, requests: int, seed: int) -> Run:
+    url = server.spec.url
+    before = cpu_times(server.processes())
+    config = LoadConfig(url=url, model=first_model(url), concurrency=streams, requests=requests, seed=seed)
+    report = uvloop.run(measure(config))
+    assert not report.errors
+    engine_s = cpu_s_by_role(before, cpu_times(server.processes()))[Role.ENGINE_CORE]
+    return report, engine_s / report.duration_s
+
+
+def figures(runs: Sequence[Run]) -> dict[str, list[float]]:
+    return {
+        "requests/s": [report.requests_per_s for report, _ in runs],
+        "TTFT p50": [report.ttft_p50_s or 0.0 for report, _ in runs],
+        "ITL p50": [report.itl_p50_s or 0.0 for report, _ in runs],
+        "engine's share": [share for _, share in runs],
+    }
+
+
+def shares(runs: Sequence[Run]) -> Spread:
+    return Spread.of([share for _, share in runs])
+
+
+def text(spread: Spread) -> str:
+    return f"{spread.median:.2f} [{spread.low:.2f}, {spread.high:.2f}]"
