@@ -5,6 +5,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from bench.random_model import main
 
+pytestmark = pytest.mark.slow  # loading torch takes seconds
+
 
 def test_a_folder_that_transformers_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "random"
