@@ -62,11 +62,11 @@ def simulate_phases(
     left = rng.choice(lengths, slots)
     requests, seconds, cycles = 0, 0.0, total_steps // steps
     for cycle in range(-cycles // 8, cycles):
-        free = left <= 0
+        free = np.flatnonzero(left <= 0)
         if cycle >= 0:
-            requests += int(free.sum())
-            seconds += decode_s * steps + (prefill_s if free.any() else 0.0)
-        left[free] = rng.choice(lengths, int(free.sum()))
+            requests += len(free)
+            seconds += decode_s * steps + (prefill_s if len(free) else 0.0)
+        left[free] = lengths[rng.integers(len(lengths), size=len(free))]  # choice() is three times as slow
         left = left - steps
     return Cycle(requests=requests / cycles, seconds=seconds / cycles)
 
