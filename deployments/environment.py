@@ -165,17 +165,20 @@ def haproxy_threads(cores: int) -> int:
 
 
 def cores_beside_engines(cores: Collection[int], engines: int) -> set[int]:
-    """Where everything but CPU engines runs: all cores but one for each engine, or all where that would leave none.
+    """Where everything but CPU engines runs: all cores but one for each engine, if that leaves one for each, else all.
 
     An engine computes without a pause, and whatever else wakes on its core pushes it off, for every step's tokens once.
     """
-    return set(sorted(cores)[engines:]) or set(cores)
+    others = sorted(cores)[engines:]
+    return set(others) if len(others) >= engines else set(cores)
 
 
 def take_all_cores() -> None:
-    """For an engine, whose thread may have been started by one that keeps off the engines' cores."""
-    if cores := os.environ.get(CORES_ENV):
-        os.sched_setaffinity(0, map(int, cores.split(",")))
+    """For an engine on CPUs, whose thread has the cores of its parent; not where something has bound it on purpose."""
+    cores = os.environ.get(CORES_ENV)
+    if cores and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        with suppress(OSError):  # where the system refuses, it computes beside the others
+            os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def address(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,7 +24,7 @@ READY_TIMEOUT_S = 60.0
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
-ENGINE_TITLE = "VLLM::EngineCore"  # what vLLM calls that process
+VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
@@ -219,30 +219,31 @@ def _wait_until_healthy(url: str) -> None:
 
 @contextlib.contextmanager
 def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
-    """For the time of the block, everything but the engines on CPUs keeps off one core for each of them.
+    """For the time of the block, everything else keeps off one core for each of the engines of the start.
 
-    Not while the application starts or ends, which uses every core. Processes that come later have their parents'
-    cores, but for engines (`take_all_cores`).
+    vLLM's on CPUs: the Transformers engine computes in its replica. Not while the application starts or ends, which
+    uses every core. Processes that come later have their parents' cores, but for engines (`take_all_cores`).
     """
-    cores, models = os.sched_getaffinity(0), config.each_model()
+    cores, models, here = os.sched_getaffinity(0), config.each_model(), psutil.Process()
     if any(each.engine.num_gpus or each.gang for each in models):
         yield
         return
-    _keep_to(cores_beside_engines(cores, sum(each.engine_replicas for each in models)))
     try:
+        beside = cores_beside_engines(cores, sum(each.engine_replicas for each in models))
+        keep_to(beside, (here, *here.children(recursive=True)))
         yield
     finally:
-        _keep_to(cores)
+        keep_to(cores, (here, *here.children(recursive=True)))
 
 
-def _keep_to(cores: set[int]) -> None:
-    """Everything that runs here but the engines, thread by thread: each has its own cores."""
-    here = psutil.Process()
-    for process in (here, *here.children(recursive=True)):
-        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has ended meanwhile
-            if ENGINE_TITLE not in " ".join(process.cmdline()):
+def keep_to(cores: set[int], processes: Iterable[psutil.Process]) -> None:
+    """Move those of the processes that are no engines, thread by thread: each has its own cores."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if not " ".join(process.cmdline()).startswith(VLLM_TITLE):
                 for thread in process.threads():
-                    os.sched_setaffinity(thread.id, cores)
+                    with contextlib.suppress(OSError):  # it too, or it may not be moved
+                        os.sched_setaffinity(thread.id, cores)
 
 
 def say(line: str) -> None:

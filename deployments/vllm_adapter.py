@@ -31,6 +31,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -593,6 +594,9 @@ def register_plugin() -> None:
         from deployments.nixl_progress import sleep_between_events
 
         sleep_between_events(int(delay_us))
+        # On CPUs vLLM's connector binds the thread that makes it to the machine's last core, for moving caches. Here
+        # that is the thread that computes: every engine of the machine would share this one core.
+        current_platform.discover_numa_topology = list
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bench.cpu import Role, cpu_s_by_role, cpu_times, role_of
+from bench.cpu import Role, cpu_s_by_role, cpu_times
 from bench.load import LoadReport, first_model, measure
 from bench.servers import ENGINE_ARGUMENTS, Server, sluice
 from bench.summary import Spread, paired_ratios
 from bench.workload import LoadConfig
 from deployments.environment import cores_beside_engines, free_port
+from deployments.one_machine import keep_to
 
 PAIRS = 6
 # Streams, and requests of a run.
@@ -37,19 +38,12 @@ def test_with_and_without_a_core_to_itself(streams: int, requests: int, tmp_path
         load(server, streams, requests // 4, seed=PAIRS)
         for pair in range(PAIRS):
             for alone in random.sample((False, True), 2):
-                keep_to(beside if alone else everywhere, server)
+                keep_to(beside if alone else everywhere, server.processes())
                 runs[alone].append(load(server, streams, requests, seed=pair))
     print(f"\n{streams} streams, with a core to itself / without, {PAIRS} pairs")
     for name, values in figures(runs[True]).items():
         print(f"  {name:<16} x{text(paired_ratios(values, figures(runs[False])[name]))}")
     print(f"  the engine's share of a core: {text(shares(runs[False]))} -> {text(shares(runs[True]))}")
-
-
-def keep_to(cores: set[int], server: Server) -> None:
-    for process in server.processes():
-        if role_of(" ".join(process.cmdline())) is not Role.ENGINE_CORE:
-            for thread in process.threads():
-                os.sched_setaffinity(thread.id, cores)
 
 
 def load(server: Server, streams: int, requests: int, seed: int) -> Run:

@@ -31,7 +31,7 @@ from deployments.environment import (
     serve_env,
     take_all_cores,
 )
-from deployments.one_machine import ENGINE_TITLE, StartError, _engines_undisturbed, check_address
+from deployments.one_machine import VLLM_TITLE, StartError, _engines_undisturbed, check_address
 from tests.integration.application import wait_until
 
 # What of Ray Serve's configuration says where HAProxy listens, in its own shape.
@@ -163,9 +163,10 @@ def test_the_demo_computes_in_what_the_processor_is_quick_at(
     assert cpu_dtype() == dtype
 
 
-def test_each_engine_has_a_core_to_itself_where_that_leaves_one() -> None:
+def test_each_engine_has_a_core_to_itself_where_that_leaves_as_many() -> None:
     assert cores_beside_engines({0, 1, 4, 5}, 1) == {1, 4, 5}
-    assert cores_beside_engines({0, 1, 4, 5}, 3) == {5}
+    assert cores_beside_engines({0, 1, 4, 5}, 2) == {4, 5}
+    assert cores_beside_engines({0, 1, 4, 5}, 3) == {0, 1, 4, 5}
     assert cores_beside_engines({0, 1}, 2) == cores_beside_engines({0, 1}, 3) == {0, 1}
     assert cores_beside_engines({7}, 1) == {7}
 
@@ -173,7 +174,7 @@ def test_each_engine_has_a_core_to_itself_where_that_leaves_one() -> None:
 def test_everything_but_the_engine_keeps_off_a_core_while_the_application_serves() -> None:
     cores = os.sched_getaffinity(0)
     with (
-        subprocess.Popen([ENGINE_TITLE, "300"], executable="/bin/sleep") as engine,
+        subprocess.Popen([f"{VLLM_TITLE}EngineCore", "300"], executable="/bin/sleep") as engine,
         subprocess.Popen(["sleep", "300"]) as other,
     ):
         everything = (os.getpid(), other.pid, engine.pid)
@@ -191,13 +192,15 @@ def test_an_engine_that_comes_later_takes_all_cores(monkeypatch: pytest.MonkeyPa
     cores = os.sched_getaffinity(0)
     monkeypatch.setenv(CORES_ENV, one_machine_env(tmp_path)[CORES_ENV])
 
-    def cores_of_an_engine() -> set[int]:
+    def cores_of_an_engine(binding: str) -> set[int]:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
         os.sched_setaffinity(0, {max(cores)})  # of this thread
         take_all_cores()
         return os.sched_getaffinity(0)
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(cores_of_an_engine).result(30) == cores
+        assert thread.submit(cores_of_an_engine, "nobind").result(30) == cores
+        assert thread.submit(cores_of_an_engine, "auto").result(30) == {max(cores)}
 
 
 def test_with_engines_on_gpus_or_in_the_replica_itself_everything_may_run_anywhere() -> None:

@@ -1,0 +1,37 @@
+"""An engine on a machine with a core to spare, and the rest of its application beside it."""
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from deployments.environment import cores_beside_engines, free_port
+from tests.integration.application import Sluice, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    application = Sluice(tmp_path_factory.mktemp("one"), free_port(), "--engine-replicas", "1")
+    try:
+        yield application.wait_until_ready()
+    finally:
+        if application.process.poll() is None:
+            application.interrupt()
+
+
+def engine_cores(application: Sluice) -> list[psutil.Process]:
+    return [p for p in application.processes() if "EngineCore" in p.name()]
+
+
+def test_an_engine_may_run_where_the_others_may_not_even_one_that_came_later(one_engine: Sluice) -> None:
+    everywhere = os.sched_getaffinity(0)
+    beside = cores_beside_engines(everywhere, 1)
+    (first,) = engine_cores(one_engine)
+    for process in one_engine.processes():
+        assert os.sched_getaffinity(process.pid) == (everywhere if process == first else beside), process
+    one_engine.engine_replicas()[0].kill()
+    (second,) = wait_until(lambda: [p for p in engine_cores(one_engine) if p != first], 120, "another engine starts")
+    wait_until(lambda: os.sched_getaffinity(second.pid) == everywhere, 120, "it takes all cores")
