@@ -75,6 +75,9 @@ class Sluice:
         """The relays' processes; each has its engine core as a child."""
         return self._named("EngineReplica")
 
+    def engine_cores(self) -> list[psutil.Process]:
+        return self._named("VLLM::EngineCore")
+
     def routers(self) -> list[psutil.Process]:
         return self._named(":Router")
 

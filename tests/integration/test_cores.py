@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from deployments.environment import cores_beside_engines, free_port
@@ -22,16 +21,13 @@ def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
             application.interrupt()
 
 
-def engine_cores(application: Sluice) -> list[psutil.Process]:
-    return [p for p in application.processes() if "EngineCore" in p.name()]
-
-
 def test_an_engine_may_run_where_the_others_may_not_even_one_that_came_later(one_engine: Sluice) -> None:
     everywhere = os.sched_getaffinity(0)
     beside = cores_beside_engines(everywhere, 1)
-    (first,) = engine_cores(one_engine)
-    for process in one_engine.processes():
-        assert os.sched_getaffinity(process.pid) == (everywhere if process == first else beside), process
+    (first,) = one_engine.engine_cores()
+    assert os.sched_getaffinity(first.pid) == everywhere
+    for other in (one_engine.process, one_engine.redis(), *one_engine.routers(), *one_engine.engine_replicas()):
+        assert os.sched_getaffinity(other.pid) == beside, other
     one_engine.engine_replicas()[0].kill()
-    (second,) = wait_until(lambda: [p for p in engine_cores(one_engine) if p != first], 120, "another engine starts")
+    (second,) = wait_until(lambda: [p for p in one_engine.engine_cores() if p != first], 120, "another engine starts")
     wait_until(lambda: os.sched_getaffinity(second.pid) == everywhere, 120, "it takes all cores")

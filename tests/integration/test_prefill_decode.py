@@ -130,6 +130,11 @@ def test_64_greedy_answers_equal_those_of_one_engine_token_by_token(
     assert answering["engine"]["kv_transfer_bytes"] > 0 and answering["engine"]["kv_transfer_seconds"] > 0
 
 
+def test_nixl_leaves_each_engine_every_core(split: Sluice) -> None:
+    cores = [os.sched_getaffinity(engine.pid) for engine in split.engine_cores()]
+    assert cores == [os.sched_getaffinity(0)] * 2
+
+
 def test_prompts_longer_than_the_token_budget_are_among_them(split: Sluice, prompts: list[str]) -> None:
     async def longest() -> int:
         async with split.async_client() as client:
