@@ -60,7 +60,7 @@ class RoutedClientConfig:
 
     Attributes:
         max_wait_s: the longest that a request may wait for a replica before it fails.
-        max_moves: how often one request may be moved off a lost replica.
+        max_moves: how often one request may be moved off a lost replica that it was sent to.
         max_recalls: how often one that fills idle capacity may lose its slot to a more urgent one.
         heartbeat_s, silence_s: how often this router beats, and the silence after which another is taken for dead.
 
@@ -404,7 +404,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return
         if (connection := self._open_connection(replica_id)) is not None:
             self._send(entry, connection)
-        elif self._take_back(entry):
+        else:  # no move: it was not on board, and a replica can stay out of reach for longer than any number of tries
+            self._unplace(entry)
             await self._queue_again(entry)
 
     def _is_placed(self, entry: _Entry[RequestT], replica_id: str) -> bool:
@@ -524,8 +525,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return True
 
     def _unplace(self, entry: _Entry[RequestT]) -> None:
+        if entry.connection is not None:  # else it has waited all along
+            entry.waiting_since_s = self._clock.now()
         entry.connection = entry.replica_id = None
-        entry.queueing, entry.waiting_since_s = True, self._clock.now()
+        entry.queueing = True
 
     def _give_back(self, request_id: str) -> None:
         """Its slot, to a more urgent request; it waits again under its old key, to be continued where it stands."""
@@ -664,8 +667,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _fail_expired(self) -> None:
         oldest_s = self._clock.now() - self._config.max_wait_s
-        waiting = [entry for entry in self._entries.values() if entry.replica_id is None]
-        for entry in waiting:
+        unsent = [entry for entry in self._entries.values() if entry.connection is None]
+        for entry in unsent:
             if entry.waiting_since_s < oldest_s:
                 self._fail(entry, f"no replica took it within {self._config.max_wait_s} s")
 

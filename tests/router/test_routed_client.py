@@ -743,23 +743,41 @@ async def test_a_replica_that_another_router_found_lost_is_left_too(service: Ser
     await service.finish(answers)
 
 
-async def test_a_replica_that_accepts_and_says_nothing_costs_one_move(
+async def test_a_replica_that_accepts_and_says_nothing_costs_no_move(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 10 * HEARTBEAT_S)
-    front_end = await service.front_end(max_moves=1)
+    front_end = await service.front_end(max_moves=0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         await service.store.register_replica(_info("silent", port=silent.getsockname()[1]), 4, [])
         answers = await front_end.ask_many(3)
         await asyncio.sleep(4 * HEARTBEAT_S)
         await service.replica()
         await service.finish(answers)
-    assert front_end.count("requests_recovered_total", way="requeued") == 3
+    assert front_end.count("requests_recovered_total", way="requeued") == 0
 
 
-async def test_a_replica_of_another_version_costs_one_move(service: Service) -> None:
+async def test_a_replica_that_comes_back_and_stays_out_of_reach_holds_no_request_beyond_its_wait(
+    service: Service,
+) -> None:
+    front_end = await service.front_end(max_wait_s=20 * HEARTBEAT_S, max_moves=0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        info = _info("unreachable", port=closed.getsockname()[1])
+    answers = await front_end.ask_many(3)
+    tries = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(answer.outcome for answer in answers):
+            tries += 1
+            await service.store.register_replica(info, 4, [])
+            await asyncio.sleep(HEARTBEAT_S / 2)
+    assert {answer.outcome for answer in answers} == {"error"}
+    assert tries > 20, "they were given up before their wait was over"
+    await service.is_empty()
+
+
+async def test_a_replica_of_another_version_costs_no_move(service: Service) -> None:
     stranger = await service.replica(version="fake-2")
-    front_end = await service.front_end()
+    front_end = await service.front_end(max_moves=0)
     answers = await front_end.ask_many(3)
     await stranger.relay.close()
     await service.replica()
