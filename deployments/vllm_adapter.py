@@ -117,8 +117,11 @@ def as_front_end_of_any_model(args: Namespace) -> Namespace:
 
 
 def lora_id(name: str, path: str) -> int:
-    """By which engines tell adapters apart: the same on every router, where vLLM's front end would count from 1."""
-    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:6], "big") + 1
+    """By which engines tell adapters apart: the same on every router, where vLLM's front end would count from 1.
+
+    Above 0 and below 2**31: vLLM's model runner for GPUs keeps it in 32 bits.
+    """
+    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:6], "big") % (2**31 - 1) + 1
 
 
 def lora_requests(args: Namespace) -> list[LoRARequest]:

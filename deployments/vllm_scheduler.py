@@ -37,7 +37,7 @@ from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.clock import Clock
-from policies.errors import SluiceError
+from policies.errors import ConfigError, SluiceError
 from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 from router.clock import MonotonicClock
 
@@ -57,7 +57,13 @@ class SluiceScheduler(AsyncScheduler):
     max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: a setting is unknown or wrong, or batches overlap that are not scheduled ahead."""
         super().__init__(*args, **kwargs)
+        if self.parallel_config.pipeline_parallel_size > 1 and not self.scheduler_config.async_scheduling:
+            raise ConfigError(
+                "pipeline parallelism without asynchronous scheduling needs vLLM's own scheduler: start the engine "
+                "with --async-scheduling, or without Sluice's scheduler (engine.scheduler.mode: stock)"
+            )
         self.settings = SchedulerSettings.of_vllm(self.vllm_config.additional_config)
         self.clock: Clock = MonotonicClock()
         self.on_step: Callable[[StepResult], None] | None = None
@@ -102,8 +108,12 @@ class SluiceScheduler(AsyncScheduler):
 
     @property
     def _phases_work(self) -> bool:
-        """Data-parallel ranks step together, and a KV connector admits in every step: neither goes with phases."""
-        return self.parallel_config.data_parallel_size == 1 and self.connector is None
+        """Whether phases can be kept apart.
+
+        Data-parallel ranks step together, a KV connector admits in every step, and which adapters are in use vLLM tells
+        by the decodes of the step: a step without them would start more adapters than a later one can hold.
+        """
+        return self.parallel_config.data_parallel_size == 1 and self.connector is None and self.lora_config is None
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
         """vLLM calls this where there is a KV connector."""
@@ -187,7 +197,8 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
-        self.max_num_active_reqs = plan.max_batch_size + snapshot.idle_slots
+        # A plan asks for one request at least, also where idle ones hold every slot.
+        self.max_num_active_reqs = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
         self.max_num_scheduled_tokens = self._budget(plan.max_batch_tokens)
         if plan.phase is Phase.DECODE:
             self.max_num_active_reqs = 0
@@ -202,12 +213,13 @@ class _PlannedScheduler(SluiceScheduler):
         return throttle_prefills
 
     def _budget(self, tokens: int) -> int:
-        """Where prompts, drafts or images cannot be cut, a smaller budget might let nothing through for ever."""
+        """Where prompts, drafts, images or states cannot be cut anywhere, a smaller one might let nothing through."""
         whole = self._stock_limits[1]
         if (
             not self.scheduler_config.enable_chunked_prefill
             or self.num_spec_tokens
             or self.max_num_encoder_input_tokens
+            or self.need_mamba_block_aligned_split
         ):
             return whole
         return min(tokens, whole)

@@ -265,7 +265,7 @@ class _TokenCost:
 
     def learn(self, predicted_s: float, least_finished: int) -> None:
         """Close the span if enough requests ended in it; their prompts and outputs make the mix comparable."""
-        if self._finished < least_finished:
+        if self._finished < least_finished or not self._tokens:  # requests also end when nothing is computed
             return
         measured = self._busy_s / self._tokens / predicted_s
         self.ratio += _RATIO_SMOOTHING * (min(max(measured, 0.5), 2.0) - self.ratio)

@@ -96,3 +96,12 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
     forged = request(sampling_params=SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1}))
     assert _without_transfer(forged).sampling_params.extra_args == {"mine": 1}
     assert _without_transfer(asked) is asked
+
+
+def test_adapters_are_told_apart_within_32_bits() -> None:
+    """As vLLM's model runner for GPUs keeps them."""
+    from deployments.vllm_adapter import lora_id
+
+    ids = {lora_id(f"adapter{number}", "/adapters") for number in range(1000)}
+    assert len(ids) == 1000
+    assert all(0 < one < 2**31 for one in ids)

@@ -357,6 +357,22 @@ class TestAuto:
         saturated(WarmingUp(recorder, FREE, slots=32), count=900)
         assert np.mean(recorder.modes[-1500:-300]) < 0.2
 
+    def test_requests_that_end_while_nothing_is_computed_do_not_stop_it(self) -> None:
+        """All are aborted at once, and what is left has to wait: steps without tokens until the next look."""
+        policy = auto()
+        saturated(ToyEngine(policy, FREE, slots=32), count=300)
+        waiting = make_state(waiting=0, waiting_count=0, now_s=1e6)
+        empty = StepResult(
+            now_s=1e6, step_s=0.0, phase=Phase.DECODE, prefill_tokens=0, prefill_requests=0, decode_requests=0,
+            kv_tokens=0, max_batch_size=32, running_count=0, waiting_count=1,
+        )  # fmt: skip
+        aborted = FinishedRequest(prompt_tokens=10, output_tokens=5, aborted=True)
+        for _ in range(3):
+            for _ in range(1000):
+                policy.plan(waiting)
+                policy.observe(empty)
+            policy.observe(empty._replace(finished=(aborted,) * 64))
+
     @pytest.mark.parametrize("seed", range(4))
     def test_noise_in_which_tokens_cost_nothing_does_not_stop_it(self, seed: int) -> None:
         rng = random.Random(seed)
