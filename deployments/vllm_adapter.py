@@ -353,7 +353,7 @@ class RoutedEngineCore(EngineCoreClient):
         return await self._routed.list_loras()
 
     async def reset_mm_cache_async(self) -> None:
-        """Nothing to do: a router keeps no multimodal cache of an engine's."""
+        """Nothing to do: a router keeps no multimodal cache of an engine's (`front_end_config`)."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: the application closes the routed client."""
@@ -369,6 +369,16 @@ def _without_transfer(request: EngineCoreRequest) -> EngineCoreRequest:
     return replace(request, sampling_params=params)
 
 
+def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
+    """As of one front end among several, so that images always travel with their request.
+
+    A front end that believes its engine to be the only one sends an image once and its hash from then on, which another
+    replica, or the next one, cannot resolve.
+    """
+    engine_args._api_process_count = 2
+    return engine_args.create_engine_config()
+
+
 class RoutedAsyncLLM(AsyncLLM):
     """vLLM's front-end engine on top of the routed client."""
 
@@ -380,7 +390,7 @@ class RoutedAsyncLLM(AsyncLLM):
     ) -> None:
         self._routed = routed
         engine_args = AsyncEngineArgs.from_cli_args(args)
-        config = engine_args.create_engine_config()
+        config = front_end_config(engine_args)
         model = (args.served_model_name or [args.model])[0]
         core = RoutedEngineCore(routed, model, unsupported)
         # vLLM has no way to hand a client in; for this one call its factory yields ours.

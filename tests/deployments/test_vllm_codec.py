@@ -105,3 +105,22 @@ def test_adapters_are_told_apart_within_32_bits() -> None:
     ids = {lora_id(f"adapter{number}", "/adapters") for number in range(1000)}
     assert len(ids) == 1000
     assert all(0 < one < 2**31 for one in ids)
+
+
+def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
+    """One that had sent an image to one replica would send its hash alone to the next."""
+    from types import SimpleNamespace
+
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.multimodal.cache import factories
+
+    from deployments.cli import DEMO_ARGS
+    from deployments.config import DEMO_MODEL
+    from deployments.vllm_adapter import front_end_config, parse_vllm_args
+
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
+    config = front_end_config(AsyncEngineArgs.from_cli_args(args))
+    sees = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=MultiModalConfig)
+    made: Any = SimpleNamespace(model_config=sees, parallel_config=config.parallel_config)
+    assert isinstance(factories.processor_cache_from_config(made), factories.MultiModalProcessorOnlyCache)
