@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 STREAM_LIMIT_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
-
-
+MAX_ENDED = 100_000  # while the shared state is away; what ends beyond is found by the leases
 # While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
 REGISTRATIONS_AFTER_AN_ABSENCE = 2
 
@@ -256,7 +255,7 @@ class Relay:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            wire.set_no_delay(writer)
+            wire.set_options(writer)
             router_id = await wire.accept_router(
                 reader,
                 writer,
@@ -393,7 +392,8 @@ class Relay:
         del self._engine_ids[held.request_id]
         held.router.request_ids.remove(held.request_id)
         if frees_slot:
-            self._ended.add(held.request_id)
+            if len(self._ended) < MAX_ENDED:
+                self._ended.add(held.request_id)
             self._something_ended.set()
         if not self._held:
             self._idle.set()

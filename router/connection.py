@@ -52,7 +52,7 @@ class ReplicaConnection:
         return connection
 
     async def _greet(self, router_id: str, engine_version: str) -> None:
-        wire.set_no_delay(self._writer)
+        wire.set_options(self._writer)
         await wire.greet_replica(
             self._reader,
             self._writer,

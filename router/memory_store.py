@@ -137,6 +137,8 @@ class MemoryStateStore:
     def _next_start(self) -> tuple[_Place, _Replica] | None:
         """The most urgent ticket that a replica with credit may take. Tickets of one lane may go to the same replicas,
         so that only heads matter."""
+        if not any(replica.takes_singles for replica in self._replicas.values()):
+            return None  # the usual case under load, told without a look at the queue
         heads = [lane[0] for lane in self._lanes().values()]
         for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
             if (replica := self._choose(place.ticket)) is not None:
@@ -233,7 +235,7 @@ class MemoryStateStore:
         return refusal
 
     def _no_room(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        if self._choose(ticket) is not None:
+        if limits == NO_LIMITS or self._choose(ticket) is not None:
             return None
         wait_s = self._predicted_wait_s(ticket)
         if len(self._waiting_of(ticket.slo_class)) >= limits.max_waiting:

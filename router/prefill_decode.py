@@ -338,8 +338,10 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         for request_id in request_ids:
             if (split := self._splits.pop(request_id, None)) is not None:
-                if request_id not in self._entries:  # else it is counted as any other
+                if request_id not in self._entries:  # else it is counted, and its offer taken back, as any other
                     self._metrics.requests.labels(split.slo_class, "0", outcome).inc()
+                    if (offer := self._offers.pop(request_id, None)) is not None:
+                        self._let_go(split.request, request_id, offer)
                 if split.task is not None:
                     split.task.cancel()
         await super().cancel(request_ids, outcome)
@@ -441,9 +443,6 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             elif offered_s < oldest_s:
                 del self._offered[request_id]
                 self._fall_back(request_id, "stalled")
-                self._background.spawn(self._restart(entry, connection), "restart")
-
-    async def _restart(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
-        """Off its replica and back into the queue: no loss that would count against it, for this happens only once."""
-        self._unplace(entry)
-        await self._recall(entry, connection)
+                # At once, before a token of it can come. No loss that would count against it: this happens only once.
+                self._unplace(entry)
+                self._background.spawn(self._recall(entry, connection), "restart")

@@ -37,7 +37,7 @@ from router.codec import EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
-from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
+from router.state_store import Assignment, Recall, ReplicaInfo, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
 
@@ -137,6 +137,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
+        self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
         self._loras: dict[int, bytes] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(metrics.task_failures)
@@ -177,7 +178,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return self._classifier.bucket_edges
 
     def is_full(self, slo_class: str) -> bool:
-        """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may."""
+        """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may.
+
+        False while the shared state is away: what is known of it is old then.
+        """
+        if self._local.in_use:
+            return False
         has_credit = any(load.credit for load in self.snapshot.replicas.values())
         waiting = sum(count for (name, _), count in self.snapshot.lanes.items() if name == slo_class)
         return not has_credit and waiting >= self._door.max_waiting(slo_class)
@@ -259,7 +265,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._end_locally(entry.request_id)
         for connection, ids in running.items():
             connection.abort(ids)
-        if unsent:
+        if unsent and not self._local.in_use:  # else the shared state is told of all at once when it is back
             self._background.spawn(self._with_retries(lambda: self._store.cancel(unsent)), "cancel")
 
     def _fail(self, entry: _Entry[RequestT], why: str) -> None:
@@ -398,8 +404,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             await self._connection(replica_id)
         except Exception as error:  # of whatever kind: the request must go on elsewhere
             logger.warning("request %s cannot reach replica %s: %s", entry.request_id, replica_id, error)
-            if not isinstance(error, StateStoreError):
-                await self._with_retries(lambda: self._store.drop_replica(replica_id))
         if not self._is_placed(entry, replica_id):
             return
         if (connection := self._open_connection(replica_id)) is not None:
@@ -454,7 +458,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
 
     async def _connection(self, replica_id: str) -> ReplicaConnection:
-        """Concurrent callers share one attempt.
+        """Concurrent callers share one attempt, and what follows if it fails.
 
         Raises:
             ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
@@ -474,6 +478,34 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         info = await self._store.replica_info(replica_id)
         if info is None:
             raise ReplicaLostError(f"replica {replica_id} is not registered any more")
+        try:
+            return await self._open(info)
+        except Exception:  # of whatever kind: it is of no use from here
+            await self._avoid(replica_id)
+            raise
+
+    async def _avoid(self, replica_id: str) -> None:
+        """Drop it, and not again at once: one that comes back lives, and others who reach it must not miss it."""
+        now_s, apart_s = self._clock.now(), MISSED_HEARTBEATS * self._config.heartbeat_s
+        self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < apart_s}
+        if replica_id in self._dropped_s:
+            await asyncio.sleep(self._dropped_s[replica_id] + apart_s - now_s)
+        self._dropped_s[replica_id] = self._clock.now()
+        await self._drop(replica_id)
+
+    async def _drop(self, replica_id: str) -> None:
+        """Out of the tables. Nobody waits for a shared state that is away: requests can go on without it."""
+        if self._local.in_use:
+            await self._local.lost(replica_id)
+        else:
+            try:
+                await self._store.drop_replica(replica_id)
+                return
+            except StateStoreError as error:
+                logger.warning("replica %s is dropped when the shared state is back: %s", replica_id, error)
+        self._background.spawn(self._with_retries(lambda: self._store.drop_replica(replica_id)), "drop")
+
+    async def _open(self, info: ReplicaInfo) -> ReplicaConnection:
         connection = await ReplicaConnection.open(
             info, router_id=self.router_id, engine_version=self._codec.engine_version
         )
@@ -505,12 +537,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._classifier.forget_replica(replica_id)
         logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
         movable = [entry for entry in stranded if self._take_back(entry)]
-        drop = self._with_retries(lambda: self._store.drop_replica(replica_id))
-        if self._local.in_use:
-            await self._local.lost(replica_id)
-            self._background.spawn(drop, "drop")
-        else:
-            await drop
+        await self._drop(replica_id)
         for entry in movable:
             self._background.spawn(self._queue_again(entry), "requeue")
 

@@ -35,6 +35,7 @@ PROTOCOL = 2
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
 MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_TIMEOUT_S = 10.0
+PEER_TIMEOUT_S = 30  # whole seconds, as the kernel takes them
 
 _TOTAL = struct.Struct("<I")
 _HEAD = struct.Struct("<BI")
@@ -152,9 +153,22 @@ def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer
     writer.writelines(pack(kind, parts))
 
 
-def set_no_delay(writer: asyncio.StreamWriter) -> None:
-    """Send every step's tokens at once: Nagle would hold them back for the acknowledgement of the last ones."""
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def set_options(writer: asyncio.StreamWriter) -> None:
+    """Send every step's tokens at once: Nagle would hold them back for the acknowledgement of the last ones.
+
+    And break off within PEER_TIMEOUT_S, idle or not, where the peer's machine has gone without a word.
+    """
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = 3
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, PEER_TIMEOUT_S // 2),
+        (socket.TCP_KEEPINTVL, PEER_TIMEOUT_S // 2 // probes),
+        (socket.TCP_KEEPCNT, probes),
+        (socket.TCP_USER_TIMEOUT, 1000 * PEER_TIMEOUT_S),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _mac(secret: bytes, role: bytes, *fields: bytes) -> bytes:

@@ -21,6 +21,7 @@ from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
+from predictor.learned import Question
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
@@ -149,7 +150,12 @@ class Service:
                 answer.outcome = output.finish_reason
 
     async def ask(
-        self, prompt_tokens: int = LONG, max_tokens: int = 20, replays: bool = False, tenant: Tenant | None = None
+        self,
+        prompt_tokens: int = LONG,
+        max_tokens: int = 20,
+        replays: bool = False,
+        tenant: Tenant | None = None,
+        question: Question | None = None,
     ) -> Answer:
         number = next(_numbers)
         asked = FakeRequest(
@@ -161,7 +167,7 @@ class Service:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
         timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class="standard", timing=timing, tenant=tenant)
+        await self.client.submit(asked, slo_class="standard", timing=timing, tenant=tenant, question=question)
         return answer
 
     def count(self, name: str, **labels: str) -> float:
@@ -303,6 +309,20 @@ async def test_a_transfer_that_hangs_is_given_up(service: Service) -> None:
     assert service.count("hand_over_fallbacks", reason="stalled") == 4
 
 
+async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: Service) -> None:
+    await service.replica("prefill")
+    answering = await service.replica("decode")
+    answering.engine.transfers_hang = True
+    await service.start(split=SplitConfig(stalled_s=1e-9), config=RoutedClientConfig(heartbeat_s=3600.0))
+    answer = await service.ask()
+    await until(lambda: bool(service.client._offered))
+    entry = service.client._entries[answer.asked.request_id]
+    assert entry.connection is not None
+    service.client._restart_stalled()
+    assert entry.connection is None, "before anything else runs"
+    await service.finish([answer])
+
+
 async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> None:
     await service.replica("prefill")
     answering = await service.replica("decode", slots=1, step_s=0.01)
@@ -312,7 +332,9 @@ async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> 
     assert (answering.engine.fetched, answering.engine.let_go) == (1, 2)
 
 
-async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(service: Service) -> None:
+async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, answering = await service.replica("prefill", step_s=0.02), await service.replica("decode", slots=1)
     await service.start()
     reading.engine.pause()
@@ -326,13 +348,21 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(service:
     await service.client.cancel([answer.asked.request_id for answer in queued], "cancelled")
     await service.is_empty()
     assert answering.engine.let_go == 2, "the caches of those that had not been sent"
+    with monkeypatch.context() as held:
+        held.setattr(service.client._classifier, "foresee", lambda _: asyncio.sleep(3600.0))
+        question = Question(prompt="", model="none", slo_class="standard")
+        foreseen = [await service.ask(max_tokens=500, question=question) for _ in range(3)]
+        await until(lambda: len(service.client._offers) == 3)
+        await service.client.cancel([answer.asked.request_id for answer in foreseen], "cancelled")
+    await service.is_empty()
+    await until(lambda: answering.engine.let_go == 5)
     counted = sum(
         sample.value
         for family in service.metrics.requests.collect()
         for sample in family.samples
         if sample.name.endswith("_total") and sample.labels["outcome"] == "cancelled"
     )
-    assert counted == 6
+    assert counted == 9
 
 
 async def test_a_request_that_is_being_read_is_not_over_yet(service: Service) -> None:

@@ -406,6 +406,22 @@ async def test_a_replica_that_comes_later_and_refuses_an_adapter_gets_nothing_an
     assert willing.engine.loras == {2}
 
 
+async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(service: Service) -> None:
+    refusing = await service.replica(slots=8)
+    refusing.engine.refuses_loras = True
+    content, unhappy = await service.front_end(), await service.front_end(max_moves=0)
+    running = await content.ask_many(4, 400)
+    await until(lambda: all(answer.tokens for answer in running))
+    unhappy.client._loras[2] = msgspec.msgpack.encode(2)
+    waiting = await unhappy.ask_many(4)
+    await until(lambda: all(answer.outcome for answer in running))
+    await asyncio.sleep(10 * HEARTBEAT_S)
+    assert content.count("replicas_lost_total") == 0
+    await service.replica()
+    await service.finish([*running, *waiting])
+    assert refusing.engine.taken == 4
+
+
 # Refusals and cancellations
 
 
@@ -1027,6 +1043,7 @@ async def test_whoever_is_cancelled_while_redis_is_away_leaves_every_slot_to_oth
     gate.shut()
     waiting = await front_end.ask_many(4, 5000)
     await front_end.client.cancel(list(front_end.client._entries), "cancelled")
+    assert "cancel" not in {task.get_name() for task in front_end.client._background._tasks}, "all are told at once"
     more = await front_end.ask_many(6, 2000)
     await until(lambda: all(answer.tokens for answer in more))
     await front_end.client.cancel(list(front_end.client._entries), "cancelled")
@@ -1048,6 +1065,39 @@ async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate) -> N
     await until(lambda: sum(answer.outcome is not None for answer in answers) > 5)
     await gate.open()
     await service.finish(answers)
+    await service.close()
+
+
+async def test_a_replica_lost_together_with_redis_loses_nothing(gate: Gate) -> None:
+    """Nobody knows yet that Redis is away when the connection breaks."""
+    service = Service(gate.url)
+    for _ in range(2):
+        await service.replica(slots=4)
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(8, 100)
+    await until(lambda: all(answer.tokens for answer in answers))
+    gate.shut()
+    await service.replicas[0].die()
+    await until(lambda: all(answer.outcome is not None for answer in answers))
+    await gate.open()
+    await service.finish(answers)
+    await service.close()
+
+
+async def test_a_class_that_was_full_when_redis_went_away_is_asked_again(gate: Gate) -> None:
+    service = Service(gate.url)
+    front_end = await service.front_end(max_waiting=2)
+    replica = await service.replica(slots=1)
+    running = await front_end.ask_many(3, 200)
+    await until(lambda: front_end.client.is_full("standard"))
+    gate.shut()
+    await until(lambda: not front_end.client.is_full("standard"))
+    await until(lambda: all(answer.outcome for answer in running))
+    more = await front_end.ask_many(1)
+    await until(lambda: all(answer.outcome for answer in more))
+    assert replica.engine.taken == 4
+    await gate.open()
+    await service.finish([*running, *more])
     await service.close()
 
 

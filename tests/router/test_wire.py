@@ -1,6 +1,7 @@
 """Frames and the handshake, over real sockets."""
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -133,6 +134,18 @@ async def shake(ends: tuple[Pair, Pair], accepting: Awaitable[Any], greeting: Aw
             return error
 
     return list(await asyncio.gather(side(accepting, ends[0][1]), side(greeting, ends[1][1])))
+
+
+async def test_a_peer_whose_machine_is_gone_is_found_out(ends: tuple[Pair, Pair]) -> None:
+    for _, writer in ends:
+        wire.set_options(writer)
+        sock = writer.get_extra_info("socket")
+        idle_s, interval_s, probes, unacknowledged_ms = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        )
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle_s + probes * interval_s == unacknowledged_ms / 1000 == wire.PEER_TIMEOUT_S
 
 
 async def test_both_sides_agree(ends: tuple[Pair, Pair]) -> None:
