@@ -11,7 +11,7 @@ import yaml
 
 from tests.k8s import refresh
 from tests.k8s.cases import with_password
-from tests.k8s.engines import CHART, Engine, RefusedError, Values
+from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -65,6 +65,8 @@ def test_every_default_is_in_the_schema_and_every_value_in_the_table() -> None:
 
 
 GPU = {"name": "gpu", "replicas": 1, "resources": {}}
+ONE_POD: Values = {"redis": {"mode": "none"}, "engineGroups": []}
+ROOM = {"rayCpus": 4}
 REFUSED: dict[str, tuple[Values, str]] = {
     "an unknown value": ({"imagee": {}}, "imagee"),
     "an unknown setting of the application": ({"app": {"model": "demo", "engin": {}}}, "engin"),
@@ -123,6 +125,26 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"predictor": {"kind": "bert", "replicas": 2}}},
         "app.router and app.predictor, which run on the same pods, ask for 3 CPUs",
     ),
+    "a predictor on a GPU": (
+        {"app": {"predictor": {"kind": "bert", "num_gpus": 1}}},
+        "app.predictor asks for 1 GPUs (replicas x num_gpus), and engines leave 0: set num_gpus to 0",
+    ),
+    "a predictor on a GPU inside routers": (
+        {"app": {"predictor": {"kind": "bert", "place": "router", "num_gpus": 1}}},
+        "app.predictor asks for 1 GPUs",
+    ),
+    "a predictor on a GPU while a pod for engines is free": (
+        {
+            "gpusPerEngine": 1,
+            "engineGroups": [{**GPU, "replicas": 2}],
+            "app": {"predictor": {"kind": "bert", "num_gpus": 1}},
+        },
+        "app.predictor asks for 1 GPUs",
+    ),
+    "a predictor on an engine's GPU": (
+        {**ONE_POD, "gpusPerEngine": 1, "app": {"predictor": {"kind": "bert", "num_gpus": 0.5}}, "routerGroup": ROOM},
+        "app.predictor asks for 0.5 GPUs (replicas x num_gpus), and engines leave 0",
+    ),
     "caches by files that no other pod sees": (
         {"app": {"engine": {"prefill": {"connector": "file"}}}},
         'app.engine.prefill.connector is file, and its folder ("") is on no volume that all pods mount',
@@ -162,6 +184,13 @@ def test_both_engines_refuse(helm: Engine, mistake: str) -> None:
     values, message = REFUSED[mistake]
     with pytest.raises(RefusedError, match=re.escape(message)):
         helm.render(values)
+
+
+def test_a_predictor_in_the_one_pod_has_the_gpus_that_engines_leave(helm4: Helm4) -> None:
+    predictor = {"kind": "bert", "num_gpus": 1}
+    values = {**ONE_POD, "gpusPerEngine": 1, "head": {"enginesPerPod": 2}, "routerGroup": ROOM}
+    args = application(helm4.render({**values, "app": {"predictor": predictor}}))["args"]
+    assert args["predictor"] == predictor
 
 
 def test_a_long_release_name_is_refused_with_the_way_out(helm: Engine) -> None:

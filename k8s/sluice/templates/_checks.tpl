@@ -135,7 +135,14 @@
 {{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) $routers -}}
 {{- $who := "app.router asks for" -}}
 {{- $predictor := .Values.app.predictor | default dict -}}
-{{- if and (eq ($predictor.kind | default "histogram") "bert") (eq ($predictor.place | default "replicas") "replicas") -}}
+{{- $learned := eq ($predictor.kind | default "histogram") "bert" -}}
+{{- $predictorGpus := mulf (dig "num_gpus" 0.0 $predictor) (dig "replicas" 1 $predictor) -}}
+{{- /* Pods of routers have no GPUs, and those of engines no CPUs: only with redis.mode none has a pod both. */ -}}
+{{- $left := ternary (mul (sub $room $needed) (int .Values.gpusPerEngine)) 0 (eq .Values.redis.mode "none") -}}
+{{- if and $learned (gt $predictorGpus (float64 $left)) -}}
+{{- fail (printf "app.predictor asks for %v GPUs (replicas x num_gpus), and engines leave %d: set num_gpus to 0, or raise head.enginesPerPod with redis.mode none" $predictorGpus $left) -}}
+{{- end -}}
+{{- if and $learned (eq ($predictor.place | default "replicas") "replicas") -}}
 {{- $who = "app.router and app.predictor, which run on the same pods, ask for" -}}
 {{- $cpus = addf $cpus (mulf (dig "num_cpus" 1.0 $predictor) (dig "replicas" 1 $predictor)) -}}
 {{- end -}}
