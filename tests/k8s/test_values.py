@@ -125,6 +125,11 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"predictor": {"kind": "bert", "replicas": 2}}},
         "app.router and app.predictor, which run on the same pods, ask for 3 CPUs",
     ),
+    "routers that may land anywhere": ({"app": {"router": {"num_cpus": 0}}}, "app.router.num_cpus is 0"),
+    "a predictor that may land anywhere": (
+        {"app": {"predictor": {"kind": "bert", "num_cpus": 0}}},
+        "app.predictor.num_cpus is 0",
+    ),
     "a predictor on a GPU": (
         {"app": {"predictor": {"kind": "bert", "num_gpus": 1}}},
         "app.predictor asks for 1 GPUs (replicas x num_gpus), and engines leave 0: set num_gpus to 0",
@@ -191,6 +196,12 @@ def test_a_predictor_in_the_one_pod_has_the_gpus_that_engines_leave(helm4: Helm4
     values = {**ONE_POD, "gpusPerEngine": 1, "head": {"enginesPerPod": 2}, "routerGroup": ROOM}
     args = application(helm4.render({**values, "app": {"predictor": predictor}}))["args"]
     assert args["predictor"] == predictor
+
+
+def test_one_pod_has_nothing_that_cpus_would_keep_apart(helm4: Helm4) -> None:
+    app = {"router": {"num_cpus": 0}, "predictor": {"kind": "bert", "num_cpus": 0}}
+    args = application(helm4.render({**ONE_POD, "app": app}))["args"]
+    assert args["router"] == {"num_cpus": 0}
 
 
 def test_a_long_release_name_is_refused_with_the_way_out(helm: Engine) -> None:

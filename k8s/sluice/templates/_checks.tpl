@@ -133,6 +133,9 @@
 {{- $routers = .max_replicas -}}
 {{- end -}}
 {{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) $routers -}}
+{{- if and (not $cpus) (ne .Values.redis.mode "none") -}}
+{{- fail "app.router.num_cpus is 0: only CPUs keep routers on their own pods, and others do not hold the file of keys: set a little, say 0.1" -}}
+{{- end -}}
 {{- $who := "app.router asks for" -}}
 {{- $predictor := .Values.app.predictor | default dict -}}
 {{- $learned := eq ($predictor.kind | default "histogram") "bert" -}}
@@ -144,7 +147,11 @@
 {{- end -}}
 {{- if and $learned (eq ($predictor.place | default "replicas") "replicas") -}}
 {{- $who = "app.router and app.predictor, which run on the same pods, ask for" -}}
-{{- $cpus = addf $cpus (mulf (dig "num_cpus" 1.0 $predictor) (dig "replicas" 1 $predictor)) -}}
+{{- $predictorCpus := mulf (dig "num_cpus" 1.0 $predictor) (dig "replicas" 1 $predictor) -}}
+{{- if and (not $predictorCpus) (ne .Values.redis.mode "none") -}}
+{{- fail "app.predictor.num_cpus is 0: only CPUs keep predictors on the pods of routers, off the head and the engines: set a little, say 0.1" -}}
+{{- end -}}
+{{- $cpus = addf $cpus $predictorCpus -}}
 {{- end -}}
 {{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
 {{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
