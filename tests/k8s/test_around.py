@@ -58,6 +58,17 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert alert["annotations"]["summary"]
 
 
+def test_alerts_on_single_failures_see_the_first_one(rendered: dict[str, str]) -> None:
+    """A labelled counter begins with it, at 1, in which `increase` alone sees no growth."""
+    alerts = _all(rendered[EVERYTHING], "PrometheusRule")["full"]["spec"]["groups"][0]["rules"]
+    grown = {alert["alert"]: alert["expr"] for alert in alerts if re.match(r"increase\(.*\) > 0", alert["expr"])}
+    assert grown.keys() == {"SluiceBackgroundFailures", "SluiceRelayFailures"}
+    for expression in grown.values():
+        ((failures, began),) = re.findall(r"^increase\((.+?)\[15m\]\) > 0 or \((.+)\)$", expression)
+        before = f"ignoring (pod, instance) last_over_time({failures}[15m] offset 15m)"
+        assert began == f"{failures} > 0 unless {before}"
+
+
 def _peers(rules: list[dict[str, Any]]) -> str:
     return json.dumps(rules)
 
