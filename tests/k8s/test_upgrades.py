@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.cases import FILES, named, values_of
-from tests.k8s.engines import CHART, Engine, Helm4, Manifest, Values, ray_service
+from tests.k8s.cases import FILES, named, values_of, with_password
+from tests.k8s.engines import CHART, Engine, Helm4, Manifest, Values, documents, ray_service
 
 BASE = named("eight-h100")
 APP_ONLY: dict[str, Values] = {
@@ -70,6 +70,22 @@ def test_a_change_around_the_cluster_touches_neither_it_nor_the_application(helm
     assert text != other
     before, after = ray_service(text)["spec"], ray_service(other)["spec"]
     assert (before["rayClusterConfig"], before["serveConfigV2"]) == (after["rayClusterConfig"], after["serveConfigV2"])
+
+
+def _redis_pod(helm: Engine, change: Values) -> Manifest:
+    text = helm.render(changed(with_password(BASE), {"redis": change}))
+    redis = next(manifest for manifest in documents(text) if manifest["kind"] == "StatefulSet")
+    template: Manifest = redis["spec"]["template"]
+    return template
+
+
+def test_redis_restarts_with_another_configuration(helm: Engine) -> None:
+    before, after = _redis_pod(helm, {}), _redis_pod(helm, {"internal": {"maxMemory": "600mb"}})
+    assert before != after
+
+
+def test_no_annotation_follows_from_the_password(helm: Engine) -> None:
+    assert _redis_pod(helm, {}) == _redis_pod(helm, {"auth": {"password": "another"}})
 
 
 @pytest.mark.parametrize("change", OF_PODS)
