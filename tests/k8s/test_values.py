@@ -161,6 +161,8 @@ REFUSED: dict[str, tuple[Values, str]] = {
         },
         'its folder ("/sharedtoo") is on no volume',
     ),
+    "an ingress without hosts": ({"ingress": {"enabled": True}}, "set ingress.hosts"),
+    "a route without a gateway": ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     "an incremental upgrade without the autoscaler": (
         {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
         "needs autoscaler.enabled",

@@ -9,6 +9,12 @@
 {{- include "sluice.checkModels" . -}}
 {{- include "sluice.checkCapacity" . -}}
 {{- include "sluice.checkUpgrade" . -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.enabled needs rules: set ingress.hosts, one name at least" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled attaches to nothing: set httpRoute.parentRefs, one Gateway at least" -}}
+{{- end -}}
 {{- if and .Values.auth.apiKeys.entries .Values.auth.apiKeys.existingSecret -}}
 {{- fail "auth.apiKeys: set entries or existingSecret, not both" -}}
 {{- end -}}
