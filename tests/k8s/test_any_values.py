@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deployments.config import AppConfig
@@ -73,7 +73,7 @@ _BY_TYPE: dict[str, Callable[[dict[str, Any]], st.SearchStrategy[Any]]] = {
     "string": _text,
     "boolean": lambda schema: st.booleans(),
     "integer": lambda s: st.integers(s.get("minimum", 0), min(s.get("maximum", 1 << 40), s.get("minimum", 0) + 40)),
-    "number": lambda s: st.floats(s.get("minimum", 0.25), s.get("maximum", 0.75)),
+    "number": lambda s: st.floats(s.get("minimum", 0.25), s.get("maximum", s.get("minimum", 0.25) + 0.5)),
     "array": lambda schema: st.lists(_value("", schema.get("items", {"type": "string"})), max_size=3),
 }
 
@@ -85,6 +85,8 @@ def any_values(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(_value(name, SCHEMA["properties"][name])) for name in sorted(sections)}
 
 
+@example(values={"routerGroup": {"replicas": 1, "rayCpus": 1, "shmSize": "0.1"}})
+@example(values={"modelCache": {"enabled": True, "existingClaim": "0"}})
 @given(values=any_values())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_values_render_or_are_refused(helm4: Helm4, values: dict[str, Any]) -> None:

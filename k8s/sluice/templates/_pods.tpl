@@ -36,12 +36,12 @@
 
 {{- define "sluice.volumes" -}}
 - name: dshm
-  emptyDir: {medium: Memory, sizeLimit: {{ .pod.shmSize | default "2Gi" }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .pod.shmSize | default "2Gi" | quote }}}
 - name: scripts
   configMap: {name: {{ include "sluice.fullname" .root }}-scripts}
 - name: models
 {{- if .root.Values.modelCache.enabled }}
-  persistentVolumeClaim: {claimName: {{ include "sluice.modelClaim" .root }}}
+  persistentVolumeClaim: {claimName: {{ include "sluice.modelClaim" .root | quote }}}
 {{- else }}
   emptyDir: {}
 {{- end }}
