@@ -35,7 +35,7 @@ from policies.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}")
-_SUFFIX = ".safetensors"
+_SUFFIX, _PART_SUFFIX = ".safetensors", ".part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class TransferStats(KVConnectorStats):
 
 
 class Folder:
-    """The files, by name."""
+    """The files, by name. What else lies in the folder is somebody else's: it is neither counted nor deleted."""
 
     def __init__(self, path: Path, *, max_bytes: int, keep_s: float) -> None:
         """Raises ConfigError when it cannot be used, or belongs to somebody else."""
@@ -96,7 +96,7 @@ class Folder:
         size: int = sum(tensor.nbytes for tensor in tensors.values())
         if self.sweep() + size > self._max_bytes:
             return None
-        part = self.path / f"{name}.part"
+        part = self.path / (name + _PART_SUFFIX)
         try:
             save_file(tensors, part)
             part.rename(self.file(name))
@@ -117,17 +117,28 @@ class Folder:
 
     def sweep(self) -> int:
         """Delete what nobody fetched in time; returns the bytes that are left."""
-        oldest_s, left = time.time() - self._keep_s, 0
-        for path in self.path.iterdir():
-            try:
-                found = path.stat()
-                if found.st_mtime < oldest_s:
-                    path.unlink()
-                else:
-                    left += found.st_size
-            except FileNotFoundError:  # fetched by another replica between the two looks
-                continue
-        return left
+        oldest_s = time.time() - self._keep_s
+        return sum(_left_of(path, oldest_s) for path in self.path.iterdir() if _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    return path.suffix in (_SUFFIX, _PART_SUFFIX) and _NAME.fullmatch(path.stem) is not None
+
+
+def _left_of(path: Path, oldest_s: float) -> int:
+    """Bytes of a file, which is deleted if it is older than that."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # fetched by another replica between the two looks
+        return 0
+    if found.st_mtime >= oldest_s:
+        return found.st_size
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("KV cache %s cannot be deleted: %s", path, error)
+        return found.st_size
+    return 0
 
 
 class FileConnector(KVConnectorBase_V1):

@@ -202,6 +202,35 @@ def test_what_nobody_fetched_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["b" * 32 + ".safetensors"]
 
 
+def test_only_files_of_our_naming_are_deleted_or_counted(tmp_path: Path) -> None:
+    strangers = [
+        tmp_path / name for name in ("model.safetensors", ".bashrc", "a" * 32, "b" * 32 + ".bin", "notes.part")
+    ]
+    for path in strangers:
+        path.write_bytes(bytes(1000))
+    (tmp_path / "subfolder").mkdir()
+    part = tmp_path / ("c" * 32 + ".part")
+    part.touch()
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    shared = Folder(tmp_path, max_bytes=5000, keep_s=30.0)
+    assert shared.sweep() == 0
+    assert set(tmp_path.iterdir()) == {*strangers, tmp_path / "subfolder"}
+    assert shared.write("d" * 32, tensors()) == 4000
+
+
+def test_what_cannot_be_deleted_takes_its_room_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = tmp_path / ("a" * 32 + ".safetensors")
+    stuck.mkdir()
+    os.utime(stuck, (0, 0))
+    kept = Folder(tmp_path, max_bytes=1 << 20, keep_s=30.0)
+    assert kept.sweep() == stuck.stat().st_size
+    assert str(stuck) in caplog.text
+    assert kept.write("b" * 32, tensors()) == 4000
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"engine\.prefill\.folder .*file"):
