@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config import PredictorSection
 from deployments.logs import log_as_json
+from deployments.loopback import keep_to_loopback
 from policies.errors import AdmissionError, PredictorError
 from predictor.asking import Asking, AskingConfig, Scorer
 from predictor.batching import Batcher
@@ -63,6 +64,7 @@ class PredictorReplica:
 
     def __init__(self, section: PredictorSection) -> None:
         log_as_json()
+        keep_to_loopback()
         self._batcher = local_batcher(section)
 
     async def score(self, prompt: str) -> float:

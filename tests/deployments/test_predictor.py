@@ -1,11 +1,21 @@
 import asyncio
 
+import grpc
+import psutil
 import pytest
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.exceptions import BackPressureError
 
 from deployments.config import PredictorSection
-from deployments.predictor import RemoteScorer, learned_predictor, local_batcher, predictor_application
+from deployments.environment import LOOPBACK_ENV
+from deployments.predictor import (
+    PredictorReplica,
+    RemoteScorer,
+    learned_predictor,
+    local_batcher,
+    predictor_application,
+)
 from policies.errors import AdmissionError, ConfigError, PredictorError
 from predictor.learned import Question
 
@@ -49,6 +59,22 @@ async def test_a_deployed_replica_scores_as_the_router_itself_would() -> None:
     assert remote == pytest.approx(local, abs=1e-4)
     assert (await handle.counts.remote())["prompts"] == 1
     await batcher.close()
+
+
+async def test_on_one_machine_the_port_that_serve_opens_for_a_replica_is_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LOOPBACK_ENV, "1")
+    monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)  # to be put back
+    PredictorReplica(SECTION)
+    server = grpc.aio.server()
+    port = replica.add_port_to_grpc_server(server, "[::]:0")
+    await server.start()
+    try:
+        mine = psutil.Process().net_connections("tcp")
+        assert [c.laddr.ip.removeprefix("::ffff:") for c in mine if c.laddr.port == port] == ["127.0.0.1"]
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The application under test: `sluice serve`, started as a user starts it."""
 
+import ipaddress
 import json
 import os
 import signal
@@ -85,6 +86,12 @@ class Sluice:
         (found,) = self._named("redis-server")
         return found
 
+    def listening(self) -> list[tuple[str, list[str]]]:
+        """Every address that one of its processes listens on, and that process's command."""
+        ours = {process.pid: process for process in self.processes()}
+        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+        return [(c.laddr[0], command_of(ours[c.pid])[:1]) for c in found]
+
     def _named(self, name: str) -> list[psutil.Process]:
         return [p for p in self.processes() if any(name in part for part in command_of(p))]
 
@@ -121,6 +128,10 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -1,13 +1,10 @@
 """`sluice serve` as a command: it keeps to itself, and it says what stands in its way."""
 
-import ipaddress
 import subprocess
 from pathlib import Path
 
-import psutil
-
 from deployments.environment import free_port
-from tests.integration.application import SLUICE, Sluice
+from tests.integration.application import SLUICE, Sluice, is_loopback
 
 
 def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> None:
@@ -20,17 +17,10 @@ def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> N
     assert "Traceback" not in second.stderr
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback
-
-
 def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:
-    ours = {process.pid for process in sluice.processes()}
-    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    listening = sluice.listening()
     assert listening
-    elsewhere = [c for c in listening if not is_loopback(c.laddr[0])]
-    open_to_all = [(c.laddr[0], psutil.Process(c.pid).cmdline()[:1]) for c in elsewhere]
-    assert open_to_all == []
+    assert [each for each in listening if not is_loopback(each[0])] == []
 
 
 def test_wrong_vllm_arguments_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.application import Sluice
+from tests.integration.application import Sluice, is_loopback
 from tests.integration.several_models.models import GANGS, KEY, NIGHT_KEY, SCALED, TIGHT
 
 
@@ -51,6 +51,12 @@ def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     assert answered_questions(models, SCALED) == before + 1
     holder.chat.completions.create(model=SCALED, messages=[{"role": "user", "content": "Which?"}], max_tokens=3)
     assert answered_questions(models, SCALED) == before + 2
+
+
+def test_with_a_predictor_too_nothing_listens_beyond_loopback(models: Sluice) -> None:
+    listening = models.listening()
+    assert any("PredictorReplica" in part for _, command in listening for part in command)
+    assert [each for each in listening if not is_loopback(each[0])] == []
 
 
 def test_an_unknown_model_is_not_found(models: Sluice) -> None:
