@@ -52,8 +52,7 @@ def build(config: AppConfig) -> Application:
         for number, each in enumerate(config.each_model())
         for group in _groups(each)
     ]
-    learns_apart = config.predictor.kind == "bert" and config.predictor.place == "replicas"
-    predictor = predictor_application(config.predictor) if learns_apart else None
+    predictor = predictor_application(config.predictor) if config.predictor.own_replicas else None
     api_keys = os.environ.get(KEYS_ENV)
     return _router_deployment(config).bind(config, redis_url, redis_server, engines, api_keys, predictor)
 

@@ -104,7 +104,8 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     for each in (engine, *_engines_of_more_models(settings)):
         each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
         each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
-    router.setdefault("num_cpus", 0)
+    for section in (router, _section(settings, "predictor")):
+        section.setdefault("num_cpus", 0)
     return checked(settings)
 
 

@@ -399,6 +399,11 @@ class PredictorSection(Section):
     """Prompts that may wait for the predictor; for more the histogram stands in at once."""
     cache_entries: int = Field(default=8192, ge=0)
 
+    @property
+    def own_replicas(self) -> int:
+        """Replicas that it has to itself; 0 inside the routers."""
+        return self.replicas if self.kind == "bert" and self.place == "replicas" else 0
+
     def batching(self) -> BatchingConfig:
         return BatchingConfig(
             max_batch_tokens=self.max_batch_tokens,
@@ -600,6 +605,12 @@ class AppConfig(ModelSection):
         groups = [group for group in (self.engine, self.engine.prefill) if group is not None]
         shared = sum(each.autoscaling.min_replicas if each.autoscaling else each.replicas for each in groups)
         return shared + sum(section.own_replicas for section in self.classes.values())
+
+    @property
+    def gpus(self) -> float:
+        """Of all replicas of all models, at the start."""
+        engines = sum(each.engine_replicas * each.engine.num_gpus for each in self.each_model())
+        return engines + self.predictor.own_replicas * self.predictor.num_gpus
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.

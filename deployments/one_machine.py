@@ -161,12 +161,11 @@ def _check_gpus(config: AppConfig) -> None:
     """Ray would wait for ever for GPUs that this machine does not have."""
     import ray
 
-    needed = sum(each.engine_replicas * each.engine.num_gpus for each in config.each_model())
     present = ray.cluster_resources().get("GPU", 0.0)
-    if needed > present:
+    if config.gpus > present:
         raise StartError(
-            f"the engine replicas need {needed:g} GPUs, this machine has {present:g}: "
-            "set --engine-replicas or --num-gpus"
+            f"the replicas need {config.gpus:g} GPUs, this machine has {present:g}: "
+            "set --engine-replicas, --num-gpus or predictor.num_gpus"
         )
 
 

@@ -75,6 +75,12 @@ def test_a_file_keeps_its_settings_where_no_option_is_given(file: Any) -> None:
     assert (made.engine.replicas, made.engine.drain_timeout_s) == (5, 7)
 
 
+def test_no_replica_waits_for_a_core_that_ray_does_not_have_left(file: Any) -> None:
+    made = config("--config", file({"predictor": {"kind": "bert", "replicas": 99}}))
+    assert [section.num_cpus for section in (made.engine, made.router, made.predictor)] == [0, 0, 0]
+    assert config("--config", file({"predictor": {"num_cpus": 0.5}})).predictor.num_cpus == 0.5
+
+
 def test_every_wrong_setting_is_named(file: Any) -> None:
     path = file({"nonsense": 1, "router": {"heartbeat_s": -1}, "engine": {"num_gpus": "two"}})
     with pytest.raises(ConfigError) as caught:
@@ -102,13 +108,13 @@ def test_a_file_that_is_no_mapping_is_refused_by_name(file: Any, text: str) -> N
         config("--config", file(text))
 
 
-@pytest.mark.parametrize("section", ["engine", "router", "vllm_args"])
+@pytest.mark.parametrize("section", ["engine", "router", "predictor", "vllm_args"])
 def test_a_section_left_empty_has_its_defaults(file: Any, section: str) -> None:
     assert config("--config", file(f"{section}:\n")) == config()
     assert config("--config", file(f"{section}:\n"), "--engine-replicas", "3").engine.replicas == 3
 
 
-@pytest.mark.parametrize("section", ["engine", "router", "vllm_args"])
+@pytest.mark.parametrize("section", ["engine", "router", "predictor", "vllm_args"])
 def test_a_section_of_another_kind_is_named(file: Any, section: str) -> None:
     with pytest.raises(ConfigError, match=section):
         config("--config", file({section: "text"}))

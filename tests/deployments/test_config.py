@@ -247,6 +247,15 @@ def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
     assert not first.more_models
 
 
+def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas_of_their_own() -> None:
+    engines = {"engine": {"replicas": 2, "num_gpus": 1}, "more_models": [{"model": "n", "engine": {"num_gpus": 4}}]}
+    predictor = {"kind": "bert", "replicas": 3, "num_gpus": 0.5}
+    assert config(**engines).gpus == 6
+    assert config(**engines, predictor=predictor).gpus == 7.5
+    for elsewhere in ({"place": "router"}, {"kind": "histogram"}):
+        assert config(**engines, predictor=predictor | elsewhere).gpus == 6
+
+
 def test_two_models_of_one_name_are_refused() -> None:
     assert "must differ" in refused(more_models=[{"model": "m"}])[""]
 
