@@ -76,6 +76,8 @@ class SluiceMiddleware:
     def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
         if tenant is not None or not self._keys.required or scope["path"] in OPEN_PATHS:
             return None
+        if scope["method"] == "OPTIONS":  # a browser asks whether it may send the key, and sends none with that
+            return None
         response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
         response.headers["WWW-Authenticate"] = "Bearer"
         return response

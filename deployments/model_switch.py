@@ -6,6 +6,7 @@ The name stands in the body, so the body is read before it is passed on. With on
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.http_layer import error_response
 
 MODELS_PATH = "/v1/models"
+_OF_THE_BODY = (b"content-length", b"content-type")
 
 
 class _Named(msgspec.Struct):
@@ -36,9 +38,9 @@ class ModelSwitch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._first(scope, receive, send)
-        elif scope["path"] == MODELS_PATH:
+        elif scope["method"] == "GET" and scope["path"] == MODELS_PATH:
             await (await self._models(scope))(scope, receive, send)
-        elif scope["path"] == "/health":
+        elif scope["method"] == "GET" and scope["path"] == "/health":
             await (await self._health(scope))(scope, receive, send)
         elif scope["method"] != "POST":
             await self._first(scope, receive, send)
@@ -52,14 +54,17 @@ class ModelSwitch:
             await app(scope, _replayed(body, more), send)
 
     async def _models(self, scope: Scope) -> Response:
-        """Every model's own entry."""
+        """Every model's own entry, under the first one's headers: it says which pages of other sites may read them."""
         replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
-        return JSONResponse({"object": "list", "data": [m for _, body in replies for m in json.loads(body)["data"]]})
+        data = [model for reply in replies for model in json.loads(reply.body)["data"]]
+        response = JSONResponse({"object": "list", "data": data})
+        response.raw_headers += [(name, value) for name, value in replies[0].headers if name not in _OF_THE_BODY]
+        return response
 
     async def _health(self, scope: Scope) -> Response:
         """Well when every model is."""
-        statuses = [status for status, _ in await asyncio.gather(*(_ask(app, scope) for app in self._apps))]
-        return Response(status_code=max(statuses))
+        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
+        return Response(status_code=max(reply.status for reply in replies))
 
 
 def _name(body: bytes) -> str | None:
@@ -95,20 +100,27 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return _after({"type": "http.request", "body": body, "more_body": False}, receive)
 
 
-async def _ask(app: ASGIApp, scope: Scope) -> tuple[int, bytes]:
-    """Status and body of one application's answer to a request without a body."""
-    status = 500
-    parts: list[bytes] = []
+@dataclass
+class _Reply:
+    """One application's answer, whole."""
+
+    status: int = 500
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    body: bytes = b""
+
+
+async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
+    """One application's answer to a request without a body."""
+    reply = _Reply()
 
     async def keep(message: Message) -> None:
-        nonlocal status
         if message["type"] == "http.response.start":
-            status = message["status"]
+            reply.status, reply.headers = message["status"], list(message["headers"])
         else:
-            parts.append(message.get("body", b""))
+            reply.body += message.get("body", b"")
 
     async def nothing() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     await app(dict(scope), nothing, keep)
-    return status, b"".join(parts)
+    return reply

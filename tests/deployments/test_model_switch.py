@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,6 +19,7 @@ LIMIT = 100_000
 
 def model_app(name: str, *, healthy: bool = True) -> FastAPI:
     app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -92,6 +94,25 @@ async def test_a_body_beyond_the_limit_is_refused_though_its_length_is_not_told(
 
 async def test_all_models_are_listed(client: httpx.AsyncClient) -> None:
     assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["a", "b", "c"]
+
+
+async def test_a_page_of_another_site_may_read_the_list(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/models", headers={"Origin": "https://page.example"})
+    assert response.headers["access-control-allow-origin"] == "*"
+    for name in ("content-length", "content-type"):
+        assert len(response.headers.get_list(name)) == 1
+    assert len(response.json()["data"]) == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+async def test_what_does_not_get_a_page_that_is_merged_is_the_first_model_s_to_answer(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "GET"}
+    preflight = await client.options(path, headers=asked)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "*")
+    for method in ("OPTIONS", "HEAD", "POST"):
+        assert (await client.request(method, path)).status_code == 405
 
 
 async def test_it_is_well_when_every_model_is(client: httpx.AsyncClient) -> None:
