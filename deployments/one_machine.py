@@ -1,6 +1,7 @@
 """`sluice serve`: the whole application on this machine, from nothing to ready, and back to nothing."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -67,16 +68,41 @@ def fresh_run_dir(port: int) -> Path:
     """A folder of this user and port, emptied: logs of the last run stay until the next one.
 
     Raises:
-        StartError: it is not ours, or its path is too long for the sockets that Ray Serve puts there.
+        StartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or another process
+            that called this for the port lives.
     """
     run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")
     if len(str(run_dir)) > MAX_RUN_DIR_CHARS:
         raise StartError(f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp")
     if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
         raise StartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
+    _claim(run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(mode=0o700)
     return run_dir
+
+
+def _claim(run_dir: Path) -> None:
+    """For the life of this process, by a lock that the kernel lets go of and that no child of it inherits.
+
+    An address in use does not say it all: while Sluice starts it listens nowhere, and then on one of several hosts.
+
+    Raises:
+        StartError: another process holds it, or its file is not ours.
+    """
+    file = run_dir.with_name(f"{run_dir.name}.lock")
+    try:
+        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StartError(f"{file}: {error.strerror}. Remove it, or set TMPDIR to another folder") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StartError(
+            f"Sluice is running there already, or starting: its files are in {run_dir}. "
+            "Stop it, or choose another port with --port."
+        ) from error
 
 
 def prepare(host: str, port: int) -> Path:
@@ -86,7 +112,7 @@ def prepare(host: str, port: int) -> Path:
     late, it would listen on every interface.
 
     Raises:
-        StartError: the address is taken, the folder is not ours, or Ray has been imported.
+        StartError: the address is taken, the folder is not ours or in use, or Ray has been imported.
     """
     if "ray" in sys.modules:
         raise StartError("Ray has been imported before its environment was set: it would listen on every interface")
