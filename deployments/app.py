@@ -135,5 +135,7 @@ def engine_env(config: AppConfig) -> dict[str, str]:
     env = {"SLUICE_REPLICA": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(config.engine.start_timeout_s))
     if config.engine.num_gpus == 0:
-        env |= cpu_env()
+        # Ray (2.60) shows whoever has asked for no GPU all that the machine has, and each such engine would take the
+        # first one.
+        env |= cpu_env() | {"CUDA_VISIBLE_DEVICES": ""}
     return env | config.engine.env

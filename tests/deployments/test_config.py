@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments import config as config_module
+from deployments.app import engine_env
 from deployments.config import AppConfig
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
@@ -254,6 +255,13 @@ def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas
     assert config(**engines, predictor=predictor).gpus == 7.5
     for elsewhere in ({"place": "router"}, {"kind": "histogram"}):
         assert config(**engines, predictor=predictor | elsewhere).gpus == 6
+
+
+def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
+    for kind in ("vllm", "transformers"):
+        assert engine_env(config(engine={"kind": kind}))["CUDA_VISIBLE_DEVICES"] == ""
+        assert "CUDA_VISIBLE_DEVICES" not in engine_env(config(engine={"kind": kind, "num_gpus": 0.5}))
+    assert engine_env(config(engine={"env": {"CUDA_VISIBLE_DEVICES": "1"}}))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_two_models_of_one_name_are_refused() -> None:
