@@ -425,6 +425,13 @@ def _default_classes() -> dict[str, ClassSection]:
 _LORA_ARGS = {"--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 
 
+# Ray Serve and HAProxy listen in its place.
+_OF_VLLMS_SERVER = {
+    "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
+    "--uds", "--grpc", "--headless",
+}  # fmt: skip
+
+
 # Whoever sets these counts on another placement or precision of the model than the Transformers engine has.
 _NOT_FOR_TRANSFORMERS = {
     "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
@@ -464,6 +471,10 @@ class ModelSection(Section):
         for arg in argv:
             if (name := arg.split("=")[0].replace("_", "-")) in ours:
                 raise ValueError(f"{name} is set by {ours[name]}, not by vllm_args")
+            if name in _OF_VLLMS_SERVER:
+                raise ValueError(
+                    f"{name} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
+                )
         return argv
 
     @model_validator(mode="after")

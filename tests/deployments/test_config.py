@@ -124,9 +124,16 @@ def test_a_default_class_that_does_not_exist_is_refused() -> None:
         (["--max-model-len", "8", "--port", "1"], "HTTP options"),
         (["--host=0.0.0.0"], "HTTP options"),
         (["--api-server-count", "4"], "router.replicas"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-keyfile is of vLLM's own server"),
+        (["--ssl_certfile=cert.pem"], "TLS goes in front"),
+        (["--max-model-len", "8", "--enable-ssl-refresh"], "own server"),
+        (["--uds", "/tmp/socket"], "own server"),
+        (["--headless"], "own server"),
     ],
 )
-def test_arguments_for_vllm_that_have_a_setting_of_their_own_are_refused(argv: list[str], where: str) -> None:
+def test_arguments_for_vllm_that_have_a_setting_of_their_own_or_no_effect_are_refused(
+    argv: list[str], where: str
+) -> None:
     assert where in refused(vllm_args=argv)["vllm_args"]
 
 
