@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--host", default="127.0.0.1", help="address to serve on, of IPv4 or IPv6 (default: %(default)s)"
     )
-    serving.add_argument("--port", type=int, default=8000, help="port to serve on (default: %(default)s)")
+    serving.add_argument("--port", type=_port, default=8000, help="port to serve on (default: %(default)s)")
     serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
     serving.add_argument(
@@ -75,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
     register_predictor(commands)
     simulator_commands.register(commands)
     return root
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
+    return int(text)
 
 
 def app_config(options: argparse.Namespace) -> AppConfig:

@@ -156,6 +156,13 @@ def test_a_wrong_command_line_ends_with_usage(argv: list[str], capsys: pytest.Ca
     assert "usage: sluice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "8000.5", "http"])
+def test_a_port_that_cannot_be_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", f"--port={port}"])
+    assert f"--port: must be a number from 1 to 65535, got '{port}'" in capsys.readouterr().err
+
+
 def test_the_example_can_be_pasted() -> None:
     model = """org/model-1.0 "beta" of it's maker"""
     program, url, *arguments = shlex.split(cli.example("http://127.0.0.1:8000", model))
