@@ -9,6 +9,7 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 """
 
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -238,7 +239,7 @@ class EngineSection(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of each replica, on top of what the CPU build needs."""
     bind_host: str | None = None
-    """Address on which a replica listens for routers; None is the node's own address in the cluster."""
+    """Numeric address on which a replica listens, and which routers call; None is the node's own in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
     lora: LoraSection | None = None
@@ -251,6 +252,17 @@ class EngineSection(Section):
     """An engine that neither steps nor answers for so long is replaced: longer than its longest step."""
     drain_timeout_s: Seconds = 3600.0
     """How long running requests may go on when a replica is told to leave: at least the longest generation."""
+
+    @field_validator("bind_host")
+    @classmethod
+    def _can_be_called(cls, host: str | None) -> str | None:
+        try:
+            everywhere = host is not None and ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            raise ValueError(f"must be a numeric address, got {host!r}") from None
+        if everywhere:
+            raise ValueError(f"{host} is no address that routers on other nodes could call: name one, or leave it out")
+        return host
 
 
 class BinsSection(Section):

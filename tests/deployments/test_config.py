@@ -63,6 +63,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.num_gpus", [-1]),
         ("engine.num_cpus", [-1]),
         ("engine.credit_lookahead", [-1]),
+        ("engine.bind_host", ["0.0.0.0", "::", "localhost", "10.0.0", ""]),
         ("engine.kind", ["tgi"]),
         ("engine.gang.batch_size", [0, 1025]),
         ("engine.gang.max_wait_s", [-1, math.nan]),
@@ -93,6 +94,11 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
 def test_a_value_out_of_bounds_is_refused_with_its_path(path: str, values: list[Any]) -> None:
     for value in values:
         assert path in refused(**nested(path, value)), value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fd00::7"])
+def test_an_engine_may_listen_on_an_address_of_its_own(host: str) -> None:
+    assert config(engine={"bind_host": host}).engine.bind_host == host
 
 
 def test_the_model_must_be_named() -> None:
