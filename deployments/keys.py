@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -92,10 +92,19 @@ class KeyRing:
     """All keys of an application. `reload` before use, and again from time to time."""
 
     def __init__(
-        self, *, file: Path | None, environment: str | None, client: "redis.Redis | None", application: str
+        self,
+        *,
+        file: Path | None,
+        environment: str | None,
+        client: "redis.Redis | None",
+        application: str,
+        classes: Collection[str],
     ) -> None:
+        """Args:
+        classes: those that the application has.
+        """
         self._file, self._environment, self._redis = file, environment, client
-        self._hash = redis_hash(application)
+        self._hash, self._classes = redis_hash(application), frozenset(classes)
         self._tenants: Mapping[str, Tenant] = {}
 
     @property
@@ -111,11 +120,19 @@ class KeyRing:
         """Read every source again. When one cannot be read, the keys stay as they are.
 
         Raises:
-            ConfigError: a source is malformed, or two entries have one key.
-        StateStoreError: Redis does not answer.
+            ConfigError: a source is malformed, two entries have one key, or one names a class that is not there.
+            StateStoreError: Redis does not answer.
         """
         entries = [*self._from_file(), *self._from_environment(), *await self._from_redis()]
+        for entry in entries:
+            self._check_classes(entry)
         self._tenants = _by_hash(entries)
+
+    def _check_classes(self, entry: KeyEntry) -> None:
+        named = (entry.classes or frozenset()) | ({entry.default_class} if entry.default_class else frozenset())
+        if unknown := named - self._classes:
+            known = ", ".join(sorted(self._classes))
+            raise ConfigError(f"the key {entry.name!r} names classes {sorted(unknown)}; there are {known}")
 
     def _from_file(self) -> list[KeyEntry]:
         if self._file is None:

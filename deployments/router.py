@@ -83,6 +83,7 @@ class Router:
             environment=self._api_keys,
             client=self._redis if config.keys.redis else None,
             application=config.name,
+            classes=config.classes,
         )
         await keys.reload()
         if keys.required:

@@ -24,6 +24,7 @@ from policies.errors import AdmissionError
 from router.timing import HttpContext, RequestTiming, current
 
 LIMIT = 1000
+CLASSES = ("standard", "offline")
 
 
 async def leave(app: ASGIApp) -> None:
@@ -164,13 +165,11 @@ def fastapi_app() -> ASGIApp:
     return app
 
 
-NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app")
+NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", classes=CLASSES)
 
 
 def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
-    return SluiceMiddleware(
-        app, max_body_bytes=LIMIT, classes=("standard", "offline"), default_class="standard", keys=keys
-    )
+    return SluiceMiddleware(app, max_body_bytes=LIMIT, classes=CLASSES, default_class="standard", keys=keys)
 
 
 @asynccontextmanager
@@ -208,7 +207,7 @@ ENTRIES = [
 
 @pytest.fixture
 async def locked() -> AsyncIterator[httpx.AsyncClient]:
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app")
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
     await keys.reload()
     async with client_of(starlette_app(), keys) as made:
         yield made
@@ -229,7 +228,7 @@ async def test_probes_need_no_key(locked: httpx.AsyncClient) -> None:
 
 
 async def test_a_browser_may_ask_without_a_key_whether_it_may_send_one() -> None:
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app")
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
     await keys.reload()
     open_to_pages = CORSMiddleware(starlette_app(), allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     asked = {

@@ -12,9 +12,11 @@ from deployments.keys import KeyRing, digest, new_key, parse_entries
 from policies.errors import ConfigError, StateStoreError
 from router.redis_store import connect
 
+CLASSES = ("interactive", "offline")
+
 
 def ring(file: Path | None = None, environment: str | None = None) -> KeyRing:
-    return KeyRing(file=file, environment=environment, client=None, application="app")
+    return KeyRing(file=file, environment=environment, client=None, application="app", classes=CLASSES)
 
 
 def written(path: Path, *entries: dict[str, Any]) -> Path:
@@ -78,6 +80,24 @@ async def test_one_key_twice_is_refused(tmp_path: Path) -> None:
         await ring(written(tmp_path / "keys.yaml", *entries)).reload()
 
 
+@pytest.mark.parametrize("named", [{"classes": ["offline", "gold"]}, {"default_class": "gold"}])
+async def test_a_class_that_is_not_there_is_named_with_its_entry_and_without_the_key(
+    tmp_path: Path, named: dict[str, Any]
+) -> None:
+    key = new_key()
+    known = {"name": "a", "sha256": digest(key), "classes": ["offline"], "default_class": "offline"}
+    file = written(tmp_path / "keys.yaml", known)
+    keys = ring(file)
+    await keys.reload()
+    written(file, known, {"name": "b", "sha256": digest("another"), **named})
+    with pytest.raises(
+        ConfigError, match=r"key 'b' names classes \['gold'\]; there are interactive, offline"
+    ) as caught:
+        await keys.reload()
+    assert digest("another") not in str(caught.value)
+    assert keys.find(key) is not None and keys.find("another") is None
+
+
 def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6"])
     key, entry = capsys.readouterr().out.strip().split("\n", 1)
@@ -95,7 +115,7 @@ async def test_keys_in_redis_are_made_listed_used_and_removed(
     cli.main(["keys", "list", "--application", namespace])
     assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
     client = connect(redis_url)
-    keys = KeyRing(file=None, environment=None, client=client, application=namespace)
+    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
     await keys.reload()
     assert keys.find(key) is not None
     cli.main(["keys", "remove", "a", "--application", namespace])
@@ -115,7 +135,7 @@ def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.Monk
 
 async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> None:
     client = connect("redis://127.0.0.1:1/0")
-    keys = KeyRing(file=None, environment=None, client=client, application="app")
+    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
     with pytest.raises(StateStoreError):
         await keys.reload()
     await client.aclose()

@@ -47,7 +47,7 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     apps = {name: model_app(name, healthy=name != "c") for name in "abc"}
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
-    keys = KeyRing(file=None, environment=None, client=None, application="app")
+    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
     app = SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
         yield made
