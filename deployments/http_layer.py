@@ -37,6 +37,12 @@ LEAVE_S = 5.0  # for whoever listens to see that its client has left
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
+def route_path(scope: Scope) -> str:
+    """The path without the `route_prefix` under which Ray Serve has the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def error_response(status: int, message: str, kind: str) -> JSONResponse:
     """In the shape of OpenAI's errors."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
@@ -66,7 +72,7 @@ class SluiceMiddleware:
         try:
             await _until_client_leaves(refusal or self._app, scope, self._limited(receive), exchange.send)
         finally:
-            if scope["path"] not in UNLOGGED_PATHS:
+            if route_path(scope) not in UNLOGGED_PATHS:
                 _log(scope, exchange)
 
     def _tenant(self, headers: Headers) -> Tenant | None:
@@ -74,7 +80,7 @@ class SluiceMiddleware:
         return self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
 
     def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
-        if tenant is not None or not self._keys.required or scope["path"] in OPEN_PATHS:
+        if tenant is not None or not self._keys.required or route_path(scope) in OPEN_PATHS:
             return None
         if scope["method"] == "OPTIONS":  # a browser asks whether it may send the key, and sends none with that
             return None

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http_layer import error_response
+from deployments.http_layer import error_response, route_path
 
 MODELS_PATH = "/v1/models"
 _OF_THE_BODY = (b"content-length", b"content-type")
@@ -38,9 +38,9 @@ class ModelSwitch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._first(scope, receive, send)
-        elif scope["method"] == "GET" and scope["path"] == MODELS_PATH:
+        elif scope["method"] == "GET" and route_path(scope) == MODELS_PATH:
             await (await self._models(scope))(scope, receive, send)
-        elif scope["method"] == "GET" and scope["path"] == "/health":
+        elif scope["method"] == "GET" and route_path(scope) == "/health":
             await (await self._health(scope))(scope, receive, send)
         elif scope["method"] != "POST":
             await self._first(scope, receive, send)

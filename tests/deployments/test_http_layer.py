@@ -173,8 +173,11 @@ def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
 
 
 @asynccontextmanager
-async def client_of(app: ASGIApp, keys: KeyRing = NO_KEYS) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(wrapped(app, keys), raise_app_exceptions=False)
+async def client_of(app: ASGIApp, keys: KeyRing = NO_KEYS, prefix: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """Args:
+    prefix: as Ray Serve's `route_prefix`, which stands in the path and in the root path.
+    """
+    transport = httpx.ASGITransport(wrapped(app, keys), raise_app_exceptions=False, root_path=prefix)
     async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
         yield client
 
@@ -225,6 +228,16 @@ async def test_without_a_known_key_nothing_is_served(locked: httpx.AsyncClient, 
 
 async def test_probes_need_no_key(locked: httpx.AsyncClient) -> None:
     assert (await locked.get("/health")).status_code == 200
+
+
+async def test_probes_need_no_key_under_a_prefix_either(log: pytest.LogCaptureFixture) -> None:
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
+    await keys.reload()
+    async with client_of(starlette_app(), keys, "/llm") as client:
+        assert (await client.get("/llm/health")).status_code == 200
+        assert not [record for record in log.records if record.name == "deployments.http_layer"]
+        for path in ("/llm/", "/llm/llm/health"):
+            assert (await client.get(path)).status_code == 401
 
 
 async def test_a_browser_may_ask_without_a_key_whether_it_may_send_one() -> None:

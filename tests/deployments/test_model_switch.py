@@ -43,13 +43,17 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
     return app
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
+def three_models() -> SluiceMiddleware:
     apps = {name: model_app(name, healthy=name != "c") for name in "abc"}
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
-    app = SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
+    return SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(three_models())
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as made:
         yield made
 
 
@@ -117,3 +121,10 @@ async def test_what_does_not_get_a_page_that_is_merged_is_the_first_model_s_to_a
 
 async def test_it_is_well_when_every_model_is(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).status_code == 503
+
+
+async def test_under_a_prefix_pages_are_merged_as_well() -> None:
+    transport = httpx.ASGITransport(three_models(), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as client:
+        assert len((await client.get("/v1/models")).json()["data"]) == 3
+        assert (await client.get("/health")).status_code == 503
