@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds, calibrated
+from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang import GangConfig
 from policies.multi_bin import EdgeRule, MultiBinConfig
@@ -33,6 +33,7 @@ from router.admission import ClassLimits
 from router.classifier import Mode
 from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
+from simulator.profiles import calibrated
 
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""

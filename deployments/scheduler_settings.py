@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from policies.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.types import StepTimes
-from simulator.profiles import read_profile, step_times
+from simulator.profiles import calibrated
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mode = Literal["stock", "mixed", "exclusive", "auto"]
@@ -124,20 +124,3 @@ class SchedulerSettings(BaseModel):
     def known_step_times(self) -> StepTimes | None:
         """Out of the profile. Raises ConfigError when it cannot be read or holds several engines."""
         return None if self.profile is None else calibrated(self.profile)
-
-
-def calibrated(profile: Path) -> StepTimes:
-    """The one engine of a profile, as `sluice calibrate` writes it.
-
-    Raises:
-        ConfigError: it cannot be read, or holds several engines.
-    """
-    try:
-        rows = read_profile(profile)
-    except OSError as error:
-        raise ConfigError(f"cannot read profile: {error}") from error
-    engines = {(row.model, row.gpu, row.tensor_parallel) for row in rows}
-    if len(engines) != 1:
-        raise ConfigError(f"{profile} must hold one engine, as `sluice calibrate` writes it, got {engines}")
-    model, gpu, tensor_parallel = engines.pop()
-    return step_times(rows, model=model, gpu=gpu, tensor_parallel=tensor_parallel)

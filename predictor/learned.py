@@ -84,8 +84,13 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedConfig:
-    """How many curves and switches are kept, and how they behave."""
+    """How many curves and switches are kept, and how they behave.
 
+    Attributes:
+        max_models, max_curves: curves of models, and of system prompts besides.
+    """
+
+    max_models: int = 64
     max_curves: int = 64
     max_switches: int = 1024
     calibrator: CalibratorConfig = CalibratorConfig()
@@ -93,7 +98,7 @@ class LearnedConfig:
     hints: DriftConfig = DriftConfig(window_requests=64, patience=24, starts_on=False)
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "max_curves", "max_switches")
+        require_at_least(1, self, "max_models", "max_curves", "max_switches")
 
 
 class Kept(Generic[Key, Value]):
@@ -125,9 +130,13 @@ class LearnedPredictor:
         chosen = config or LearnedConfig()
         self.asking = asking
         self._scale = blake2b(repr(prior).encode(), digest_size=8).hexdigest()
-        self._curves: Kept[tuple[str, ...], Calibrator] = Kept(
-            chosen.max_curves, lambda: Calibrator(prior, chosen.calibrator)
-        )
+
+        def calibrator() -> Calibrator:
+            return Calibrator(prior, chosen.calibrator)
+
+        # Apart, so that many system prompts cannot push a model's own curve out.
+        self._of_model: Kept[str, Calibrator] = Kept(chosen.max_models, calibrator)
+        self._of_system_prompt: Kept[tuple[str, str], Calibrator] = Kept(chosen.max_curves, calibrator)
         self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(chosen.max_switches, lambda: DriftSwitch(chosen.drift))
         self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(
             chosen.max_switches, lambda: DriftSwitch(chosen.hints)
@@ -141,8 +150,8 @@ class LearnedPredictor:
         return Foresight(question=question, prediction=prediction, source=source, score=score, learned=learned)
 
     def _curve(self, question: Question) -> Calibrator:
-        own = self._curves[question.model, question.system_prompt]
-        return own if own.has_own_curve else self._curves[question.model,]
+        own = self._of_system_prompt[question.model, question.system_prompt]
+        return own if own.has_own_curve else self._of_model[question.model]
 
     def _believed(
         self, question: Question, learned: LengthPrediction | None
@@ -188,14 +197,17 @@ class LearnedPredictor:
 
     def learn(self, finished: Iterable[Scored]) -> None:
         """Take note of requests that this router or another one finished; those of another checkpoint teach nothing."""
-        of_curve: defaultdict[tuple[str, ...], list[tuple[float, float, bool]]] = defaultdict(list)
+        of_model: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
+        of_system_prompt: defaultdict[tuple[str, str], list[tuple[float, float, bool]]] = defaultdict(list)
         for scored in finished:
             if scored.scale == self._scale:
                 one = (scored.score, float(scored.output_tokens), scored.is_cut)
-                of_curve[scored.model,].append(one)
-                of_curve[scored.model, scored.system_prompt].append(one)
-        for key, taken in of_curve.items():
-            self._curves[key].observe(taken)
+                of_model[scored.model].append(one)
+                of_system_prompt[scored.model, scored.system_prompt].append(one)
+        for model, taken in of_model.items():
+            self._of_model[model].observe(taken)
+        for key, taken in of_system_prompt.items():
+            self._of_system_prompt[key].observe(taken)
 
     def _judge_claims(
         self, question: Question, reference: LengthPrediction, output_tokens: int, bin_of: Callable[[float], int]

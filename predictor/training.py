@@ -315,5 +315,5 @@ def _detached(weights: Weights) -> Weights:
 def _fingerprint(config: TrainingConfig, samples: Sequence[Sample]) -> str:
     digest = hashlib.blake2b(json.dumps(asdict(config)).encode(), digest_size=16)
     for sample in samples:
-        digest.update(f"{sample.prompt}\0{sample.output_tokens}\0{sample.model}".encode())
+        digest.update(f"{sample.prompt}\0{sample.output_tokens}\0{sample.is_cut}\0{sample.model}".encode())
     return digest.hexdigest()

@@ -20,7 +20,7 @@ from simulator.engines import EngineProfile, engine_names, engine_profile
 from simulator.planner import PLANNED, PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
-from simulator.report import Target, parse_target, summary, table
+from simulator.report import Target, check_targets, parse_target, summary, table
 from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
 
 DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
@@ -94,7 +94,11 @@ def _command(
     )
     traffic.add_argument("--no-prefix-reuse", action="store_true", help="ignore the trace's reusable prefixes")
     traffic.add_argument(
-        "--target", action="append", default=[], metavar="CLASS:TTFT_S:TPOT_S", help=f"(default: {DEFAULT_TARGET})"
+        "--target",
+        action="append",
+        default=[],
+        metavar="CLASS:TTFT_S:TPOT_S",
+        help=f"what Sluice is told and all are judged by (default: judged by {DEFAULT_TARGET})",
     )
     traffic.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
     engine = command.add_argument_group("engine")
@@ -120,6 +124,7 @@ def simulate(options: argparse.Namespace) -> None:
         raise ConfigError("simulate takes one --engine; `sluice plan` compares several")
     _check_outputs(options)
     workload, targets = _workload(options), _targets(options)
+    check_targets(targets, workload, all_classes=False)
     profile = engine_profile((options.engine or [DEFAULT_ENGINE])[0])
     config = _config(options, profile)
     with tqdm(total=len(workload), unit="request", disable=None) as bar:
@@ -167,8 +172,9 @@ def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfi
     if options.batch:
         changes |= {"batch": options.batch, "batch_settings": {}}
     if options.order:
-        changes["order"] = options.order
-    return system(options.system, profile, _engine(options, profile), options.replicas, **changes)
+        changes |= {"order": options.order, "order_settings": {}}
+    promised = _targets(options) if options.target else None
+    return system(options.system, profile, _engine(options, profile), options.replicas, promised, **changes)
 
 
 def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig:
@@ -242,6 +248,7 @@ def make_plan(options: argparse.Namespace) -> None:
     """`sluice plan`."""
     _check_outputs(options)
     workload, config = _workload(options), _plan_config(options)
+    check_targets(config.targets, workload, all_classes=True)
     points = config.points()
     with tqdm(total=len(points), unit="simulation", disable=None) as bar:
         tried = try_all(config, points, workload, bar.update, options.processes)

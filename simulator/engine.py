@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from math import inf
+from typing import Protocol, runtime_checkable
 
 from policies.checks import require_at_least
 from policies.types import BatchPolicy, BatchState, FinishedRequest, Phase, RequestView, StepPlan, StepResult
@@ -29,6 +30,13 @@ class StepClock(Protocol):
     def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float: ...
 
 
+@runtime_checkable
+class _Offers(Protocol):
+    """A batch policy that knows how many requests it would let run."""
+
+    def batch_size(self, state: BatchState) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Sizes of an engine.
@@ -37,6 +45,7 @@ class EngineConfig:
         slots: most requests that run at once (vLLM's max_num_seqs).
         total_blocks, block_size: the KV cache; block_size in tokens.
         max_batch_tokens: most tokens per step (vLLM's max_num_batched_tokens).
+        ordered: what waits starts by the router's key, as with Sluice's scheduler, not as it came.
 
     Raises:
         ConfigError: a value is below 1.
@@ -46,6 +55,7 @@ class EngineConfig:
     total_blocks: int = 27_000
     block_size: int = 16
     max_batch_tokens: int = 8192
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "slots", "total_blocks", "block_size", "max_batch_tokens")
@@ -102,8 +112,17 @@ class Engine:
     def holds(self) -> int:
         return len(self._batch) + len(self._waiting)
 
+    def offered(self, now_s: float) -> int:
+        """Requests that it would hold without a queue of its own, by its policy if that can say so."""
+        if isinstance(self.policy, _Offers):
+            return min(self.config.slots, self.policy.batch_size(self._state(now_s)))
+        return self.config.slots
+
     def submit(self, request: Request, now_s: float) -> list[Event]:
-        self._waiting.append((request.view(), request))
+        at = len(self._waiting)
+        while self.config.ordered and at and self._waiting[at - 1][1].key > request.key:
+            at -= 1
+        self._waiting.insert(at, (request.view(), request))
         self._views = None
         return self._wake(now_s)
 
@@ -175,6 +194,7 @@ class Engine:
     def _preempt(self, step: _Step, lost: list[Request]) -> None:
         for request in lost:
             request.preemptions += 1
+            request.key = -inf  # it stays in front
             self.totals.recomputed_tokens += request.prompt_tokens + request.generated_tokens
             self._waiting.appendleft((request.view(), request))
         if lost:

@@ -1,8 +1,9 @@
 """Engines by name: step times, and how many tokens of KV cache the GPU's memory leaves.
 
 A name is one of the kernel tables that come with Sluice (`kernels_...`), MODEL@GPU or MODEL@GPU/TP of the published
-profiles, or the path of a calibration of one's own engine: a JSON file with the coefficients of `StepTimes`, or a CSV
-file with a row per step (prefill_tokens, decode_requests, kv_tokens, step_s), to which `StepTimeModel` is fitted.
+profiles, or the path of a calibration of one's own engine: the CSV file that `sluice calibrate` writes, a CSV file with
+a row per step (prefill_tokens, decode_requests, kv_tokens, step_s), to which `StepTimeModel` is fitted, or a JSON file
+with the coefficients of `StepTimes`.
 
     cache tokens = (0.9 * GPU memory * TP - weights) / bytes per token
 
@@ -21,7 +22,7 @@ from policies.step_time import StepTimeConfig, StepTimeModel
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
 from simulator.engine import StepClock
 from simulator.kernels import DATA, built_in, built_in_clock, linear_fit
-from simulator.profiles import ProfileRow, read_profile, step_times
+from simulator.profiles import COLUMNS, ProfileRow, calibrated, read_profile, step_times
 
 _MEMORY_SHARE = 0.9
 _GIGABYTES = {
@@ -103,6 +104,8 @@ def cache_tokens_of(model: str, gpu: str, tensor_parallel: int) -> int | None:
 def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
     """Step times of one's own engine, and its cache if the file (JSON: cache_tokens) names it.
 
+    A CSV file is what `sluice calibrate` wrote, or has a row per step.
+
     Raises:
         InputError: the file cannot be read, or holds neither coefficients nor steps.
     """
@@ -110,7 +113,10 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
         if path.suffix == ".json":
             return _coefficients(json.loads(path.read_text()))
         with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
-            return _fitted(list(csv.DictReader(file))), None
+            reader = csv.DictReader(file)
+            if set(COLUMNS) <= set(reader.fieldnames or ()):
+                return calibrated(path), None
+            return _fitted(list(reader)), None
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"cannot read the calibration {path}: {error!r}") from error
 

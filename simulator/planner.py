@@ -99,7 +99,8 @@ class PlanConfig:
 
     def cluster(self, point: Point) -> ClusterConfig:
         profile, engine = self.profiles[point.engine]
-        config = system("sluice" if point.system == "split" else point.system, profile, engine, point.replicas)
+        name = "sluice" if point.system == "split" else point.system
+        config = system(name, profile, engine, point.replicas, self.targets)
         return without(point.without, config) if point.without else config
 
 
@@ -138,7 +139,7 @@ def _try(config: PlanConfig, workload: Workload, point: Point) -> Tried:
     price = config.prices.get(point.engine, 1.0)
     return Tried(
         point=point,
-        attainment=min((one["attainment"] for one in judged), default=1.0),
+        attainment=min(one["attainment"] for one in judged),
         goodput_per_s=sum(one["goodput_per_s"] or 0.0 for one in judged),
         cost=price * numbers["replica_s"] / numbers["makespan_s"] if numbers["makespan_s"] else 0.0,
         numbers=numbers,

@@ -1,12 +1,13 @@
 """Whole systems by name, and what is left of Sluice without one of its features.
 
 `stock` is plain vLLM behind a plain balancer: no bins, first come, first served, most free slots, nothing held back.
-`sluice` is every default: forecast admission, exclusive or mixed by cost, bins, virtual deadline, least work, and
-requests that wait in the router until a slot is free.
+`sluice` is every default: forecast admission, exclusive or mixed by cost, bins, virtual deadline in router and engines,
+least work, and requests that wait in the router until a replica would let them run. It is told what is promised.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isinf
 from typing import Any
 
 from policies.errors import ConfigError
@@ -14,12 +15,15 @@ from policies.multi_bin import MultiBinConfig
 from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
+from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
 BINS = 4
+WORK_WEIGHT = 1.0  # as order.work_weight is where nothing else is configured
 SYSTEMS = ("stock", "sluice")
 FEATURES = (
     "forecast admission",
+    "latency targets",
     "phases by cost",
     "bins",
     "virtual deadline",
@@ -28,10 +32,18 @@ FEATURES = (
 )
 
 
-def system(name: str, profile: EngineProfile, engine: EngineConfig, replicas: int, **changes: Any) -> ClusterConfig:
+def system(
+    name: str,
+    profile: EngineProfile,
+    engine: EngineConfig,
+    replicas: int,
+    targets: Mapping[str, Target] | None = None,
+    **changes: Any,
+) -> ClusterConfig:
     """A named system on that engine.
 
     Args:
+        targets: what Sluice is told that each class was promised, by name; "*" for every one not named.
         changes: fields of ClusterConfig besides.
 
     Raises:
@@ -40,12 +52,11 @@ def system(name: str, profile: EngineProfile, engine: EngineConfig, replicas: in
     if name == "stock":
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
     elif name == "sluice":
-        defaults = {
+        engine = replace(engine, ordered=True)
+        defaults = _told(targets or {}) | {
             "batch": "auto",
-            "batch_settings": {"classes": BINS},
             "order": "virtual_deadline",
             "bins": MultiBinConfig(bins=BINS, rule="equal_mass"),
-            "router": RouterConfig(classes=BINS),
         }
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
@@ -54,19 +65,39 @@ def system(name: str, profile: EngineProfile, engine: EngineConfig, replicas: in
     )
 
 
+def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
+    """Order, batch and router as the live system sets them up for what is promised."""
+    names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
+    each = [targets.get(name) for name in (EVERY_CLASS, *names)]
+    order: dict[str, Any] = {
+        "class_targets_s": {name: targets[name].ttft_s for name in names},
+        "work_weight": WORK_WEIGHT,
+    }
+    if each[0] is not None:
+        order["default_target_s"] = each[0].ttft_s
+    between_tokens = tuple(None if target is None or isinf(target.tpot_s) else target.tpot_s for target in each)
+    return {
+        "batch_settings": {"classes": len(each), "class_itl_targets_s": between_tokens},
+        "order_settings": order,
+        "router": RouterConfig(credit="admitted", class_names=names),
+    }
+
+
 def without(feature: str, config: ClusterConfig) -> ClusterConfig:
     """Sluice with one feature as stock has it."""
     settings: Mapping[str, Any] = config.batch_settings
     match feature:
         case "forecast admission":
-            return replace(config, batch="exclusive_mixed", batch_settings={})
+            return replace(config, batch_settings={**settings, "admission": "slots"})
+        case "latency targets":
+            return replace(config, batch_settings={**settings, "class_itl_targets_s": ()})
         case "phases by cost":
             return replace(config, batch_settings={**settings, "mode": "mixed"})
         case "bins":
-            router = replace(config.router, classes=1)
-            return replace(config, bins=None, router=router, batch_settings={**settings, "classes": 1})
+            return replace(config, bins=None)
         case "virtual deadline":
-            return replace(config, order="fcfs", order_settings={})
+            engine = replace(config.engine, ordered=False)
+            return replace(config, order="fcfs", order_settings={}, engine=engine)
         case "placement by work":
             return replace(config, placement="most_credit")
         case "queue in the router":

@@ -148,6 +148,23 @@ def step_times(
     return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
 
 
+def calibrated(profile: Path) -> StepTimes:
+    """The one engine of a profile, as `sluice calibrate` writes it.
+
+    Raises:
+        ConfigError: it cannot be read, or holds several engines.
+    """
+    try:
+        rows = read_profile(profile)
+    except OSError as error:
+        raise ConfigError(f"cannot read profile: {error}") from error
+    engines = {(row.model, row.gpu, row.tensor_parallel) for row in rows}
+    if len(engines) != 1:
+        raise ConfigError(f"{profile} must hold one engine, as `sluice calibrate` writes it, got {engines}")
+    model, gpu, tensor_parallel = engines.pop()
+    return step_times(rows, model=model, gpu=gpu, tensor_parallel=tensor_parallel)
+
+
 def _decode_form(rows: list[ProfileRow]) -> StepCoefficients:
     overhead_s = max(0.0, float(np.mean([row.decode_overhead_s for row in rows])))
     by_context = {row.context_tokens: row.decode_s_per_request for row in rows if row.context_tokens is not None}

@@ -11,6 +11,7 @@ from policies.types import Phase
 from simulator.cluster import Run
 from simulator.metrics import EngineTotals, GapHistogram
 from simulator.requests import Request
+from simulator.workload import Workload
 
 _PERCENTILES = (50, 90, 99)
 EVERY_CLASS = "*"
@@ -40,6 +41,17 @@ def parse_target(text: str) -> tuple[str, Target]:
     except ValueError:
         raise InputError(f"a target is CLASS:TTFT_S:TPOT_S, such as *:1:0.05, got {text!r}") from None
     return slo_class, Target(ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def check_targets(targets: Mapping[str, Target], workload: Workload, *, all_classes: bool) -> None:
+    """Raises InputError: a target is of a class that the workload has not, or of ``all_classes`` one has none."""
+    classes = {request.slo_class for request in workload.requests()}
+    if unknown := targets.keys() - classes - {EVERY_CLASS}:
+        has = ", ".join(sorted(name for name in classes if name)) or "none (a trace names them in the column slo_class)"
+        raise InputError(f"targets of classes that no request has: {', '.join(sorted(unknown))}; there are: {has}")
+    if all_classes and EVERY_CLASS not in targets and (left := classes - targets.keys()):
+        names = ", ".join(sorted(name or "requests without a class" for name in left))
+        raise InputError(f"no target for {names}: add one, or one for all others such as *:2:0.1")
 
 
 def summary(run: Run, targets: Mapping[str, Target] | None = None) -> dict[str, Any]:

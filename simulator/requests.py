@@ -13,7 +13,8 @@ class Request:
         output_tokens: the true length of the answer, unknown to every policy.
         predicted_output_tokens: what a predictor says, or None.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
-        class_index: which length statistics it belongs to (the bin, where there are bins).
+        class_index: whose length statistics and targets it has: its service class's, or those of its bin.
+        key: what the router ordered it by.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
     """
 
@@ -25,6 +26,7 @@ class Request:
     cached_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None
+    key: float = 0.0
     generated_tokens: int = 0
     replica_id: str | None = None
     started_s: float | None = None

@@ -8,6 +8,7 @@ the others.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Literal
 
 from policies.checks import require_at_least
 from policies.multi_bin import MultiBin
@@ -18,6 +19,7 @@ from simulator.core import Event
 from simulator.engine import Engine
 from simulator.requests import Request
 
+HEARTBEAT_S = 1.0  # as live: `router.routed_client.RoutedClientConfig`
 _Queue = list[tuple[float, int, int, Request]]
 
 
@@ -26,16 +28,21 @@ class RouterConfig:
     """How requests are handed out.
 
     Attributes:
-        credit_lookahead: requests a replica is given beyond its slots; None sets no limit, so that nothing waits in
-            the router (a plain load balancer).
+        credit_lookahead: requests a replica is given beyond what it offers; None sets no limit, so that nothing waits
+            in the router (a plain load balancer).
+        credit: what a replica offers: all its slots, or those that its policy would fill as things stand, asked for
+            with every heartbeat.
         classes: length classes that the engines' policies tell apart: the bin, if above 1.
+        class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
 
     Raises:
         ConfigError: a value is out of bounds.
     """
 
     credit_lookahead: int | None = 0
+    credit: Literal["slots", "admitted"] = "slots"
     classes: int = 1
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "classes")
@@ -65,6 +72,9 @@ class Router:
         self._queues: dict[str | None, _Queue] = {}
         self._work_s: dict[str, float] = {}
         self._sequence = 0
+        self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
+        self._offered: dict[str, int] = {}
+        self._asked_s: dict[str, float] = {}
 
     @property
     def ongoing(self) -> int:
@@ -75,6 +85,7 @@ class Router:
         """A replica offers its slots from now on."""
         ahead = self.config.credit_lookahead
         self._engines[engine.replica_id] = engine
+        self._offered[engine.replica_id], self._asked_s[engine.replica_id] = engine.config.slots, now_s
         self._views[engine.replica_id] = ReplicaView(
             replica_id=engine.replica_id,
             credit=1 << 40 if ahead is None else engine.config.slots + ahead,
@@ -101,16 +112,31 @@ class Router:
             bin_index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
             if self.config.classes > 1:
                 request.class_index = bin_index
+        if self._class_index:
+            request.class_index = self._class_index.get(request.slo_class or "", 0)
+        self._ask_again(now_s)
         self._enqueue(request)
         return self._dispatch(now_s)
 
     def _enqueue(self, request: Request) -> None:
         work_s = self._estimated_work_s(request)
         key = self._order.key(request.arrival_s, request.slo_class, work_s, request.prompt_tokens)
+        request.key = key
         self._sequence += 1
         queue = self._queues.setdefault(request.slo_class, [])
         heappush(queue, (key, request.class_index, self._sequence, request))
         self.waiting += 1
+
+    def _ask_again(self, now_s: float) -> None:
+        """What replicas offer, of those whose last heartbeat is over."""
+        if self.config.credit == "slots":
+            return
+        for replica_id, view in self._views.items():
+            if now_s - self._asked_s[replica_id] >= HEARTBEAT_S:
+                offered = self._engines[replica_id].offered(now_s)
+                more, self._offered[replica_id] = offered - self._offered[replica_id], offered
+                self._views[replica_id] = replace(view, credit=view.credit + more)
+                self._asked_s[replica_id] = now_s
 
     def _estimated_work_s(self, request: Request) -> float:
         view = ReplicaView(replica_id="", credit=0, step_times=self._step_times)
@@ -154,4 +180,5 @@ class Router:
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)
             self._views[engine.replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
+        self._ask_again(now_s)
         return self._dispatch(now_s)

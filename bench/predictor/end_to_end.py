@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ def _config(order: str) -> ClusterConfig:
     """
     kind, settings = ORDERS[order]
     sizes = EngineConfig(slots=24, total_blocks=500, max_batch_tokens=2048)
-    queue = {"order": kind, "order_settings": settings, "router": RouterConfig(), "bins": None}
+    queue: dict[str, Any] = {"order": kind, "order_settings": settings, "router": RouterConfig(), "bins": None}
     return system("sluice", _profile(), sizes, 2, batch="forecast_admission", batch_settings={}, **queue)
 
 

@@ -328,13 +328,15 @@ def queue_order(setting: Setting) -> list[str]:
     """Bursts (gaps with a cv of 3) at 80 and 95 % load, 64 slots: latency by the order of the queue against FCFS."""
     source = {"azure_conv": setting.workload("azure_conv")}
     orders: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("fcfs", {}), ("virtual_deadline", {}), ("estimated_work", {}), ("sjf", {}),
+        ("fcfs", {}), ("virtual_deadline", {"work_weight": 1.0}), ("virtual_deadline", {"work_weight": 4.0}),
+        ("estimated_work", {}), ("sjf", {}),
     )  # fmt: skip
     loads = (0.8, 0.95)
     jobs = list(product(loads, range(setting.runs)))
-    found = np.array(setting.each(partial(_orders, source, orders), jobs)).reshape(len(loads), setting.runs, 4, 3)
+    found = np.array(setting.each(partial(_orders, source, orders), jobs)).reshape(len(loads), setting.runs, -1, 3)
     rows = []
-    for (i, load), (j, (order, _)) in product(enumerate(loads), enumerate(orders)):
+    for (i, load), (j, (kind, settings)) in product(enumerate(loads), enumerate(orders)):
+        order = ", ".join([kind, *(f"{name} {value:g}" for name, value in settings.items())])
         changes = [_percent((found[i, :, j, m] / found[i, :, 0, m]).tolist()) for m in range(3)]
         rows.append((f"{load:.0%}", order, *changes))
     return table(("load", "order", "mean latency", "99th percentile", "mean time to first token"), rows)

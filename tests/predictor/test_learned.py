@@ -218,6 +218,17 @@ async def test_each_system_prompt_has_a_curve_of_its_own_once_it_is_known() -> N
     assert tokens["essay"] == pytest.approx(900.0, rel=0.05)
 
 
+async def test_many_system_prompts_leave_the_models_curve_alone() -> None:
+    """As a router that is new, and gets what the others have learnt at once."""
+    learned = predictor()
+    one = learned.scored(await learned.foresee(question(500)), 20, is_cut=False)
+    assert one is not None
+    learned.learn([one._replace(system_prompt=f"user {number}") for number in range(500)])
+    known = (await learned.foresee(question(500))).learned
+    assert known is not None
+    assert known.mean_tokens == pytest.approx(20.0, rel=0.05)
+
+
 async def test_scores_of_another_checkpoint_teach_nothing() -> None:
     other = LearnedPredictor(Asking(Scorer()), CURVE.scaled(2.0), CONFIG)
     learned = predictor()

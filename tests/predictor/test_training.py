@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def test_the_state_of_another_run_is_not_touched(real_samples: list[Sample], tmp
         StoppedTraining(real_samples[:40], config).run(tmp_path)
     with pytest.raises(ConfigError, match="is of another run"):
         Training(real_samples[:41], config).run(tmp_path)
+    with pytest.raises(ConfigError, match="is of another run"):
+        Training([dataclasses.replace(real_samples[0], is_cut=True), *real_samples[1:40]], config).run(tmp_path)
 
 
 def test_it_stops_when_nothing_improves(real_samples: list[Sample], tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.multi_bin import MultiBinConfig
 from policies.step_time import StepTimeConfig
@@ -235,6 +236,42 @@ def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
     assert sum(e.totals.prefill_tokens for e in plain.engines) == 40 * 300
     assert sum(e.totals.prefill_tokens for e in reused.engines) == 40 * 44
     assert reused.engines[0].totals.peak_blocks >= 300 // 16
+
+
+def test_an_engine_starts_what_waits_by_the_routers_key_where_it_is_ordered() -> None:
+    def first_of_chat(ordered: bool) -> int:
+        order = {"class_targets_s": {"chat": 0.5, "batch": 60.0}}
+        router = RouterConfig(credit_lookahead=None)
+        engine = EngineConfig(slots=1, total_blocks=400, ordered=ordered)
+        config = ClusterConfig(
+            times=TIMES, engine=engine, order="virtual_deadline", order_settings=order, router=router
+        )
+        mixed = replace(workload(4, rate=1000.0, seed=0), slo_class=("batch", "batch", "batch", "chat"))
+        done = run(config, mixed).requests
+        return sorted(done, key=lambda request: request.started_s or 0.0).index(done[3])
+
+    assert (first_of_chat(ordered=False), first_of_chat(ordered=True)) == (3, 1)
+
+
+def test_what_a_replica_would_not_let_run_waits_in_the_router() -> None:
+    """As live: there the order still counts for it, and another replica may take it."""
+
+    def most_in_the_engine(credit: Literal["slots", "admitted"]) -> int:
+        most = 0
+
+        class Watched(Auto):
+            def plan(self, state: BatchState) -> StepPlan:
+                nonlocal most
+                most = max(most, state.waiting_count if state.now_s > 20.0 else 0)
+                return super().plan(state)
+
+        config = replace(small("auto"), router=RouterConfig(credit=credit), clients=40)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ClusterConfig, "batch_policy", lambda _: Watched(AutoConfig(step_times=TIMES)))
+            assert_all_served(run(config, workload(600, rate=1.0, seed=0)))
+        return most
+
+    assert most_in_the_engine("admitted") < most_in_the_engine("slots") / 2
 
 
 def test_a_policy_of_another_family_is_refused_by_name() -> None:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from deployments import cli
+from deployments.calibrate import write_profile
+from deployments.config import AppConfig
+from deployments.scheduler_settings import SchedulerSettings
+from policies.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
+from policies.order import VirtualDeadlineConfig
+from policies.types import StepCoefficients, StepTimes
+from simulator.engine import EngineConfig
+from simulator.engines import engine_profile
 from simulator.metrics import GapHistogram
-from simulator.presets import FEATURES
+from simulator.presets import FEATURES, system
 from simulator.report import Target, parse_target
 
 pytestmark = pytest.mark.slow
@@ -58,14 +66,54 @@ def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> 
     rows = [f"{0.1 * n},200,{20 + n},{'chat' if n % 2 else 'batch'}" for n in range(40)]
     trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
     run("simulate", "--trace", str(trace), "--target", "chat:1:0.05", "--json", str(out))
+    with pytest.raises(InputError, match="no request has: chats; there are: batch, chat"):
+        run("simulate", "--trace", str(trace), "--target", "chats:1:0.05")
     classes = json.loads(out.read_text())["classes"]
     assert classes["chat"]["attainment"] == 1.0
     assert classes["batch"]["attainment"] is None
 
 
+def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
+    classes = {"chat": {"ttft_s": 0.5, "itl_s": 0.03}, "batch": {"ttft_s": 60.0, "itl_s": 1.0}}
+    targets = {name: Target(ttft_s=each["ttft_s"], tpot_s=each["itl_s"]) for name, each in classes.items()}
+    live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
+    simulated = system("sluice", engine_profile("Llama-3.1-8B@l40s"), EngineConfig(), 1, targets)
+    order, live_order = VirtualDeadlineConfig(**simulated.order_settings), live.order_config()
+    assert (order.class_targets_s, order.work_weight) == (live_order.class_targets_s, live_order.work_weight)
+    argv = live.engine_argv()
+    settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
+    told = AutoConfig(**simulated.batch_settings, class_itl_budgets_s=(None, None, None))
+    assert told == settings.auto_config(None)
+
+
 def plan(path: Path, *argv: str) -> Any:
     run("plan", *FEW, "--json", str(path), *argv)
     return json.loads(path.read_text())
+
+
+def test_a_plan_in_which_a_target_and_a_class_do_not_meet_is_refused(tmp_path: Path) -> None:
+    """It would judge nobody, and find everything good enough."""
+    with pytest.raises(InputError, match="no request has: chat; there are: none"):
+        run("plan", *FEW, "--target", "chat:1:0.05")
+    trace = tmp_path / "mine.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens,slo_class\n0,9,9,chat\n1,9,9,batch\n")
+    with pytest.raises(InputError, match="no target for batch"):
+        run("plan", "--trace", str(trace), "--target", "chat:1:0.05")
+
+
+def test_what_calibrate_writes_is_an_engine_to_simulate(tmp_path: Path) -> None:
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
+        decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4, kv_s=5e-8),
+        mixed=StepCoefficients(overhead_s=0.012, prefill_s=5e-5, decode_s=1e-4, kv_s=5e-8, interference_s=1e-6),
+    )
+    write_profile(tmp_path / "mine.csv", times, (512, 4096), model="mine", gpu="mine")
+    read = engine_profile(str(tmp_path / "mine.csv")).times
+    for held in ({"prefill_tokens": 500}, {"decode_requests": 9, "kv_tokens": 9000}):
+        assert read.step_s(**held) == pytest.approx(times.step_s(**held))
+    mixed = {"prefill_tokens": 500, "decode_requests": 9, "kv_tokens": 9000}
+    assert read.step_s(**mixed) == pytest.approx(times.step_s(**mixed))
+    run("simulate", *FEW, "--engine", str(tmp_path / "mine.csv"), "--cache-tokens", "40000")
 
 
 def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_adds(tmp_path: Path) -> None:
