@@ -218,6 +218,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
             "slo_class": exchange.context.slo_class,
             "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
             "output_tokens": tokens,
+            "outcomes": [timing.outcome for timing in exchange.context.timings],
             **times,
         },
     )

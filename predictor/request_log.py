@@ -1,7 +1,8 @@
 """Training data from one's own traffic: Sluice's request log joined with the prompts that one has kept oneself.
 
-Routers log one JSON line a request, with its id, status and output tokens; prompts are not logged, for they are the
-users'. Whoever keeps prompts (a gateway, an application) keeps them under the X-Request-Id that Sluice answers with.
+Routers log one JSON line a request, with its id, output tokens and how its answers ended; prompts are not logged, for
+they are the users'. Whoever keeps prompts (a gateway, an application) keeps them under the X-Request-Id that Sluice
+answers with. A request of several answers, or one that broke off, says nothing of how long an answer is.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 from policies.errors import InputError
 from predictor.samples import open_text
 
-OK = 200
+WHOLE = (["stop"], ["length"])
 
 
 def export(logs: Iterable[Path], prompts: Path, out: Path) -> int:
@@ -33,18 +34,18 @@ def export(logs: Iterable[Path], prompts: Path, out: Path) -> int:
 
 
 def _sample(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompt", "model", "max_tokens", "finish_reason")
-    return {name: prompt[name] for name in names if name in prompt} | {"output_tokens": answer["output_tokens"]}
+    kept = {name: prompt[name] for name in ("prompt", "model", "max_tokens") if name in prompt}
+    return kept | {"output_tokens": answer["output_tokens"], "finish_reason": answer["outcomes"][0]}
 
 
 def _requests(log: Path) -> Iterator[dict[str, Any]]:
-    """Finished requests; a log holds other lines as well, also such as are no JSON."""
+    """Those with one whole answer; a log holds other lines as well, also such as are no JSON."""
     for line in _lines(log):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and row.get("status") == OK and row.get("output_tokens") and "request_id" in row:
+        if isinstance(row, dict) and row.get("outcomes") in WHOLE and row.get("output_tokens") and "request_id" in row:
             yield row
 
 

@@ -643,6 +643,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         timing.output_tokens += count
 
     def _count(self, entry: _Entry[RequestT], outcome: str) -> None:
+        entry.timing.outcome = outcome
         self._metrics.requests.labels(entry.slo_class, str(entry.ticket.bin_index), outcome).inc()
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
         if outcome in ("stop", "length"):

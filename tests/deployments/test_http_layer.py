@@ -122,6 +122,7 @@ async def served(request: Request) -> PlainTextResponse:
             first_token_s=submitted_s + 0.4,
             last_token_s=submitted_s + 0.8,
             output_tokens=7,
+            outcome="stop",
         )
     )
     return PlainTextResponse("done")
@@ -413,7 +414,8 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
     await client.get("/served", headers={"X-Request-Id": "mine"})
     (line,) = [vars(record) for record in log.records if record.name == "deployments.http_layer"]
-    shown = {name: line[name] for name in ("request_id", "method", "path", "status", "slo_class", "output_tokens")}
+    names = ("request_id", "method", "path", "status", "slo_class", "output_tokens", "outcomes")
+    shown = {name: line[name] for name in names}
     assert shown == {
         "request_id": "mine",
         "method": "GET",
@@ -421,6 +423,7 @@ async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, 
         "status": 200,
         "slo_class": "standard",
         "output_tokens": 7,
+        "outcomes": ["stop"],
     }
     assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
 

@@ -36,21 +36,23 @@ def test_a_predictor_is_trained_and_judged_from_the_command_line(
 def test_the_request_log_and_kept_prompts_make_training_data(tmp_path: Path) -> None:
     log, prompts, out = tmp_path / "router.log", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     rows = [
-        {"message": "request", "request_id": "a", "status": 200, "output_tokens": 12},
-        {"message": "request", "request_id": "b", "status": 429, "output_tokens": 0},
-        {"message": "request", "request_id": "c", "status": 200, "output_tokens": 7},
+        {"message": "request", "request_id": "a", "status": 200, "output_tokens": 12, "outcomes": ["length"]},
+        {"message": "request", "request_id": "b", "status": 429, "output_tokens": 0, "outcomes": ["refused"]},
+        {"message": "request", "request_id": "c", "status": 200, "output_tokens": 7, "outcomes": ["stop"]},
+        {"message": "request", "request_id": "left", "status": 200, "output_tokens": 3, "outcomes": ["cancelled"]},
+        {"message": "request", "request_id": "two", "status": 200, "output_tokens": 9, "outcomes": ["stop", "stop"]},
         {"message": "something else"},
     ]
     log.write_text("starting ...\n" + "\n".join(json.dumps(row) for row in rows))
     kept = [
         {"request_id": "a", "prompt": "Hello", "model": "m", "max_tokens": 12, "user": "u"},
-        {"request_id": "b", "prompt": "?"},
+        *({"request_id": name, "prompt": "?"} for name in ("b", "left", "two")),
         {"request_id": "zz", "prompt": "?"},
     ]
     prompts.write_text("\n".join(json.dumps(row) for row in kept))
     cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(out)])
     assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"prompt": "Hello", "model": "m", "max_tokens": 12, "output_tokens": 12}
+        {"prompt": "Hello", "model": "m", "max_tokens": 12, "output_tokens": 12, "finish_reason": "length"}
     ]
 
 
