@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -120,19 +120,29 @@ class KeyRing:
         """Read every source again. When one cannot be read, the keys stay as they are.
 
         Raises:
-            ConfigError: a source is malformed, two entries have one key, or one names a class that is not there.
+            ConfigError: a source is malformed, two entries have one key, or one of the file or of the environment names
+                a class that is not there. One in Redis, where nobody could check it, is left out by itself.
             StateStoreError: Redis does not answer.
         """
-        entries = [*self._from_file(), *self._from_environment(), *await self._from_redis()]
-        for entry in entries:
-            self._check_classes(entry)
-        self._tenants = _by_hash(entries)
+        configured = [*self._from_file(), *self._from_environment()]
+        for entry in configured:
+            if wrong := self._wrong_classes(entry):
+                raise ConfigError(wrong)
+        self._tenants = _by_hash([*configured, *self._usable(await self._from_redis())])
 
-    def _check_classes(self, entry: KeyEntry) -> None:
+    def _usable(self, entries: Iterable[KeyEntry]) -> Iterator[KeyEntry]:
+        for entry in entries:
+            if wrong := self._wrong_classes(entry):
+                logger.error("%s: it is refused until that is put right", wrong)
+            else:
+                yield entry
+
+    def _wrong_classes(self, entry: KeyEntry) -> str:
+        """What is wrong with the classes that it names; "" where nothing is."""
         named = (entry.classes or frozenset()) | ({entry.default_class} if entry.default_class else frozenset())
-        if unknown := named - self._classes:
-            known = ", ".join(sorted(self._classes))
-            raise ConfigError(f"the key {entry.name!r} names classes {sorted(unknown)}; there are {known}")
+        if not (unknown := named - self._classes):
+            return ""
+        return f"the key {entry.name!r} names classes {sorted(unknown)}; there are {', '.join(sorted(self._classes))}"
 
     def _from_file(self) -> list[KeyEntry]:
         if self._file is None:

@@ -61,8 +61,8 @@ class SluiceScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         if self.parallel_config.pipeline_parallel_size > 1 and not self.scheduler_config.async_scheduling:
             raise ConfigError(
-                "pipeline parallelism without asynchronous scheduling needs vLLM's own scheduler: start the engine "
-                "with --async-scheduling, or without Sluice's scheduler (engine.scheduler.mode: stock)"
+                "pipeline parallelism needs --async-scheduling with Sluice's scheduler, or vLLM's own scheduler "
+                "(engine.scheduler.mode: stock, without engine.prefill); it cannot be calibrated"
             )
         self.settings = SchedulerSettings.of_vllm(self.vllm_config.additional_config)
         self.clock: Clock = MonotonicClock()

@@ -309,14 +309,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return set.intersection(*held) if held else set()
 
     async def _call_replicas(self, method: str, argument: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
-        """By replica id what each engine answers, or the error in its place."""
+        """By replica id what each engine answers, or the error in its place; one out of reach takes as long again."""
         infos = await self._store.replica_infos()
         replies = await asyncio.gather(*(self._call(info.replica_id, method, argument, timeout_s) for info in infos))
         return {info.replica_id: reply for info, reply in zip(infos, replies, strict=True)}
 
     async def _call(self, replica_id: str, method: str, argument: bytes, timeout_s: float) -> Any:
         try:
-            return await (await self._connection(replica_id)).call(method, argument, timeout_s=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                connection = await self._connection(replica_id)
+            return await connection.call(method, argument, timeout_s=timeout_s)
+        except TimeoutError:
+            return ReplicaLostError(f"replica {replica_id} is out of reach")
         except SluiceError as error:
             return error
 
@@ -485,7 +489,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             raise
 
     async def _avoid(self, replica_id: str) -> None:
-        """Drop it, and not again at once: one that comes back lives, and others who reach it must not miss it."""
+        """Drop it where requests were given to it, and not again at once: one that comes back lives, and others who
+        reach it must not miss it."""
+        self._metrics.out_of_reach.inc()
+        if not any(entry.replica_id == replica_id for entry in self._entries.values()):
+            return
         now_s, apart_s = self._clock.now(), MISSED_HEARTBEATS * self._config.heartbeat_s
         self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < apart_s}
         if replica_id in self._dropped_s:

@@ -156,7 +156,8 @@ def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer
 def set_options(writer: asyncio.StreamWriter) -> None:
     """Send every step's tokens at once: Nagle would hold them back for the acknowledgement of the last ones.
 
-    And break off within PEER_TIMEOUT_S, idle or not, where the peer's machine has gone without a word.
+    And break off within PEER_TIMEOUT_S, idle or not, where the peer's machine has gone without a word; for the kernel
+    that is also one that has read nothing for as long while its buffers are full.
     """
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

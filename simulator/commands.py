@@ -289,6 +289,7 @@ def _plan_config(options: argparse.Namespace) -> PlanConfig:
         profiles={profile.name: (profile, _engine(options, profile)) for profile in profiles},
         prices=prices,
         targets=_targets(options),
+        told=bool(options.target),
         replicas=replicas,
         systems=options.systems.split(","),
         loads=loads,

@@ -60,6 +60,7 @@ class PlanConfig:
     Attributes:
         profiles: engines by name, with their sizes; prices per replica and hour, 1 where not named.
         replicas, systems, loads: what to combine; a load multiplies the workload's arrival rate.
+        told: whether Sluice is told the targets, or only judged by them as the others are.
         attainment: share of every class's requests that must meet their target.
         split: how the system "split" decides and moves caches.
 
@@ -73,6 +74,7 @@ class PlanConfig:
     replicas: Sequence[int] = (1, 2, 4)
     systems: Sequence[str] = ("stock", "sluice")
     loads: Sequence[float] = (1.0,)
+    told: bool = True
     attainment: float = 0.95
     split: PrefillDecodeConfig = field(default_factory=PrefillDecodeConfig)
 
@@ -100,7 +102,7 @@ class PlanConfig:
     def cluster(self, point: Point) -> ClusterConfig:
         profile, engine = self.profiles[point.engine]
         name = "sluice" if point.system == "split" else point.system
-        config = system(name, profile, engine, point.replicas, self.targets)
+        config = system(name, profile, engine, point.replicas, self.targets if self.told else None)
         return without(point.without, config) if point.without else config
 
 

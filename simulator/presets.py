@@ -19,6 +19,7 @@ from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
 BINS = 4
+NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
 WORK_WEIGHT = 1.0  # as order.work_weight is where nothing else is configured
 SYSTEMS = ("stock", "sluice")
 FEATURES = (
@@ -70,11 +71,11 @@ def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
     each = [targets.get(name) for name in (EVERY_CLASS, *names)]
     order: dict[str, Any] = {
-        "class_targets_s": {name: targets[name].ttft_s for name in names},
+        "class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names},
         "work_weight": WORK_WEIGHT,
     }
     if each[0] is not None:
-        order["default_target_s"] = each[0].ttft_s
+        order["default_target_s"] = min(each[0].ttft_s, NO_HURRY_S)
     between_tokens = tuple(None if target is None or isinf(target.tpot_s) else target.tpot_s for target in each)
     return {
         "batch_settings": {"classes": len(each), "class_itl_targets_s": between_tokens},

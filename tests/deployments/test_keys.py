@@ -107,7 +107,11 @@ def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.Captu
 
 
 async def test_keys_in_redis_are_made_listed_used_and_removed(
-    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    redis_url: str,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
     cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
@@ -116,8 +120,11 @@ async def test_keys_in_redis_are_made_listed_used_and_removed(
     assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
     client = connect(redis_url)
     keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    cli.main(["keys", "new", "--name", "b", "--classes", "ofline", "--store", "--application", namespace])
+    mistyped = capsys.readouterr().out.strip()
     await keys.reload()
-    assert keys.find(key) is not None
+    assert keys.find(key) is not None and keys.find(mistyped) is None
+    assert "the key 'b' names classes ['ofline']" in caplog.text
     cli.main(["keys", "remove", "a", "--application", namespace])
     await keys.reload()
     assert keys.find(key) is None

@@ -65,6 +65,7 @@ def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> 
     trace, out = tmp_path / "mine.csv", tmp_path / "out.json"
     rows = [f"{0.1 * n},200,{20 + n},{'chat' if n % 2 else 'batch'}" for n in range(40)]
     trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
+    run("simulate", "--trace", str(trace), "--target", "chat:1:0.05", "--target", "batch:inf:inf")
     run("simulate", "--trace", str(trace), "--target", "chat:1:0.05", "--json", str(out))
     with pytest.raises(InputError, match="no request has: chats; there are: batch, chat"):
         run("simulate", "--trace", str(trace), "--target", "chats:1:0.05")
