@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests of whole applications: each has the machine to itself, the others share it in two processes.
 APPS   := $(addprefix tests/,integration/one_model integration/several_models integration/test_prefill_decode.py \
             integration/test_serve_deploy.py integration/test_cores.py k8s/test_semantic.py)
-OTHERS := tests/ -n 2 $(addprefix --ignore=,$(APPS))
+OTHERS := tests/ -n 2 --dist worksteal $(addprefix --ignore=,$(APPS))
 
 .PHONY: help serve test test-unit check venv lock bench clean
 

@@ -35,7 +35,8 @@ from deployments.environment import (
     take_all_cores,
 )
 from deployments.one_machine import VLLM_TITLE, StartError, _engines_undisturbed, check_address, fresh_run_dir
-from tests.integration.application import REPOSITORY, wait_until
+from tests.integration.application import REPOSITORY
+from tests.waiting import wait_until
 
 # What of Ray Serve's configuration says where HAProxy listens, in its own shape.
 CONFIG = """\

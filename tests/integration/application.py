@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
+
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 SLUICE = str(Path(sys.executable).with_name("sluice"))
@@ -30,14 +31,6 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    give_up_s = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < give_up_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-    return result
 
 
 class Sluice:

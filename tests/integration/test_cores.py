@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.environment import cores_beside_engines, free_port
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from deployments.environment import free_port
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
 from tests.integration.conftest import EXACT, MAX_TOKENS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -17,7 +17,8 @@ import yaml
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port, one_machine_env, serve_env
-from tests.integration.application import REPOSITORY, START_TIMEOUT_S, alive, wait_until
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, alive
+from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 SERVE = str(Path(sys.executable).with_name("serve"))

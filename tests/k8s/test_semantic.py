@@ -24,10 +24,11 @@ import yaml
 
 from deployments.embedded_redis import find_server
 from deployments.environment import free_port, one_machine_env
-from tests.integration.application import REPOSITORY, alive, command_of, wait_until
+from tests.integration.application import REPOSITORY, alive, command_of
 from tests.k8s.cases import named
 from tests.k8s.engines import Helm4, Manifest, Values, documents, start_params
 from tests.k8s.schemas import templates_of
+from tests.waiting import wait_until
 
 PASSWORD = "a-password.of_this~test"
 COMMANDS = Path(sys.executable).parent

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
+from tests.waiting import wait_until
 
 MODEL = "sluice-demo"
 USER = [{"role": "user", "content": "Name three facts about rivers."}]

@@ -11,8 +11,9 @@ from typing import Any
 import openai
 import psutil
 
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
 from tests.integration.conftest import MAX_TOKENS
+from tests.waiting import wait_until
 
 
 async def stream_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str = "standard") -> tuple[str, str | None]:

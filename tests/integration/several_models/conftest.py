@@ -8,8 +8,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.integration.application import Sluice, is_free, wait_until
+from tests.integration.application import Sluice, is_free
 from tests.integration.several_models.models import KEY, settings
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="package")

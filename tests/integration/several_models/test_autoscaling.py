@@ -6,8 +6,9 @@ from pathlib import Path
 import yaml
 
 from deployments.environment import free_port
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
 from tests.integration.several_models.models import SCALED
+from tests.waiting import wait_until
 
 PATIENCE_S = 180
 

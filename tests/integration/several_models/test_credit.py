@@ -5,8 +5,9 @@ import statistics
 
 import openai
 
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
 from tests.integration.several_models.models import TIGHT, TIGHT_SLOTS
+from tests.waiting import wait_until
 
 STREAMS, TOKENS = 48, 96
 

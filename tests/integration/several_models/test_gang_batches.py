@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.config import DEMO_MODEL
-from tests.integration.application import Sluice, wait_until
+from tests.integration.application import Sluice
 from tests.integration.several_models.models import EDGE_TOKENS, GANG_SIZE, GANG_WAIT_S, GANGS, KEY
+from tests.waiting import wait_until
 
 BRIEF = ["What is 7 times 8?", "What is 2 + 3?", "What is 12 - 5?"]
 LONG = [

@@ -2,7 +2,8 @@
 
 import psutil
 
-from tests.integration.application import Sluice, alive, is_free, wait_until
+from tests.integration.application import Sluice, alive, is_free
+from tests.waiting import wait_until
 
 
 def test_every_process_of_a_killed_application_ends(killed: list[psutil.Process]) -> None:
