@@ -160,6 +160,7 @@ def holder(port: int) -> Iterator[tuple["subprocess.Popen[str]", psutil.Process 
             child.kill()
 
 
+@pytest.mark.slow
 def test_a_second_start_leaves_the_folder_of_the_first_alone_until_that_is_killed() -> None:
     port = free_port()
     run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")

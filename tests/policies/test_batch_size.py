@@ -354,6 +354,7 @@ class TestSlaConstrained:
             policy.observe(decode_result(step_s=0.03, batch=64))
         assert policy.batch_size >= 64
 
+    @pytest.mark.slow
     def test_an_engine_under_it_holds_the_mean_time_between_tokens(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))
         jobs = random_jobs(1500, prompt=(50, 150), mean_output=100, seed=4)

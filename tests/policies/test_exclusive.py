@@ -211,16 +211,19 @@ class TestRules:
         theta = phase_threshold(overhead_ratio(hazard=0.01, prefill_overhead_s=0.04, decode_overhead_s=0.01))
         assert policy.phase_length.slots_fraction == pytest.approx(theta, rel=0.1)
 
+    @pytest.mark.slow
     def test_the_exact_phase_beats_a_refill_of_one_where_prefill_overheads_are_large(self) -> None:
         exact = saturated(ToyEngine(exclusive(), make_times(), slots=64))
         one = saturated(ToyEngine(exclusive(phase_rule="fixed", refill=1), make_times(), slots=64))
         assert tokens_per_s(steady(exact)) > 1.3 * tokens_per_s(steady(one))
 
+    @pytest.mark.slow
     def test_step_times_need_not_be_given(self) -> None:
         known = saturated(ToyEngine(exclusive(), make_times(), slots=64))
         blind = ToyEngine(ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive")), make_times(), slots=64)
         assert tokens_per_s(steady(saturated(blind))) > 0.97 * tokens_per_s(steady(known))
 
+    @pytest.mark.slow
     def test_the_gap_between_two_tokens_stays_within_its_budget(self) -> None:
         times = make_times()
         policy = exclusive(times, itl_budget_s=0.075)

@@ -50,6 +50,7 @@ async def test_prompts_that_come_together_share_batches_within_the_budget() -> N
     await batcher.close()
 
 
+@pytest.mark.slow
 async def test_batches_shrink_until_they_fit_into_half_of_what_a_prompt_may_wait() -> None:
     sizes: list[int] = []
 

@@ -407,6 +407,7 @@ async def test_while_redis_is_away_nothing_is_split_and_nothing_is_lost() -> Non
     server.close()
 
 
+@pytest.mark.slow
 async def test_auto_splits_only_while_others_would_notice(service: Service) -> None:
     reading, _ = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
     await service.start(

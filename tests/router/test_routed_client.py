@@ -406,6 +406,7 @@ async def test_a_replica_that_comes_later_and_refuses_an_adapter_gets_nothing_an
     assert willing.engine.loras == {2}
 
 
+@pytest.mark.slow
 async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +488,7 @@ async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> N
     await service.finish(answers)
 
 
+@pytest.mark.slow
 async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Service) -> None:
     """More urgent requests arrive than the replica can serve, and never cease before the waiting one has started."""
     await service.replica(slots=1)
@@ -1096,6 +1098,7 @@ async def test_a_replica_lost_together_with_redis_loses_nothing(gate: Gate) -> N
     await service.close()
 
 
+@pytest.mark.slow
 async def test_a_class_that_was_full_when_redis_went_away_is_asked_again(gate: Gate) -> None:
     service = Service(gate.url)
     front_end = await service.front_end(max_waiting=2)

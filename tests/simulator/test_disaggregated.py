@@ -52,6 +52,7 @@ def test_the_first_token_waits_for_the_cache_to_arrive() -> None:
             assert request.ttft_s > TRANSFER.transfer_s(request.prompt_tokens)
 
 
+@pytest.mark.slow
 def test_auto_splits_under_tight_targets_alone_and_then_evens_the_gaps() -> None:
     rng = np.random.default_rng(3)
     drawn = synthetic("long", length_law("uniform:2000:6000"), length_law("exponential:60"), 150, rng)
@@ -84,6 +85,7 @@ def test_pools_have_bounds() -> None:
         PoolsConfig(prefill_replicas=0)
 
 
+@pytest.mark.slow
 def test_a_plan_finds_out_where_splitting_pays() -> None:
     rng = np.random.default_rng(0)
     drawn = synthetic("long", length_law("lognormal:4000:0.5"), length_law("exponential:80"), 100, rng)
