@@ -26,7 +26,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,29 +227,37 @@ def compared(
     return runs
 
 
+class Report:
+    """Runs by load and mode, written down load by load: what is ended in the middle leaves what it had."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[str, dict[str, list[Run]]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, title: str, modes: dict[str, list[Run]]) -> None:
+        self._runs[title] = modes
+        text = "\n\n".join(table(title, modes) for title, modes in self._runs.items())
+        (self._folder / "modes.md").write_text(f"# The scheduler's modes, {CLOCK} seconds\n\n{text}\n")
+        plotted(self._runs, self._folder / "modes.png")
+        print(f"\n{table(title, modes)}\n\nwritten to {self._folder}")
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, list[Run]]]]:
-    """Runs by load and mode; written down after every test."""
-    runs: dict[str, dict[str, list[Run]]] = {}
-    yield runs
-    folder = Path(os.environ.get("SLUICE_BENCH_OUT") or tmp_path_factory.mktemp("modes"))
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(table(title, modes) for title, modes in runs.items())
-    (folder / "modes.md").write_text(f"# The scheduler's modes, {CLOCK} seconds\n\n{text}\n")
-    plotted(runs, folder / "modes.png")
-    print(f"\n{text}\n\nwritten to {folder}")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return Report(Path(os.environ.get("SLUICE_BENCH_OUT") or tmp_path_factory.mktemp("modes")))
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-def test_modes_with_room(slots: int, tmp_path: Path, found: dict[str, dict[str, list[Run]]]) -> None:
+def test_modes_with_room(slots: int, tmp_path: Path, report: Report) -> None:
     llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
     title = f"{slots} slots, {2 * slots} clients"
-    found[title] = compared(llm, title, MODES, slots=slots, clients=2 * slots)
+    report.add(title, compared(llm, title, MODES, slots=slots, clients=2 * slots))
 
 
-def test_modes_in_a_tight_cache(tmp_path: Path, found: dict[str, dict[str, list[Run]]]) -> None:
+def test_modes_in_a_tight_cache(tmp_path: Path, report: Report) -> None:
     # 70: vLLM wants room for one request of the greatest length; without a model of one's own blocks hold 32 tokens.
     blocks = max(70, round(150 * SCALE)) if "SLUICE_BENCH_MODEL" not in os.environ else 600
     llm = engine(tmp_path, max_num_seqs=TIGHT_SLOTS, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
     title = f"{TIGHT_SLOTS} slots, {4 * TIGHT_SLOTS // 3} clients, a cache for a third of them"
-    found[title] = compared(llm, title, TIGHT, slots=TIGHT_SLOTS, clients=4 * TIGHT_SLOTS // 3)
+    report.add(title, compared(llm, title, TIGHT, slots=TIGHT_SLOTS, clients=4 * TIGHT_SLOTS // 3))

@@ -259,19 +259,19 @@ def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> Non
     assert tokens == expected
 
 
-@pytest.mark.parametrize("name", ["mixed", "exclusive k=6"])
+@pytest.mark.parametrize("name", ["mixed", "exclusive k=6", "auto"])
 def test_aborts_at_every_phase_leave_the_others_answers_alone(name: str) -> None:
     requests, expected = workload(branches=False), stock_answers(branches=False)
-    rng = random.Random(2)
+    rng, aborted = random.Random(2), set[str]()
 
     def abort(engine: Engine, step: int) -> None:
         alive = list(engine.core.scheduler.requests.values())
         if step % 3 == 0 and len(alive) > 1:
-            engine.engine.abort_request([rng.choice(alive).request_id], internal=True)
+            internal = rng.choice(alive).request_id
+            engine.engine.abort_request([internal], internal=True)
+            aborted.add(internal.rpartition("-")[0])  # vLLM made it of our own and something random
 
     tokens, _ = answers(PLANNED[name], requests, abort)
-    ended = {request_id: out for request_id, out in tokens.items() if out == expected[request_id]}
-    cut_short = {request_id for request_id in tokens if request_id not in ended}
-    assert len(ended) > 50
-    for request_id in cut_short:
-        assert expected[request_id][0][: len(tokens[request_id][0])] == tokens[request_id][0]
+    others = expected.keys() - aborted
+    assert len(expected) == REQUESTS and aborted <= expected.keys() and len(aborted) > 10 and len(others) > 50
+    assert tokens == {request_id: expected[request_id] for request_id in others}

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from statistics import median
 from typing import Any
 
 import openai
@@ -133,8 +134,9 @@ def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> No
 def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -> None:
     slots = sum(replica["slots"] for replica in sluice.status()["replicas"].values())
     running, queued = slots, 12
+    took_s: list[float] = []
 
-    async def cancel_24() -> float:
+    async def cancel_24() -> None:
         async with sluice.async_client() as client:
 
             async def run_on(number: int) -> None:
@@ -149,20 +151,25 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
             await asyncio.to_thread(wait_until, lambda: used_slots(sluice) == slots, 60, "every slot is in use")
             tasks += [asyncio.create_task(run_on(number)) for number in range(running, running + queued)]
             await asyncio.to_thread(wait_until, lambda: waiting(sluice) == queued, 60, "the others are queued")
-            # Twelve that run and twelve that wait go first; then all that are left, 24 at once and more.
-            for group in ([*tasks[:12], *tasks[-12:]], tasks):
-                for task in group:
-                    task.cancel()
-                await asyncio.gather(*group, return_exceptions=True)
-        return time.monotonic()
+            began_s = time.monotonic()
+            for task in (*tasks[:12], *tasks[-12:]):  # that run, and that wait
+                task.cancel()
+            await asyncio.to_thread(
+                wait_until,
+                lambda: used_slots(sluice) == running - 12 and not waiting(sluice),
+                30,
+                "the 24 hold nothing any more",
+            )
+            took_s.append(time.monotonic() - began_s)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def freed_after_s() -> float:
-        ended_s = asyncio.run(cancel_24())
+    for _ in range(5):
+        asyncio.run(cancel_24())
         wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
-        return time.monotonic() - ended_s
-
-    # Others may hold the processor for a moment, but hardly every time.
-    assert any(freed_after_s() < 1.0 for _ in range(10))
+    # Others may hold the processor for a moment, but hardly most of the time.
+    assert median(took_s) < 1.0, took_s
 
 
 def test_a_killed_replica_costs_no_request_and_changes_no_answer(
