@@ -24,8 +24,8 @@ Stats = dict[str, float]
 
 
 def fleet_stats(snapshot: Snapshot) -> Stats:
-    """What a replica reports."""
-    loads = snapshot.replicas.values()
+    """What a replica reports. Replicas that drain offer no slots and are leaving: what runs there needs none."""
+    loads = [load for load in snapshot.replicas.values() if load.slots]
     return {
         "replicas": len(loads),
         "slots": sum(load.slots for load in loads),

@@ -135,11 +135,11 @@ class _Bench:
     """An engine in this process whose batches are made to order."""
 
     def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
-        from deployments.config import DEMO_MODEL
+        from deployments.config import DEMO_ARGS, DEMO_MODEL
         from deployments.vllm_adapter import calibration_engine
 
-        name = str(DEMO_MODEL) if model == "demo" else model
-        self._engine = calibration_engine(name, vllm_args, SCHEDULER_CLASS)
+        name, args = (str(DEMO_MODEL), [*DEMO_ARGS, *vllm_args]) if model == "demo" else (model, vllm_args)
+        self._engine = calibration_engine(name, args, SCHEDULER_CLASS)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         config = self._engine.vllm_config
         self.slots = config.scheduler_config.max_num_seqs

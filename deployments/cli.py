@@ -13,19 +13,13 @@ import yaml
 from pydantic import ValidationError
 
 from deployments import calibrate, keys_command, one_machine
-from deployments.config import AppConfig
-from deployments.environment import cpu_dtype, vllm_is_for_cpus
+from deployments.config import DEMO_ARGS, AppConfig
+from deployments.environment import vllm_is_for_cpus
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
 from simulator import commands as simulator_commands
 
 DEMO_NAME = "sluice-demo"
-DEMO_ARGS = (
-    "--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", cpu_dtype(), "--enforce-eager",
-    "--kv-cache-memory-bytes", str(256 << 20),
-    # So small a model, left free to, would fill a JSON answer with blanks.
-    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
-)  # fmt: skip
 DRAIN_TIMEOUT_S = 5.0
 
 _EPILOG = """\

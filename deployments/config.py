@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from deployments.environment import cpu_dtype
 from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang import GangConfig
@@ -39,6 +40,12 @@ Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
+DEMO_ARGS = (
+    "--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", cpu_dtype(), "--enforce-eager",
+    "--kv-cache-memory-bytes", str(256 << 20),
+    # So small a model, left free to, would fill a JSON answer with blanks.
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)  # fmt: skip
 
 
 class Section(BaseModel):

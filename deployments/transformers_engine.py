@@ -256,15 +256,27 @@ class _SeenAnswers:
 
 
 def _max_model_len(config: Any, asked: int | None) -> int:
-    """Raises ConfigError when more is asked for than the model has positions."""
-    own = getattr(config, "max_position_embeddings", None)
+    """Raises ConfigError when more is asked for than the model has positions that rows of a batch can share."""
+    own = _positions(config)
     if asked is None or asked <= 0:
         if own is None:
             raise ConfigError("the model does not say how long its contexts may be: set --max-model-len in vllm_args")
-        return int(own)
+        return own
     if own is not None and asked > own:
         raise ConfigError(f"--max-model-len {asked} is more than the model's {own} positions")
     return asked
+
+
+def _positions(config: Any) -> int | None:
+    """Of the model; of one with LongRoPE those before it stretches, for Transformers stretches the whole batch then."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            of_model: int | None = getattr(config, "original_max_position_embeddings", own)
+            return kind.get("original_max_position_embeddings") or of_model
+    return own
 
 
 def _cache_tokens(model: GangModel) -> int:

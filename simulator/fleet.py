@@ -138,7 +138,7 @@ class Fleet:
         return self._join(now_s)
 
     def _shrink(self, surplus: int, now_s: float) -> None:
-        """Retire the newest once fewer have been wanted for long enough."""
+        """Retire the newest once fewer have been wanted for long enough; never one for another that only starts."""
         assert self._autoscale is not None
         if surplus <= 0:
             self._few_since_s = None
@@ -146,6 +146,7 @@ class Fleet:
         self._few_since_s = now_s if self._few_since_s is None else self._few_since_s
         if now_s - self._few_since_s < self._autoscale.hold_s:
             return
-        for replica_id in list(self._joined_s)[-surplus:]:
+        here = max(0, len(self._joined_s) - self._autoscale.min_replicas)
+        for replica_id in list(self._joined_s)[len(self._joined_s) - min(surplus, here) :]:
             self._count(replica_id, now_s)
             self._router.leave(replica_id)

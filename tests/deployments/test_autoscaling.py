@@ -26,6 +26,14 @@ def report(replicas: int, requests: int) -> Stats:
     return fleet_stats(Snapshot(lanes=lanes, replicas=loads, waiting_s=0.1 * waiting))
 
 
+def test_replicas_that_drain_do_not_count_as_those_that_serve() -> None:
+    """Else the rest would seem to have half the slots, and as many as leave would be asked for again."""
+    drains = {f"d{n}": ReplicaLoad(slots=0, running=5, outstanding_s=1.0, slowness=9.0) for n in range(4)}
+    serves = {f"r{n}": ReplicaLoad(slots=16, running=5, outstanding_s=1.0) for n in range(4)}
+    stats = fleet_stats(Snapshot(replicas=drains | serves))
+    assert (stats["replicas"], stats["slots"], stats["running"], stats["slowness"]) == (4, 64, 20, 1.0)
+
+
 def context(
     target: int, state: dict[str, Any], reports: dict[str, Stats], now_s: float, config: object
 ) -> AutoscalingContext:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from deployments.config import WorkSection
 from deployments.scheduler_settings import SchedulerSettings
 from policies.errors import ConfigError, InputError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+from simulator.profiles import calibrated
 
 TIMES = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=2e-5),
@@ -92,3 +95,17 @@ def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         parser().parse_args(["calibrate", "--help"])
     assert "sluice calibrate --model" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_measures_the_demo_model_and_says_what_it_found(tmp_path: Path) -> None:
+    profile, picture = tmp_path / "mine.csv", tmp_path / "fit.png"
+    options = ["--steps", "4", "--most-batch", "4", "-o", str(profile), "--plot", str(picture)]
+    sluice = Path(sys.executable).with_name("sluice")
+    done = subprocess.run([sluice, "calibrate", *options], capture_output=True, text=True, timeout=240, check=True)
+    assert "exclusive against mixed batching" in done.stdout
+    assert f"profile: {profile}" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    times = calibrated(profile)
+    assert times.step_s(prefill_tokens=128) > 0.0 and times.step_s(decode_requests=4, kv_tokens=1024) > 0.0

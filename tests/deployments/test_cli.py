@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deployments import cli
-from deployments.config import AppConfig
+from deployments.config import DEMO_ARGS, AppConfig
 from policies.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Any:
 def test_without_options_the_demo_model_is_served_by_two_engines() -> None:
     made = config()
     assert (made.served_model_name, made.engine.replicas, made.engine.num_gpus) == (cli.DEMO_NAME, 2, 0)
-    assert made.vllm_args == cli.DEMO_ARGS
+    assert made.vllm_args == DEMO_ARGS
 
 
 def test_a_model_brings_none_of_the_demo_models_settings() -> None:
@@ -61,7 +61,7 @@ def test_what_follows_two_dashes_goes_to_vllm() -> None:
 
 
 def test_the_demo_model_takes_further_arguments_after_its_own() -> None:
-    assert config("--", "--max-model-len", "512").vllm_args == (*cli.DEMO_ARGS, "--max-model-len", "512")
+    assert config("--", "--max-model-len", "512").vllm_args == (*DEMO_ARGS, "--max-model-len", "512")
 
 
 def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:

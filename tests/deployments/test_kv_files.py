@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_a_full_folder_takes_nothing(tmp_path: Path) -> None:
     assert small.write("b" * 32, tensors()) == 4000
     with pytest.raises(OSError, match="a{32}"):
         small.read("a" * 32)
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, max_bytes=1 << 20, keep_s=100.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            folder.write("a" * 32, {"x": torch.zeros(4096)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_nobody_fetched_goes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
-from deployments.model_switch import ModelSwitch
+from deployments.model_switch import ModelSwitch, _name
 
 LIMIT = 100_000
 
@@ -82,6 +82,11 @@ async def test_a_body_in_pieces_arrives_whole(client: httpx.AsyncClient) -> None
 async def test_without_a_name_the_first_model_answers(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/completions", json={"prompt": ""})).json()["by"] == "a"
     assert (await client.get("/version")).json() == {"by": "a"}
+
+
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"model": 1}', b"not JSON"])
+def test_a_body_that_names_nobody_is_the_first_models_to_refuse(body: bytes) -> None:
+    assert _name(body) is None
 
 
 async def test_an_unknown_name_gets_404(client: httpx.AsyncClient) -> None:

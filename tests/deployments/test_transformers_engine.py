@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from deployments.config import GangSection
 from deployments.relay import Engine
 from deployments.request_metadata import RequestMetadata
-from deployments.transformers_engine import TransformersEngine
+from deployments.transformers_engine import TransformersEngine, _max_model_len
 from policies.errors import ConfigError, ReplicaLostError
 from tests.deployments.tiny_models import CONTEXT, greedy, tiny_llama
 
@@ -236,6 +237,16 @@ async def test_more_context_than_the_model_has_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         start(max_model_len=asked_len)
+
+
+def test_contexts_that_stretch_the_positions_of_a_whole_batch_are_not_offered() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+    phi = SimpleNamespace(max_position_embeddings=131072, original_max_position_embeddings=4096, rope_parameters=rope)
+    assert _max_model_len(phi, None) == 4096
+    with pytest.raises(ConfigError, match="the model's 4096 positions"):
+        _max_model_len(phi, 8192)
+    plain = SimpleNamespace(max_position_embeddings=131072, rope_parameters={"rope_type": "default"})
+    assert _max_model_len(plain, None) == 131072
 
 
 async def test_a_folder_without_a_model_is_said_so(tmp_path: Path) -> None:

@@ -115,8 +115,7 @@ def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.multimodal.cache import factories
 
-    from deployments.cli import DEMO_ARGS
-    from deployments.config import DEMO_MODEL
+    from deployments.config import DEMO_ARGS, DEMO_MODEL
     from deployments.vllm_adapter import front_end_config, parse_vllm_args
 
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])

@@ -18,8 +18,7 @@ def renderer() -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    from deployments.cli import DEMO_ARGS
-    from deployments.config import DEMO_MODEL
+    from deployments.config import DEMO_ARGS, DEMO_MODEL
     from deployments.vllm_adapter import note_chats, parse_vllm_args
 
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])

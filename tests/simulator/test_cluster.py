@@ -213,6 +213,19 @@ def test_scaling_follows_the_load_and_pays_for_fewer_replicas_than_the_most() ->
     assert result.makespan_s < result.replica_s < 4 * result.makespan_s
 
 
+def test_scaling_down_keeps_those_that_serve_while_others_only_start() -> None:
+    """A burst asks for three more that take long; it is over before they are there."""
+    scale = AutoscaleConfig(max_replicas=4, target_ongoing=8, interval_s=2.0, start_s=500.0, hold_s=6.0)
+    burst = workload(60, 30.0, seed=5)
+    rest = workload(40, 0.2, seed=6)
+    arrivals = np.concatenate((burst.arrival_s, rest.arrival_s + 10.0))
+    rng = np.random.default_rng(0)
+    both = synthetic("both", length_law("uniform:1:400"), length_law("exponential:60"), 100, rng).arriving(arrivals)
+    result = run(small("stock", replicas=1, autoscale=scale), predicted(both, "noise:0.44", rng))
+    assert_all_served(result)
+    assert max(request.ttft_s or 0.0 for request in result.requests[60:]) < 20.0, "somebody was always there"
+
+
 def test_a_closed_loop_never_holds_more_than_its_clients() -> None:
     result = run(small("stock", clients=5), workload(100, 1.0, seed=6))
     assert_all_served(result)

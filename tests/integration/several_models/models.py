@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from deployments.cli import DEMO_ARGS
-from deployments.config import DEMO_MODEL
+from deployments.config import DEMO_ARGS, DEMO_MODEL
 from deployments.keys import digest, new_key
 from tests.adapters import write_adapter
 
