@@ -21,6 +21,14 @@ EXACT = ("--dtype", "float32")
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _installed_from_here() -> None:
+    """What `sluice` starts must be what is tested: an environment may have been installed from another folder since."""
+    command = [sys.executable, "-P", "-c", "import deployments; print(deployments.__file__)"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert Path(found).is_relative_to(REPOSITORY), f"sluice runs {found}: remove .venv, and `make test` makes it again"
+
+
 @pytest.fixture(scope="session")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
