@@ -1066,7 +1066,8 @@ async def test_whoever_is_cancelled_while_redis_is_away_leaves_every_slot_to_oth
     await service.close()
 
 
-async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["when all know", "before anybody knows"])
+async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate, known: bool) -> None:
     service = Service(gate.url)
     for _ in range(2):
         await service.replica(slots=4)
@@ -1074,23 +1075,8 @@ async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate) -> N
     answers = await front_end.ask_many(8, 100)
     await until(lambda: all(answer.tokens for answer in answers))
     gate.shut()
-    answers += await front_end.ask_many(2, 20)
-    await service.replicas[0].die()
-    await until(lambda: sum(answer.outcome is not None for answer in answers) > 5)
-    await gate.open()
-    await service.finish(answers)
-    await service.close()
-
-
-async def test_a_replica_lost_together_with_redis_loses_nothing(gate: Gate) -> None:
-    """Nobody knows yet that Redis is away when the connection breaks."""
-    service = Service(gate.url)
-    for _ in range(2):
-        await service.replica(slots=4)
-    front_end = await service.front_end()
-    answers = await front_end.ask_many(8, 100)
-    await until(lambda: all(answer.tokens for answer in answers))
-    gate.shut()
+    if known:
+        answers += await front_end.ask_many(2, 20)
     await service.replicas[0].die()
     await until(lambda: all(answer.outcome is not None for answer in answers))
     await gate.open()
