@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.environment import cpu_env
+from deployments.environment import cpu_dtype, cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixedConfig
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.gpu:
         _restart_with(cpu_env())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    bench = _Bench(options.model, options.vllm_args)
+    bench = _Bench(options.model, options.vllm_args, gpu=options.gpu)
     measured = bench.measure(options.steps, options.most_batch)
     times = measured.times()
     contexts = sorted({load.context for load in bench.loads(options.most_batch) if load.batch and not load.prompt})
@@ -131,15 +131,24 @@ def _restart_with(env: dict[str, str]) -> None:
         os.execve(sys.executable, command, {**os.environ, **env, _READY_ENV: "1", "VLLM_LOGGING_LEVEL": "ERROR"})
 
 
+def _of_vllm(model: str, vllm_args: Sequence[str], *, gpu: bool) -> tuple[str, Sequence[str]]:
+    """The model and the arguments that an engine of `sluice serve` would have."""
+    from deployments.config import DEMO, DEMO_ARGS, DEMO_MODEL, ModelSection
+
+    if model == DEMO:
+        return str(DEMO_MODEL), [*DEMO_ARGS, "--dtype", cpu_dtype(), *vllm_args]
+    if gpu:
+        return model, vllm_args
+    return model, ModelSection.model_construct(model=model, vllm_args=tuple(vllm_args)).sharing_memory(1).vllm_args
+
+
 class _Bench:
     """An engine in this process whose batches are made to order."""
 
-    def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
-        from deployments.config import DEMO_ARGS, DEMO_MODEL
+    def __init__(self, model: str, vllm_args: Sequence[str], *, gpu: bool) -> None:
         from deployments.vllm_adapter import calibration_engine
 
-        name, args = (str(DEMO_MODEL), [*DEMO_ARGS, *vllm_args]) if model == "demo" else (model, vllm_args)
-        self._engine = calibration_engine(name, args, SCHEDULER_CLASS)
+        self._engine = calibration_engine(*_of_vllm(model, vllm_args, gpu=gpu), SCHEDULER_CLASS)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         config = self._engine.vllm_config
         self.slots = config.scheduler_config.max_num_seqs

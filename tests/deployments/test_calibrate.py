@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from deployments.calibrate import Measured, exclusive_gain, in_words, write_profile
+from deployments.calibrate import Measured, _of_vllm, exclusive_gain, in_words, write_profile
 from deployments.cli import parser
-from deployments.config import WorkSection
+from deployments.config import DEMO_ARGS, WorkSection
+from deployments.environment import cpu_dtype
 from deployments.scheduler_settings import SchedulerSettings
 from policies.errors import ConfigError, InputError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
@@ -109,3 +110,11 @@ def test_the_command_measures_the_demo_model_and_says_what_it_found(tmp_path: Pa
     assert picture.read_bytes().startswith(b"\x89PNG")
     times = calibrated(profile)
     assert times.step_s(prefill_tokens=128) > 0.0 and times.step_s(decode_requests=4, kv_tokens=1024) > 0.0
+
+
+def test_it_measures_what_would_be_served() -> None:
+    name, args = _of_vllm("demo", ["--max-num-seqs", "8"], gpu=False)
+    assert Path(name).is_dir()
+    assert [*DEMO_ARGS, "--max-num-seqs", "8"] == [arg for arg in args if arg not in ("--dtype", cpu_dtype())]
+    assert _of_vllm("m", ["--seed", "1"], gpu=True) == ("m", ["--seed", "1"])
+    assert _of_vllm("m", ["--seed", "1"], gpu=False)[1] == ("--seed", "1", "--gpu-memory-utilization", "0.6")

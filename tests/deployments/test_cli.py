@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from deployments import cli
-from deployments.config import DEMO_ARGS, AppConfig
+from deployments.config import DEMO_ARGS, DEMO_NAME, AppConfig
 from policies.errors import ConfigError
+
+CONFIGS = Path(cli.__file__).with_name("configs")
 
 
 def config(*argv: str) -> AppConfig:
@@ -30,13 +32,26 @@ def file(tmp_path: Path) -> Any:
 
 def test_without_options_the_demo_model_is_served_by_two_engines() -> None:
     made = config()
-    assert (made.served_model_name, made.engine.replicas, made.engine.num_gpus) == (cli.DEMO_NAME, 2, 0)
-    assert made.vllm_args == DEMO_ARGS
+    assert (made.public_name, made.engine.replicas, made.engine.num_gpus) == (DEMO_NAME, 2, 0)
+    assert made.vllm_args == ()
 
 
-def test_a_model_brings_none_of_the_demo_models_settings() -> None:
-    made = config("--model", "some/model")
-    assert (made.model, made.served_model_name, made.vllm_args) == ("some/model", None, ())
+def test_a_model_on_a_gpu_brings_nothing_of_ours() -> None:
+    made = config("--model", "some/model", "--num-gpus", "1")
+    assert (made.model, made.public_name, made.vllm_args) == ("some/model", "some/model", ())
+
+
+def test_engines_on_this_machine_s_processors_share_its_memory(file: Any) -> None:
+    share = "--gpu-memory-utilization"
+    assert config("--model", "m").vllm_args == (share, "0.3")
+    assert config("--model", "m", "--engine-replicas", "3").vllm_args == (share, "0.2")
+    both = config("--config", file({"model": "m", "engine": {"replicas": 1}, "more_models": [{"model": "n"}]}))
+    assert [each.vllm_args for each in both.each_model()] == [(share, "0.3")] * 2
+    for said in ([share, "0.5"], ["--kv_cache_memory_bytes=1000"]):
+        assert config("--model", "m", "--", *said).vllm_args == tuple(said)
+    space = {"model": "m", "engine": {"env": {"VLLM_CPU_KVCACHE_SPACE": "4"}}}
+    assert config("--config", file(space)).vllm_args == ()
+    assert config("--model", "m", "--engine", "transformers").vllm_args == ()
 
 
 def test_options_become_settings() -> None:
@@ -52,16 +67,13 @@ def test_another_engine_is_one_option() -> None:
 
 
 def test_what_follows_two_dashes_goes_to_vllm() -> None:
-    assert config("--model", "m", "--", "--max-model-len", "8", "-tp", "2").vllm_args == (
-        "--max-model-len",
-        "8",
-        "-tp",
-        "2",
-    )
+    argv = ("--max-model-len", "8", "-tp", "2")
+    assert config("--model", "m", "--num-gpus", "2", "--", *argv).vllm_args == argv
 
 
 def test_the_demo_model_takes_further_arguments_after_its_own() -> None:
-    assert config("--", "--max-model-len", "512").vllm_args == (*DEMO_ARGS, "--max-model-len", "512")
+    further = ("--max-model-len", "512", "--dtype", "float16")
+    assert config("--", *further).engine_argv()[6:][: len(DEMO_ARGS) + 4] == [*DEMO_ARGS, *further]
 
 
 def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
@@ -92,10 +104,10 @@ def test_an_engine_without_a_gpu_needs_the_build_for_cpus(
     monkeypatch.syspath_prepend(tmp_path)
     second = {"model": "m", "engine": {"num_gpus": 1}, "more_models": [{"model": "n"}]}
     for argv in (["--model", "m"], ["--config", file(second)]):
-        with pytest.raises(ConfigError, match="--num-gpus") if refused else nullcontext():
-            cli.check_build(config(*argv))
-    cli.check_build(config("--model", "m", "--num-gpus", "1"))
-    cli.check_build(config("--model", "m", "--engine", "transformers"))
+        with pytest.raises(ConfigError, match="num_gpus") if refused else nullcontext():
+            cli.check_builds(config(*argv))
+    cli.check_builds(config("--model", "m", "--num-gpus", "1"))
+    cli.check_builds(config("--model", "m", "--engine", "transformers"))
 
 
 def test_every_wrong_setting_is_named(file: Any) -> None:
@@ -123,6 +135,11 @@ def test_a_wrong_setting_does_not_show_its_value(file: Any) -> None:
 def test_a_file_that_is_no_mapping_is_refused_by_name(file: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=r"sluice\.yaml"):
         config("--config", file(text))
+
+
+def test_a_file_for_serve_deploy_is_told_from_one_of_settings() -> None:
+    with pytest.raises(ConfigError, match="is for `serve deploy`: .* under `args`"):
+        config("--config", str(CONFIGS / "local.yaml"))
 
 
 @pytest.mark.parametrize("section", ["engine", "router", "predictor", "vllm_args"])

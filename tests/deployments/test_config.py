@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from deployments import config as config_module
 from deployments.app import engine_env
-from deployments.config import AppConfig
+from deployments.config import DEMO_ARGS, AppConfig
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
 
@@ -262,7 +262,8 @@ def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
 
 
 def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas_of_their_own() -> None:
-    engines = {"engine": {"replicas": 2, "num_gpus": 1}, "more_models": [{"model": "n", "engine": {"num_gpus": 4}}]}
+    large = {"model": "n", "engine": {"num_gpus": 4}, "vllm_args": ["--tensor-parallel-size", "4"]}
+    engines = {"engine": {"replicas": 2, "num_gpus": 1}, "more_models": [large]}
     predictor = {"kind": "bert", "replicas": 3, "num_gpus": 0.5}
     assert config(**engines).gpus == 6
     assert config(**engines, predictor=predictor).gpus == 7.5
@@ -275,6 +276,55 @@ def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
         assert engine_env(config(engine={"kind": kind}))["CUDA_VISIBLE_DEVICES"] == ""
         assert "CUDA_VISIBLE_DEVICES" not in engine_env(config(engine={"kind": kind, "num_gpus": 0.5}))
     assert engine_env(config(engine={"env": {"CUDA_VISIBLE_DEVICES": "1"}}))["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "used"),
+    [
+        (4, [], 1),
+        (1, ["--tensor-parallel-size", "2"], 2),
+        (2, ["-tp=2", "--pipeline_parallel_size", "2"], 4),
+        (2, ["-tp", "2", "-dp", "2"], 4),
+    ],
+)
+def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv: list[str], used: int) -> None:
+    assert f"is {gpus}, and each engine uses {used}" in refused(engine={"num_gpus": gpus}, vllm_args=argv)[""]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv"),
+    [
+        (2, ["-tp", "2"]),
+        (4, ["--tensor-parallel-size=2", "-pp", "2"]),
+        (0.5, []),
+        (0, ["-tp", "2"]),
+        (8, ["--config", "vllm.yaml"]),
+        (1, ["-tp", "2", "--distributed-executor-backend", "ray"]),
+        (1, ["-tp", "nonsense"]),  # vLLM will say so
+    ],
+)
+def test_gpus_that_fit_or_that_the_arguments_do_not_tell_are_taken(gpus: float, argv: list[str]) -> None:
+    assert config(engine={"num_gpus": gpus}, vllm_args=argv).engine.num_gpus == gpus
+
+
+def test_the_demo_model_brings_its_name_and_its_arguments_wherever_it_stands() -> None:
+    first, second = config(more_models=[{"model": "demo", "vllm_args": ["--max-model-len", "512"]}]).each_model()
+    assert (first.public_name, second.public_name) == ("m", "sluice-demo")
+    argv = second.vllm_argv()
+    assert argv[argv.index("--served-model-name") + 1] == "sluice-demo"
+    assert argv[-len(DEMO_ARGS) - 2 :] == [*DEMO_ARGS, "--max-model-len", "512"]
+    assert config(model="demo", served_model_name="mine").public_name == "mine"
+
+
+def test_the_precision_of_the_demo_model_is_each_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, names = config(model="demo"), set()
+    for dtype in ("bfloat16", "float32"):
+        monkeypatch.setattr("deployments.config.cpu_dtype", lambda dtype=dtype: dtype)
+        argv = made.engine_argv()
+        assert argv[argv.index("--dtype") + 1] == dtype
+        names.add(made.namespace("v"))
+    assert len(names) == 1
+    assert config(model="demo", vllm_args=["--dtype=float16"]).engine_argv().count("--dtype") == 0
 
 
 def test_two_models_of_one_name_are_refused() -> None:

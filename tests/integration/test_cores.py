@@ -1,10 +1,12 @@
-"""An engine on a machine with a core to spare, and the rest of its application beside it."""
+"""A model of the user's own, by its folder, on a machine with a core to spare, and the rest of its application."""
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
+from deployments.config import DEMO_MODEL
 from deployments.environment import cores_beside_engines, free_port
 from tests.integration.application import Sluice
 from tests.waiting import wait_until
@@ -12,14 +14,24 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    application = Sluice(tmp_path_factory.mktemp("one"), free_port(), "--engine-replicas", "1")
+    folder = tmp_path_factory.mktemp("one")
+    shutil.copytree(DEMO_MODEL, folder / "my-model")
+    application = Sluice(
+        folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", "--enforce-eager"
+    )
     try:
         yield application.wait_until_ready()
     finally:
         if application.process.poll() is None:
             application.interrupt()
+
+
+def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:
+    client = one_engine.client()
+    assert [each.id for each in client.models.list()] == ["./my-model"]
+    assert client.completions.create(model="./my-model", prompt="Rivers:", max_tokens=3).choices[0].text
 
 
 def test_an_engine_may_run_where_the_others_may_not_even_one_that_came_later(one_engine: Sluice) -> None:

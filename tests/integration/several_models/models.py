@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from deployments.config import DEMO_ARGS, DEMO_MODEL
+from deployments.config import DEMO_MODEL
 from deployments.keys import digest, new_key
 from tests.adapters import write_adapter
 
@@ -55,8 +55,7 @@ def _scaled(folder: Path) -> dict[str, Any]:
         "autoscaling": {"max_replicas": 2, "upscale_delay_s": 2.0, "downscale_delay_s": 4.0, "interval_s": 0.5},
         "lora": {"adapters": adapters, "max_rank": 8},
     }
-    arguments = [*DEMO_ARGS, "--max-num-seqs", "8"]
-    return {"model": "demo", "served_model_name": SCALED, "vllm_args": arguments, "engine": engine}
+    return {"model": "demo", "served_model_name": SCALED, "vllm_args": ["--max-num-seqs", "8"], "engine": engine}
 
 
 def _gangs() -> dict[str, Any]:
