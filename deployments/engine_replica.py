@@ -15,11 +15,11 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
-from deployments.environment import nixl_env
-from deployments.logs import log_as_json
+from deployments.environment import check_build, nixl_env
+from deployments.logs import last_error, log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
-from policies.errors import ConfigError, ReplicaLostError
+from policies.errors import ConfigError, EngineStartError, ReplicaLostError
 from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
@@ -101,7 +101,11 @@ class EngineReplica:
 
         args = parse_vllm_args(self._config.engine_argv(self._role))
         if self._config.gang is None:
-            return await asyncio.to_thread(VllmEngine, args)
+            check_build(self._config.engine.num_gpus)
+            try:
+                return await asyncio.to_thread(VllmEngine, args)
+            except RuntimeError as error:  # vLLM's own says "see above", and above is the log of this process
+                raise EngineStartError(f"the engine did not start: {last_error() or error}") from error
         from deployments.transformers_engine import TransformersEngine
 
         return await asyncio.to_thread(TransformersEngine, args, self._config.gang, asyncio.get_running_loop())

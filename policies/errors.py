@@ -5,6 +5,7 @@ SluiceError
 ├── InputError         (also ValueError)  a value handed to a function is out of its domain
 ├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
 ├── ReplicaLostError                      an engine replica went away with requests on board
+├── EngineStartError                      an engine did not come up
 ├── EngineCallError                       an engine refused a control call
 ├── PredictorError                        the learned length predictor cannot be reached or has failed
 ├── StateStoreError                       the shared state (Redis) cannot be read or written
@@ -38,6 +39,10 @@ class AdmissionError(SluiceError):
 
 class ReplicaLostError(SluiceError):
     """An engine replica stopped answering while it held requests."""
+
+
+class EngineStartError(SluiceError):
+    """An engine did not come up; the message is its own last word."""
 
 
 class EngineCallError(SluiceError):

@@ -1,10 +1,15 @@
 """Two groups of engine replicas: only equals read each other's KV caches."""
 
+import sys
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
 import pytest
 
-from deployments.engine_replica import check_pairs
+from deployments.config import AppConfig
+from deployments.engine_replica import EngineReplica, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env
-from policies.errors import ConfigError
+from policies.errors import ConfigError, EngineStartError
 from router.state_store import ReplicaInfo
 
 
@@ -36,3 +41,15 @@ def test_nixl_listens_where_the_replica_does_and_on_loopback_alone_there() -> No
     assert NIXL_DELAY_ENV in env
     elsewhere = nixl_env("0.0.0.0", on_cpu=False)
     assert "UCX_NET_DEVICES" not in elsewhere and NIXL_DELAY_ENV not in elsewhere
+
+
+async def test_an_engine_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(args: object) -> NoReturn:
+        raise RuntimeError("see root cause above")
+
+    vllm = SimpleNamespace(VllmEngine=fails, parse_vllm_args=list)
+    monkeypatch.setitem(sys.modules, "deployments.vllm_adapter", vllm)
+    monkeypatch.setattr("deployments.engine_replica.last_error", lambda: "ValueError: no memory left")
+    replica: Any = SimpleNamespace(_config=AppConfig(model="m"), _role="decode")
+    with pytest.raises(EngineStartError, match="did not start: ValueError: no memory left"):
+        await EngineReplica._load(replica)
