@@ -177,7 +177,7 @@ class MiniKubeRay:
         everything = [process for name in self.processes for process in self.family(name)]
         for name in self.processes:
             _signal(self.processes[name], signal.SIGTERM)
-        psutil.wait_procs(everything, timeout=20)
+        psutil.wait_procs(everything, timeout=3)  # nothing of it is asked any more
         for process in alive(everything):
             _signal(process, signal.SIGKILL)
 
