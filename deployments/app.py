@@ -28,6 +28,9 @@ REDIS_URL_ENV = "SLUICE_REDIS_URL"
 DRAIN_MARGIN_S = 5.0
 # An adapter loaded at run time would be known to one router alone: those that are served stand in the configuration.
 ROUTER_ENV = {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
+# Answers to a prompt, and prompts of a request, before vLLM refuses it: a router makes a state for each answer to each
+# prompt before the first of them meets a limit or a quota. vLLM allows 16 million of them.
+REQUEST_LIMITS = {"VLLM_MAX_N_SEQUENCES": "128", "VLLM_MAX_COMPLETION_PROMPTS": "128"}
 HEALTH_CHECK_PERIOD_S = 2.0
 # Beyond max_ongoing_requests. A burst passes through here even while there is room, so it is no small number.
 ROUTER_QUEUE = 1000
@@ -111,7 +114,7 @@ def _router_deployment(config: AppConfig) -> Deployment:
         autoscaling_config=routers_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.router.num_cpus,
-            "runtime_env": {"env_vars": ROUTER_ENV},
+            "runtime_env": {"env_vars": router_env()},
         },
         max_ongoing_requests=config.router.max_ongoing_requests,
         max_queued_requests=ROUTER_QUEUE,
@@ -128,6 +131,11 @@ def _refuse_several_nodes() -> None:
             f"redis_url is not set, and an embedded Redis serves one machine only, but the cluster has {len(nodes)} "
             f"nodes: set redis_url, or {REDIS_URL_ENV} in the environment of the head node"
         )
+
+
+def router_env() -> dict[str, str]:
+    """The environment of routers. Limits of a request that the environment names are obeyed."""
+    return ROUTER_ENV | {name: os.environ.get(name, default) for name, default in REQUEST_LIMITS.items()}
 
 
 def engine_env(config: AppConfig) -> dict[str, str]:

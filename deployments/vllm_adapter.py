@@ -412,8 +412,8 @@ class RoutedAsyncLLM(AsyncLLM):
         """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
         context = current.get()
-        if context is not None and self._routed.is_full(context.slo_class):
-            context.refused = AdmissionError("too many requests of this class wait already")
+        if context is not None and (room := self._routed.room(context.slo_class)) < n:
+            context.refused = AdmissionError(f"class {context.slo_class} has room for {room} requests, not {n}")
             raise GracefulHTTPError(str(context.refused), HTTPStatus.TOO_MANY_REQUESTS)
         if self._routed.is_cut_off:
             raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)

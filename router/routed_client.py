@@ -9,6 +9,7 @@ already sent taken out of the new stream and compared. No request ends because a
 
 import asyncio
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,16 +178,16 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """In force in this router, in prompt tokens; none where prompts are not told apart."""
         return self._classifier.bucket_edges
 
-    def is_full(self, slo_class: str) -> bool:
-        """As of the last heartbeat: no replica has credit, and as many requests of this class wait as may.
+    def room(self, slo_class: str) -> float:
+        """As of the last heartbeat: how many requests of this class the replicas could start, or its queue take.
 
-        False while the shared state is away: what is known of it is old then.
+        Infinite while the shared state is away: what is known of it is old then.
         """
         if self._local.in_use:
-            return False
-        has_credit = any(load.credit for load in self.snapshot.replicas.values())
+            return math.inf
+        credit = sum(load.credit for load in self.snapshot.replicas.values())
         waiting = sum(count for (name, _), count in self.snapshot.lanes.items() if name == slo_class)
-        return not has_credit and waiting >= self._door.max_waiting(slo_class)
+        return credit + max(0, self._door.max_waiting(slo_class) - waiting)
 
     @property
     def is_cut_off(self) -> bool:

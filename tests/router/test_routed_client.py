@@ -443,10 +443,20 @@ async def test_more_than_may_wait_are_refused(service: Service) -> None:
     answers = await front_end.ask_many(2)
     with pytest.raises(AdmissionError, match="max_waiting"):
         await front_end.ask(request())
-    await until(lambda: front_end.client.is_full("standard"))
+    await until(lambda: front_end.client.room("standard") == 0)
     await service.replica()
     await service.finish(answers)
     assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
+
+
+async def test_there_is_room_for_what_the_replicas_could_start_and_what_may_wait(service: Service) -> None:
+    front_end = await service.front_end(max_waiting=3)
+    assert front_end.client.room("standard") == 3
+    answers = await front_end.ask_many(2)
+    await until(lambda: front_end.client.room("standard") == 1)
+    await service.replica(slots=4)
+    await service.finish(answers)
+    await until(lambda: front_end.client.room("standard") == 3 + 4)
 
 
 async def test_a_spent_quota_is_refused_with_the_time_of_the_next_try(service: Service) -> None:
@@ -1090,9 +1100,9 @@ async def test_a_class_that_was_full_when_redis_went_away_is_asked_again(gate: G
     front_end = await service.front_end(max_waiting=2)
     replica = await service.replica(slots=1)
     running = await front_end.ask_many(3, 200)
-    await until(lambda: front_end.client.is_full("standard"))
+    await until(lambda: front_end.client.room("standard") == 0)
     gate.shut()
-    await until(lambda: not front_end.client.is_full("standard"))
+    await until(lambda: front_end.client.room("standard") > 0)
     await until(lambda: all(answer.outcome for answer in running))
     more = await front_end.ask_many(1)
     await until(lambda: all(answer.outcome for answer in more))

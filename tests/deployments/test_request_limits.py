@@ -1,0 +1,74 @@
+"""How much one request may ask for, at vLLM's own HTTP application over the routed client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments import app
+from deployments.http_layer import SluiceMiddleware
+from deployments.keys import KeyRing
+
+pytestmark = pytest.mark.slow  # importing vLLM takes seconds
+
+ROOM = {"standard": 4096, "narrow": 50}
+
+
+class Routed:
+    """As far as a request gets that is refused."""
+
+    is_cut_off = False
+
+    def room(self, slo_class: str) -> float:
+        return ROOM[slo_class]
+
+    async def next_outputs(self) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    from deployments.config import DEMO_ARGS, DEMO_MODEL
+    from deployments.vllm_adapter import RoutedAsyncLLM, parse_vllm_args
+
+    for name, value in app.router_env().items():
+        monkeypatch.setenv(name, value)
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
+    llm = RoutedAsyncLLM(args, Routed())  # type: ignore[arg-type]
+    served = build_app(args, ("generate",), llm.model_config)
+    await init_app_state(llm, served.state, args, ("generate",))
+    served.state.server = SimpleNamespace()
+    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
+    wrapped = SluiceMiddleware(served, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(wrapped), base_url="http://sluice") as made:
+        yield made
+    llm.shutdown()
+
+
+async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_before_any_is_made(
+    client: httpx.AsyncClient,
+) -> None:
+    most = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 4}
+    beyond = [{**most, "n": 129}, {**most, "prompt": ["a"] * 129}]
+    for stream in (False, True):
+        for body in beyond:
+            refused = await client.post("/v1/completions", json={**body, "stream": stream})
+            assert refused.status_code == 400
+            assert "128" in refused.json()["error"]["message"]
+        full = await client.post(
+            "/v1/completions", json={**most, "stream": stream}, headers={"X-Sluice-Class": "narrow"}
+        )
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert full.json()["error"]["message"] == "class narrow has room for 50 requests, not 128"
+
+
+def test_an_environment_that_names_other_limits_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "7")
+    assert app.router_env()["VLLM_MAX_N_SEQUENCES"] == "7"
+    assert app.router_env()["VLLM_MAX_COMPLETION_PROMPTS"] == "128"
