@@ -16,9 +16,12 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import redis.asyncio as redis
 import yaml
@@ -34,7 +37,9 @@ KEYS_ENV = "SLUICE_API_KEYS"
 RELOAD_S = 5.0
 MAX_KEYS = 100_000
 MAX_FILE_BYTES = 32 << 20
+SETTLED_S = 2.0  # beyond the grain of any file system's times: two changes within one may look like one
 _PREFIX = "sk-sluice-"
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times as fast; not in every build of PyYAML
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -50,6 +55,7 @@ class KeyEntry(BaseModel):
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
 
+    @cached_property
     def tenant(self) -> Tenant:
         return Tenant(
             name=self.name,
@@ -75,7 +81,7 @@ def digest(key: str) -> str:
 def parse_entries(text: str, source: str) -> list[KeyEntry]:
     """Raises ConfigError that names the source and the entry, never a value."""
     try:
-        return _entries.validate_python(yaml.safe_load(text) or [])
+        return _entries.validate_python(yaml.load(text, _LOADER) or [])
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML") from error
     except ValidationError as error:
@@ -86,6 +92,23 @@ def parse_entries(text: str, source: str) -> list[KeyEntry]:
 def redis_hash(application: str) -> str:
     """The Redis hash of an application's keys: SHA-256 -> one entry in YAML."""
     return f"{{sluice:{application}}}:keys"
+
+
+class _Stamp(NamedTuple):
+    """What tells one state of a file from the next, by the file that its links lead to."""
+
+    changed_ns: int
+    size: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> "_Stamp":
+        stat = file.stat()
+        return cls(stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+    @property
+    def settled(self) -> bool:
+        return time.time() - self.changed_ns / 1e9 > SETTLED_S
 
 
 class KeyRing:
@@ -106,6 +129,8 @@ class KeyRing:
         self._file, self._environment, self._redis = file, environment, client
         self._hash, self._classes = redis_hash(application), frozenset(classes)
         self._tenants: Mapping[str, Tenant] = {}
+        self._file_read: tuple[_Stamp, list[KeyEntry]] | None = None
+        self._redis_read: dict[bytes, list[KeyEntry]] = {}
 
     @property
     def required(self) -> bool:
@@ -117,18 +142,24 @@ class KeyRing:
         return self._tenants.get(digest(key))
 
     async def reload(self) -> None:
-        """Read every source again. When one cannot be read, the keys stay as they are.
+        """Read every source again, and parse what is new in it. When one cannot be read, the keys stay as they are.
 
         Raises:
-            ConfigError: a source is malformed, two entries have one key, or one of the file or of the environment names
-                a class that is not there. One in Redis, where nobody could check it, is left out by itself.
+            ConfigError: the file or the environment is malformed or names a class that is not there, or two entries
+                have one key. A wrong one in Redis, where nobody could check it, is left out by itself.
             StateStoreError: Redis does not answer.
         """
-        configured = [*self._from_file(), *self._from_environment()]
+        stored = await self._from_redis()
+        self._tenants = await asyncio.to_thread(self._parsed, stored)  # thousands of keys take longer than a step
+
+    def _parsed(self, stored: Iterable[bytes]) -> Mapping[str, Tenant]:
+        configured = [*self._from_file(), *self._from_environment]
         for entry in configured:
             if wrong := self._wrong_classes(entry):
                 raise ConfigError(wrong)
-        self._tenants = _by_hash([*configured, *self._usable(await self._from_redis())])
+        read = self._redis_read
+        self._redis_read = {raw: read[raw] if raw in read else _stored_entries(raw) for raw in stored}
+        return _by_hash([*configured, *self._usable(chain.from_iterable(self._redis_read.values()))])
 
     def _usable(self, entries: Iterable[KeyEntry]) -> Iterator[KeyEntry]:
         for entry in entries:
@@ -148,24 +179,38 @@ class KeyRing:
         if self._file is None:
             return []
         try:
-            if self._file.stat().st_size > MAX_FILE_BYTES:
+            stamp = _Stamp.of(self._file)
+            if self._file_read is not None and self._file_read[0] == stamp:
+                return self._file_read[1]
+            if stamp.size > MAX_FILE_BYTES:
                 raise ConfigError(f"keys.file {self._file} exceeds {MAX_FILE_BYTES} bytes")
-            return parse_entries(self._file.read_text(), f"keys.file {self._file}")
+            entries = parse_entries(self._file.read_text(), f"keys.file {self._file}")
         except OSError as error:
             raise ConfigError(f"keys.file {self._file}: {error.strerror}") from error
+        self._file_read = (stamp, entries) if stamp.settled else None
+        return entries
 
+    @cached_property
     def _from_environment(self) -> list[KeyEntry]:
         return [] if self._environment is None else parse_entries(self._environment, KEYS_ENV)
 
-    async def _from_redis(self) -> list[KeyEntry]:
+    async def _from_redis(self) -> list[bytes]:
         if self._redis is None:
             return []
         try:
             async with asyncio.timeout(RELOAD_S):
-                stored: list[bytes] = await cast(Awaitable[Any], self._redis.hvals(self._hash))
+                return cast(list[bytes], await cast(Awaitable[Any], self._redis.hvals(self._hash)))
         except (RedisError, OSError) as error:
             raise StateStoreError(f"keys in Redis: {error}") from error
-        return [entry for raw in stored for entry in parse_entries(f"[{raw.decode()}]", "a key in Redis")]
+
+
+def _stored_entries(raw: bytes) -> list[KeyEntry]:
+    """One, or none where it is malformed: the others must not stay as they are for it, revoked ones above all."""
+    try:
+        return parse_entries(f"[{raw.decode()}]", "a key in Redis")
+    except (ConfigError, UnicodeDecodeError) as error:
+        logger.error("%s: it is refused until that is put right", error)
+        return []
 
 
 def _by_hash(entries: Iterable[KeyEntry]) -> dict[str, Tenant]:
@@ -173,5 +218,5 @@ def _by_hash(entries: Iterable[KeyEntry]) -> dict[str, Tenant]:
     for entry in entries:
         if entry.sha256 in tenants:
             raise ConfigError(f"keys {tenants[entry.sha256].name!r} and {entry.name!r} are one key")
-        tenants[entry.sha256] = entry.tenant()
+        tenants[entry.sha256] = entry.tenant
     return tenants

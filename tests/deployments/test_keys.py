@@ -1,6 +1,9 @@
 """API keys: their files, and the command that makes them."""
 
+import asyncio
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import yaml
 
 from deployments import cli
-from deployments.keys import KeyRing, digest, new_key, parse_entries
+from deployments.keys import KeyRing, digest, new_key, parse_entries, redis_hash
 from policies.errors import ConfigError, StateStoreError
 from router.redis_store import connect
 
@@ -53,6 +56,43 @@ async def test_keys_change_without_a_restart_and_a_broken_file_changes_nothing(t
         await keys.reload()
     assert keys.find(new) is not None
     assert keys.find("from the environment") is not None
+
+
+async def test_a_file_is_parsed_again_when_it_has_changed_and_not_before(tmp_path: Path) -> None:
+    old, new = new_key(), new_key()
+    file = written(tmp_path / "one.yaml", {"name": "a", "sha256": digest(old)})
+    os.utime(file, (0, 0))
+    link = tmp_path / "keys.yaml"
+    link.symlink_to(file)
+    keys = ring(link)
+    await keys.reload()
+    file.write_text("[" * file.stat().st_size)
+    os.utime(file, (0, 0))
+    await keys.reload()
+    assert keys.find(old) is not None
+    other = written(tmp_path / "two.yaml", {"name": "a", "sha256": digest(new)})
+    os.utime(other, (0, 0))
+    link.unlink()
+    link.symlink_to(other)  # as Kubernetes changes a Secret
+    await keys.reload()
+    assert keys.find(old) is None and keys.find(new) is not None
+
+
+async def test_tokens_go_on_while_keys_are_read(tmp_path: Path) -> None:
+    file, went_on = tmp_path / "keys.yaml", threading.Event()
+    os.mkfifo(file)  # whoever reads it waits for whoever writes it
+
+    def write() -> bool:
+        did = went_on.wait(5)
+        file.write_text("[]")
+        return did
+
+    writing = asyncio.get_running_loop().run_in_executor(None, write)
+    reading = asyncio.create_task(ring(file).reload())
+    await asyncio.sleep(0)
+    went_on.set()
+    await reading
+    assert await writing
 
 
 def test_without_a_source_no_key_is_required() -> None:
@@ -128,6 +168,24 @@ async def test_keys_in_redis_are_made_listed_used_and_removed(
     cli.main(["keys", "remove", "a", "--application", namespace])
     await keys.reload()
     assert keys.find(key) is None
+    await client.aclose()
+
+
+async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(redis_url)
+    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    stored = {digest(name): json.dumps({"name": name, "sha256": digest(name)}) for name in ("a", "b")}
+    await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff"})
+    for _ in range(2):
+        await keys.reload()
+    assert caplog.text.count("a key in Redis is not YAML") == 1
+    first = keys.find("a")
+    await client.hdel(redis_hash(namespace), digest("b"))
+    await keys.reload()
+    assert first is not None and keys.find("a") is first
+    assert keys.find("b") is None
     await client.aclose()
 
 
