@@ -1,6 +1,7 @@
 """What a load run sends: seeded prompts as ready-made request bodies.
 
 `ignore_eos` (an extension of vLLM) makes every answer exactly `max_tokens` long, so two servers do the same work.
+Sluice then knows the length of each answer, as it does of any request that says so.
 """
 
 import random

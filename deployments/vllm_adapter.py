@@ -131,6 +131,11 @@ def lora_requests(args: Namespace) -> list[LoRARequest]:
     ]
 
 
+def _min_output_tokens(params: SamplingParams) -> int:
+    """With ignore_eos all that it may have, for a stop string that may never come would be a way around a quota."""
+    return int((params.max_tokens or 0) if params.ignore_eos else params.min_tokens)
+
+
 class VllmCodec:
     """`router.codec.EngineCodec` for vLLM. Not thread-safe, as vLLM's encoder is not."""
 
@@ -145,11 +150,12 @@ class VllmCodec:
         prompt_tokens = (
             len(request.prompt_embeds) if request.prompt_token_ids is None else len(request.prompt_token_ids)
         )
-        max_tokens = request.sampling_params.max_tokens if request.sampling_params else 1
+        params = request.sampling_params
         return RequestSize(
             request_id=request.request_id,
             prompt_tokens=prompt_tokens,
-            max_output_tokens=max_tokens,
+            max_output_tokens=params.max_tokens if params else 1,
+            min_output_tokens=_min_output_tokens(params) if params else 0,
             prompt_token_ids=request.prompt_token_ids or (),
         )
 

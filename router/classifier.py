@@ -148,7 +148,7 @@ class Classifier:
         foresight: what `foresee` said of it.
         """
         predicted = self._predict(size, slo_class, foresight)
-        output_tokens = self._assumed(size) if predicted is None else predicted
+        output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         request_work_s = self._work_s(size, output_tokens, now_s)
         ticket = Ticket(
             request_id=size.request_id,
@@ -190,10 +190,7 @@ class Classifier:
         if prediction is None:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
             return None
-        return min(prediction.mean_tokens, size.max_output_tokens or prediction.mean_tokens)
-
-    def _assumed(self, size: RequestSize) -> float:
-        return min(self._default_output_tokens, size.max_output_tokens or self._default_output_tokens)
+        return _within(prediction.mean_tokens, size)
 
     def _work_s(self, size: RequestSize, output_tokens: float, now_s: float) -> float:
         view = RequestView(request_id=size.request_id, arrival_s=now_s, prompt_tokens=size.prompt_tokens)
@@ -250,6 +247,11 @@ class Classifier:
             self._bins.adopt(in_force.bins)
         if self._buckets is not None and self._buckets.fits(in_force.buckets):
             self._buckets.adopt(in_force.buckets)
+
+
+def _within(output_tokens: float, size: RequestSize) -> float:
+    """A length by the lengths of others, between those that the request itself sets."""
+    return max(size.min_output_tokens, min(output_tokens, size.max_output_tokens or output_tokens))
 
 
 def _as_stock(ticket: Ticket, now_s: float) -> Ticket:

@@ -21,9 +21,16 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSize:
+    """What a request says of its own length.
+
+    Attributes:
+        min_output_tokens: of an answer that nothing ends earlier, whatever answers usually take.
+    """
+
     request_id: str
     prompt_tokens: int
     max_output_tokens: int | None
+    min_output_tokens: int = 0
     prompt_token_ids: Sequence[int] = ()
 
 

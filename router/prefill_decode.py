@@ -318,7 +318,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             AdmissionError: they do not allow it.
         """
         name = f"{size.request_id}?"
-        probe = RequestSize(request_id=name, prompt_tokens=size.prompt_tokens, max_output_tokens=size.max_output_tokens)
+        probe = replace(size, request_id=name, prompt_token_ids=())
         classified = self._classifier.ticket(probe, slo_class, self.router_id, self._shared_clock.now())
         limits = self._door.limits(slo_class, tenant, classified.tokens)
         try:

@@ -32,6 +32,7 @@ class ManualClock:
 
 class FakeRequest(msgspec.Struct, kw_only=True):
     """Attributes:
+    min_tokens: what its router is told of it; the engine always goes on to max_tokens.
     replays: it cannot be resumed, as a seeded sampling cannot.
     leaves_cache: its KV cache is to be fetched.
     cache: the one that it begins with.
@@ -41,6 +42,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     request_id: str
     prompt: list[int]
     max_tokens: int
+    min_tokens: int = 0
     replays: bool = False
     leaves_cache: bool = False
     cache: dict[str, int] | None = None
@@ -85,6 +87,7 @@ class FakeCodec:
             request_id=request.request_id,
             prompt_tokens=len(request.prompt),
             max_output_tokens=request.max_tokens,
+            min_output_tokens=request.min_tokens,
             prompt_token_ids=request.prompt,
         )
 

@@ -58,6 +58,31 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     assert codec.recover(codec.with_ticket(request(mine=1), ticket), [5]).repeats == (5,)
 
 
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [({}, 0), ({"min_tokens": 5}, 5), ({"ignore_eos": True}, 9), ({"ignore_eos": True, "stop": "x"}, 9)],
+)
+def test_an_answer_that_its_client_holds_open_has_a_least_length(asked: dict[str, Any], least: int) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    from deployments.vllm_adapter import VllmCodec
+
+    request = EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=[1, 2],
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=9, **asked),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    size = VllmCodec().size(request)
+    assert (size.min_output_tokens, size.max_output_tokens) == (least, 9)
+
+
 def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_its_cache() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams

@@ -75,8 +75,13 @@ def classifier(
     )
 
 
-def size(prompt_tokens: int = 1000, max_output_tokens: int | None = None) -> RequestSize:
-    return RequestSize(request_id="x", prompt_tokens=prompt_tokens, max_output_tokens=max_output_tokens)
+def size(prompt_tokens: int = 1000, max_output_tokens: int | None = None, min_output_tokens: int = 0) -> RequestSize:
+    return RequestSize(
+        request_id="x",
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=max_output_tokens,
+        min_output_tokens=min_output_tokens,
+    )
 
 
 async def teach(taught: Classifier, **lengths: int) -> None:
@@ -113,6 +118,16 @@ async def test_the_callers_limit_caps_the_prediction() -> None:
     ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket
     assert ticket.bin_index == 0
     assert ticket.work_s == pytest.approx(1.0 + 10 * 0.0025)
+
+
+async def test_an_answer_that_nothing_ends_earlier_counts_whole() -> None:
+    taught = classifier()
+    await teach(taught, fast=20)
+    asked = size(max_output_tokens=500, min_output_tokens=400)
+    known, unknown = [taught.ticket(asked, slo_class, "a", 0.0) for slo_class in ("fast", "slow")]
+    assert known.ticket.bin_index == 1
+    assert (known.ticket.predicted_output_tokens, known.tokens, unknown.tokens) == (400, 1400, 1400)
+    assert known.ticket.work_s == pytest.approx(1.0 + 400 * 0.0025)
 
 
 async def test_what_is_foreseen_goes_before_the_histogram() -> None:

@@ -153,6 +153,7 @@ class Service:
         self,
         prompt_tokens: int = LONG,
         max_tokens: int = 20,
+        min_tokens: int = 0,
         replays: bool = False,
         tenant: Tenant | None = None,
         question: Question | None = None,
@@ -162,6 +163,7 @@ class Service:
             request_id=f"x{number}",
             prompt=[number, *range(prompt_tokens - 1)],
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             replays=replays,
         )
         self.answers[asked.request_id] = answer = Answer(asked)
@@ -387,6 +389,17 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
         await service.ask(tenant=tenant)
     await service.finish(answers)
     assert service.count("hand_overs") == 4
+
+
+async def test_a_split_request_pays_for_the_answer_that_it_insists_on(service: Service) -> None:
+    await service.replica("prefill")
+    await service.replica("decode")
+    await service.start()
+    tenant = Tenant(name="small", tokens_per_minute=LONG + 200)
+    answer = await service.ask(max_tokens=200, min_tokens=200, tenant=tenant)
+    with pytest.raises(AdmissionError, match="tokens_per_minute of small"):
+        await service.ask(max_tokens=100, min_tokens=100, tenant=tenant)
+    await service.finish([answer])
 
 
 async def test_while_redis_is_away_nothing_is_split_and_nothing_is_lost() -> None:
