@@ -30,6 +30,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 CLASS_HEADER = "X-Sluice-Class"
 EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
 MAX_EXPECTED_TOKENS = 10_000_000
+MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
@@ -46,6 +47,13 @@ def route_path(scope: Scope) -> str:
 def error_response(status: int, message: str, kind: str) -> JSONResponse:
     """In the shape of OpenAI's errors."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+def _number(text: str) -> float | None:
+    """A header's whole number; infinite beyond MAX_DIGITS, because `int` refuses thousands of digits."""
+    if not text.isdecimal():
+        return None
+    return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 
 class SluiceMiddleware:
@@ -89,8 +97,7 @@ class SluiceMiddleware:
         return response
 
     def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
+        if (_number(headers.get("content-length", "")) or 0) > self._max_body_bytes:
             return error_response(413, self._too_large, "RequestEntityTooLarge")
         if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
             return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
@@ -103,9 +110,10 @@ class SluiceMiddleware:
             return error_response(403, f"this key may not use class {context.slo_class!r}", "Forbidden")
         expected = headers.get(EXPECTED_HEADER)
         if expected is not None:
-            if not expected.isdecimal() or not 0 < int(expected) <= MAX_EXPECTED_TOKENS:
+            tokens = _number(expected) or 0
+            if not 0 < tokens <= MAX_EXPECTED_TOKENS:
                 return error_response(400, f"{EXPECTED_HEADER} must be a number of tokens", "BadRequest")
-            context.expected_tokens = int(expected)
+            context.expected_tokens = int(tokens)
         return None
 
     def _limited(self, receive: Receive) -> Receive:

@@ -70,7 +70,7 @@ class ModelSwitch:
 def _name(body: bytes) -> str | None:
     try:
         return _named.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # whoever gets it says what is wrong with it
 
 

@@ -299,6 +299,11 @@ async def test_a_body_that_grows_beyond_the_limit_is_refused(app: Any) -> None:
     assert "1000 bytes" in response.text
 
 
+async def test_a_length_of_thousands_of_digits_is_beyond_the_limit(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=b"x", headers={"content-length": "9" * 5000})
+    assert response.status_code == 413
+
+
 async def test_an_understated_length_does_not_help(client: httpx.AsyncClient) -> None:
     response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-length": "10"})
     assert response.status_code == 413
@@ -451,6 +456,6 @@ async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
 
 
 async def test_a_client_may_say_how_long_an_answer_it_expects(client: httpx.AsyncClient) -> None:
-    for wrong in ("0", "-3", "many", "1" * 12):
+    for wrong in ("0", "-3", "many", "1" * 12, "1" * 5000):
         assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": wrong})).status_code == 400
     assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": "250"})).json()["expected_tokens"] == 250

@@ -84,7 +84,7 @@ async def test_without_a_name_the_first_model_answers(client: httpx.AsyncClient)
     assert (await client.get("/version")).json() == {"by": "a"}
 
 
-@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"model": 1}', b"not JSON"])
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"model": 1}', b"not JSON", b'{"x": ' + b"[" * 100_000])
 def test_a_body_that_names_nobody_is_the_first_models_to_refuse(body: bytes) -> None:
     assert _name(body) is None
 
