@@ -20,12 +20,15 @@ from deployments.keys import RELOAD_S, KeyRing
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.model_switch import ModelSwitch
+from deployments.shared_call import SharedCall
 from policies.errors import StateStoreError
 from router.background import BackgroundTasks
+from router.clock import MonotonicClock
 from router.metrics import merge
 from router.redis_store import connect
 
 logger = logging.getLogger(__name__)
+METRICS_FRESH_S = 1.0  # the page takes some 30 ms of the loop that sends tokens, and whoever asks for it needs no key
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -51,6 +54,7 @@ class Router:
         self._redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(self._redis.aclose)
         self._front_ends = [FrontEnd(each, self._redis, predictor) for each in config.each_model()]
+        self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
@@ -95,9 +99,12 @@ class Router:
         return keys
 
     async def _metrics_page(self, request: Request) -> Response:
+        return Response(await self._metrics.get(), media_type=PROMETHEUS_TEXT)
+
+    async def _exposition(self) -> bytes:
         """Metrics of all routers, of the shared state, and of vLLM's front end in this process."""
         pages = [page for front_end in self._front_ends for page in await front_end.metrics_pages()]
-        return Response(merge(pages) + generate_latest(), media_type=PROMETHEUS_TEXT)
+        return merge(pages) + generate_latest()
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.application import Sluice, is_loopback
 from tests.integration.several_models.models import GANGS, KEY, NIGHT_KEY, SCALED, TIGHT
+from tests.waiting import wait_until
 
 
 def client(sluice: Sluice, key: str) -> openai.OpenAI:
@@ -48,9 +49,9 @@ def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     holder, hint = client(models, KEY), {"X-Sluice-Expected-Tokens": "12"}
     before = answered_questions(models, SCALED)
     holder.completions.create(model=SCALED, prompt="How many rivers?", max_tokens=3, extra_headers=hint)
-    assert answered_questions(models, SCALED) == before + 1
+    wait_until(lambda: answered_questions(models, SCALED) == before + 1, 10, "the prompt is counted")
     holder.chat.completions.create(model=SCALED, messages=[{"role": "user", "content": "Which?"}], max_tokens=3)
-    assert answered_questions(models, SCALED) == before + 2
+    wait_until(lambda: answered_questions(models, SCALED) == before + 2, 10, "the chat is counted")
 
 
 def test_with_a_predictor_too_nothing_listens_beyond_loopback(models: Sluice) -> None:
