@@ -26,8 +26,16 @@ from policies.errors import ConfigError
 
 REDIS_URL_ENV = "SLUICE_REDIS_URL"
 DRAIN_MARGIN_S = 5.0
-# An adapter loaded at run time would be known to one router alone: those that are served stand in the configuration.
-ROUTER_ENV = {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
+ROUTER_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    # One loaded at run time would be known to one router alone: those that are served stand in the configuration.
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
+    # One router alone would know a stored response too, and vLLM keeps each for ever.
+    "VLLM_ENABLE_RESPONSES_API_STORE": "0",
+    "VLLM_SERVER_DEV_MODE": "0",  # routes that reset and put to sleep an engine
+    "VLLM_API_KEY": "",  # `keys` says who may ask: vLLM would refuse the keys that it names
+}
 # Answers to a prompt, and prompts of a request, before vLLM refuses it: a router makes a state for each answer to each
 # prompt before the first of them meets a limit or a quota. vLLM allows 16 million of them.
 REQUEST_LIMITS = {"VLLM_MAX_N_SEQUENCES": "128", "VLLM_MAX_COMPLETION_PROMPTS": "128"}

@@ -53,9 +53,9 @@ DEMO_ARGS = (
 
 
 class Section(BaseModel):
-    """Refuses what it does not know."""
+    """Refuses what it does not know; its errors do not show what was given, which may hold a password."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class ScalingSection(Section):
@@ -527,7 +527,7 @@ class ModelSection(Section):
     @classmethod
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         ours = {"--model": "model", "--served-model-name": "served_model_name", "--host": "HTTP options of Serve"}
-        ours |= {"--port": "HTTP options of Serve", "--api-server-count": "router.replicas"}
+        ours |= {"--port": "HTTP options of Serve", "--api-server-count": "router.replicas", "--api-key": "keys"}
         if argv and not argv[0].startswith("-"):
             raise ValueError(f"must begin with an option, got {argv[0]!r}")
         for arg in argv:
@@ -600,7 +600,8 @@ class AppConfig(ModelSection):
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Keeps the shared state of several applications apart in one Redis database."""
     redis_url: SecretStr | None = None
-    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only."""
+    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only.
+    One with a password is named by SLUICE_REDIS_URL instead: Ray logs what stands here."""
     redis_ca_certs: str | None = None
     """File of CA certificates for rediss://."""
     mode: Mode = "full"

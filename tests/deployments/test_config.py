@@ -130,6 +130,7 @@ def test_a_default_class_that_does_not_exist_is_refused() -> None:
         (["--max-model-len", "8", "--port", "1"], "HTTP options"),
         (["--host=0.0.0.0"], "HTTP options"),
         (["--api-server-count", "4"], "router.replicas"),
+        (["--api-key", "k"], "keys"),
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile is of vLLM's own server"),
         (["--ssl_certfile=cert.pem"], "TLS goes in front"),
         (["--max-model-len", "8", "--enable-ssl-refresh"], "own server"),
@@ -233,6 +234,10 @@ def test_every_setting_reaches_what_is_built() -> None:
 def test_the_password_of_redis_is_not_shown() -> None:
     made = config(redis_url="redis://:hunter2@redis:6379/0")
     assert "hunter2" not in f"{made!r} {made}"
+    for wrong in ({"default_class": "gold"}, {"redis_url": "http://:hunter2@redis"}, {"redis_url": ["hunter2"]}):
+        with pytest.raises(ValidationError) as caught:
+            config(**{"redis_url": "redis://:hunter2@redis:6379/0", **wrong})
+        assert "hunter2" not in str(caught.value)
 
 
 def test_a_configuration_cannot_be_changed() -> None:

@@ -1,4 +1,4 @@
-"""How much one request may ask for, at vLLM's own HTTP application over the routed client."""
+"""vLLM's own HTTP application over the routed client, in the environment of routers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,6 +14,7 @@ from deployments.keys import KeyRing
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
+OF_THE_NODE = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 ROOM = {"standard": 4096, "narrow": 50}
 
 
@@ -37,6 +38,8 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncCl
     from deployments.config import DEMO_ARGS, DEMO_MODEL
     from deployments.vllm_adapter import RoutedAsyncLLM, parse_vllm_args
 
+    for name, value in OF_THE_NODE.items():
+        monkeypatch.setenv(name, value)
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
@@ -66,6 +69,15 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         )
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         assert full.json()["error"]["message"] == "class narrow has room for 50 requests, not 128"
+
+
+async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_response(
+    client: httpx.AsyncClient,
+) -> None:
+    assert (await client.get("/v1/models")).status_code == 200
+    assert (await client.post("/reset_prefix_cache")).status_code == 404
+    stored = await client.post("/v1/responses", json={"input": "a", "background": True})
+    assert (stored.status_code, "RESPONSES_API_STORE" in stored.text) == (400, True)
 
 
 def test_an_environment_that_names_other_limits_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
