@@ -46,14 +46,15 @@ CONTROL_LOOP_S = 0.25
 # whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
 # it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; a client that
 # hangs up is not noticed before its response begins where its body came in a packet of its own, unless HAProxy waits
-# for the body; and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked
-# to end it with its parent.
+# for the body; without a limit of its own, a request that comes byte by byte holds one of the connections for an hour;
+# and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with
+# its parent.
 _HAPROXY_ON_LOOPBACK = """\
 #!/bin/sh
 for argument; do
     [ "$flag" = -f ] && sed -i -E -e 's/^( *bind +)\\*?:([0-9]+)/\\1127.0.0.1:\\2/' \\
         -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' \\
-        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request/' "$argument"
+        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request\\n\\1timeout http-request 30s/' "$argument"
     flag=$argument
 done
 exec setpriv --pdeathsig TERM BINARY "$@"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
@@ -47,6 +48,7 @@ defaults
     timeout connect 5s
     timeout client 5s
     timeout server 5s
+    option abortonclose
     option splice-request
     option splice-response
 frontend prometheus
@@ -110,6 +112,15 @@ def test_haproxy_serves_on_the_address_that_was_asked_for_and_else_on_loopback(
         assert all(each.startswith("127.0.0.1:") for each in addresses - {address(host, port)})
         for local in reached_by:
             socket.create_connection((local, port), timeout=30).close()
+
+
+def test_haproxy_waits_for_a_request_and_not_for_ever(tmp_path: Path) -> None:
+    with haproxy(tmp_path, "127.0.0.1", free_port()) as process:
+        wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
+        assert process.poll() is None, "it did not start"
+    defaults = (tmp_path / "haproxy.cfg").read_text().partition("frontend")[0].splitlines()
+    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
+    assert "\n    option abortonclose\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
 
 
 def test_nobody_is_given_the_chosen_ports_before_their_servers_come_up(tmp_path: Path) -> None:
