@@ -136,12 +136,21 @@ class EmbeddedRedis:
 
 def _remove_left_behind(parent: Path) -> None:
     """Folders whose owner was killed: the kernel has let go of their locks."""
-    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+    for folder in parent.glob(f"{PREFIX}*"):
         try:
-            if time.time() - lock.stat().st_mtime < YOUNG_S:
-                continue
-            with lock.open() as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
-        except OSError as error:  # its owner lives, or it is another user's, or another process was faster
-            logger.debug("leaving %s: %s", lock.parent, error)
+            if folder.lstat().st_uid == os.getuid():
+                _remove_unlocked(folder)
+        except OSError as error:  # its owner lives, or another process was faster
+            logger.debug("leaving %s: %s", folder, error)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Raises OSError when it has no lock, or a process holds that."""
+    # O_NONBLOCK: whoever opens a pipe waits for its other end.
+    lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        if time.time() - os.fstat(lock).st_mtime >= YOUNG_S:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)

