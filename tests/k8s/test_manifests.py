@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments.environment import serve_env
-from tests.k8s.cases import FILES, golden, values_of
-from tests.k8s.engines import Engine, Helm3, Helm4, Manifest, documents, ray_service
+from tests.k8s.cases import FILES, golden, values_of, with_password
+from tests.k8s.engines import CHART, Engine, Helm3, Helm4, Manifest, documents, ray_service
 from tests.k8s.operator_rules import broken_rules
 from tests.k8s.refresh import golden_text
 from tests.k8s.schemas import HIGHEST, LOWEST, errors, templates_of
@@ -82,6 +83,15 @@ def test_no_password_or_token_stands_outside_a_secret(rendered: dict[str, str], 
     for manifest in documents(rendered[file.stem]):
         if manifest["kind"] != "Secret":
             assert "not-a-secret" not in str(manifest) and "hub-token-of-nobody" not in str(manifest)
+
+
+@pytest.mark.parametrize(("gpus", "build"), [(0, "cpu"), (2, "gpu")])
+def test_without_a_tag_all_pods_have_the_build_that_the_engines_need(helm: Engine, gpus: int, build: str) -> None:
+    pods = _pods(helm.render(with_password({"gpusPerEngine": gpus})))
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    images = {name: pod["containers"][0]["image"] for name, pod in pods.items() if name != "StatefulSet"}
+    assert set(images) == {"head", "router", "engine", "Pod"}
+    assert set(images.values()) == {f"sluice-serve/sluice:{version}-{build}"}
 
 
 def test_engine_pods_have_gpus_for_all_their_engines_and_others_none(rendered: dict[str, str]) -> None:

@@ -79,6 +79,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "Ray's database": ({"redis": {"database": 0}}, "database"),
     "a password that no URL can hold": ({"redis": {"auth": {"password": "p@ss/word"}}}, "password"),
     "an environment variable that is a number": ({"extraEnv": [{"name": "A", "value": 1}]}, "value"),
+    "a Redis image without a tag": ({"redis": {"internal": {"image": {"tag": ""}}}}, "tag"),
     "a broken digest": ({"image": {"digest": "sha256:abc"}}, "digest"),
     "a group without resources": ({"engineGroups": [{"name": "gpu", "replicas": 1}]}, "resources"),
     "a name with capitals": ({"fullnameOverride": "Sluice"}, "fullnameOverride"),

@@ -33,12 +33,14 @@ labels:
   {{- include "sluice.labels" .root | nindent 2 }}
 {{- end -}}
 
+{{/* With .root and .image. Without a tag of its own it is Sluice's, which has a build for CPUs and one for GPUs. */}}
 {{- define "sluice.image" -}}
 {{- $image := .image -}}
 {{- if $image.digest -}}
 {{ $image.repository }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- $build := ternary "gpu" "cpu" (gt (int .root.Values.gpusPerEngine) 0) -}}
+{{ $image.repository }}:{{ $image.tag | default (printf "%s-%s" .root.Chart.AppVersion $build) }}
 {{- end -}}
 {{- end -}}
 
