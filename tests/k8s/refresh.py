@@ -35,8 +35,10 @@ APP_NAME = "Keeps the shared state of several applications apart in one Redis; b
 README_HEAD = """\
 # The chart `sluice`
 
-    helm install my-sluice k8s/sluice -f k8s/sluice/examples/one-gpu.yaml
+    helm install my-sluice k8s/sluice -f k8s/sluice/examples/one-gpu.yaml \\
+      --set image.repository=registry.example.org/sluice
 
+No image is published yet: build it and push it to a registry of yours.
 [docs/install-kubernetes.md](../../docs/install-kubernetes.md) goes from nothing to the first token. `examples/` has
 values to begin with. All values, `[]` for each item of a list:
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_without_a_tag_all_pods_have_the_build_that_the_engines_need(helm: Engin
     images = {name: pod["containers"][0]["image"] for name, pod in pods.items() if name != "StatefulSet"}
     assert set(images) == {"head", "router", "engine", "Pod"}
     assert set(images.values()) == {f"sluice-serve/sluice:{version}-{build}"}
+
+
+@pytest.mark.parametrize("file", sorted(CHART.glob("examples/*.yaml")), ids=lambda file: file.stem)
+def test_examples_say_how_to_make_the_secrets_that_they_name(file: Path) -> None:
+    named = set(_secrets(values_of(file)))
+    assert named == set(re.findall(r"^#   kubectl create secret [a-z-]+ (\S+)", file.read_text(), re.MULTILINE))
+
+
+def _secrets(values: dict[str, Any]) -> Iterator[str]:
+    yield from (secret["name"] for secret in values.get("imagePullSecrets", []))
+    for key, value in values.items():
+        if key in ("existingSecret", "apiKeySecret"):
+            yield value
+        elif isinstance(value, dict):
+            yield from _secrets(value)
 
 
 def test_engine_pods_have_gpus_for_all_their_engines_and_others_none(rendered: dict[str, str]) -> None:
