@@ -89,6 +89,16 @@ def test_ray_pods_are_open_to_named_clients_on_one_port_and_to_the_operator(rend
     assert all(rule.get("from") for rule in policy["ingress"])
 
 
+def test_the_operator_is_known_by_its_namespace_where_that_is_named(rendered: dict[str, str]) -> None:
+    """Ray's dashboard runs what it is sent, and any namespace may have pods with the operator's label."""
+    pod = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+    named = {"matchLabels": {"kubernetes.io/metadata.name": "ray-system"}}
+    for file, name, namespace in ((EVERYTHING, "full-ray", named), ("default-values", "my-sluice-ray", {})):
+        policy = _all(rendered[file], "NetworkPolicy")[name]["spec"]
+        (rule,) = [rule for rule in policy["ingress"] if {"port": 8265} in rule.get("ports", [])]
+        assert rule["from"] == [{"namespaceSelector": namespace, "podSelector": pod}]
+
+
 def test_nothing_leaves_an_air_gapped_release_but_names_redis_and_ray(rendered: dict[str, str]) -> None:
     egress = _all(rendered["air-gapped"], "NetworkPolicy")["my-sluice-ray"]["spec"]["egress"]
     assert [port["port"] for rule in egress for port in rule.get("ports", [])] == [53, 53, 6379]
