@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
 
 from deployments import config as config_module
 from deployments.app import engine_env
@@ -245,11 +246,12 @@ def test_a_configuration_cannot_be_changed() -> None:
         config().router.replicas = 2
 
 
-def test_the_example_for_serve_deploy_is_valid() -> None:
-    example = Path(config_module.__file__).with_name("configs") / "local.yaml"
-    (application,) = yaml.safe_load(example.read_text())["applications"]
-    assert application["import_path"] == "deployments.app:build"
-    AppConfig.model_validate(application["args"])
+@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2)])
+def test_the_examples_for_serve_deploy_are_valid(example: str, gpus: int) -> None:
+    text = (Path(config_module.__file__).with_name("configs") / example).read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert application.import_path == "deployments.app:build"
+    assert AppConfig.model_validate(application.args).gpus == gpus
 
 
 def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
