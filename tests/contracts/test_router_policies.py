@@ -20,6 +20,7 @@ from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
 from policies.packing import best_fit_decreasing, first_fit_decreasing
 from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
+from policies.registry import Family, kinds
 from policies.types import ReplicaView, RequestView
 
 ORDERS: dict[str, Callable[[], Order]] = {
@@ -68,6 +69,11 @@ REPLICAS = st.lists(
     unique_by=lambda replica: replica.replica_id,
 )
 WAITING = st.lists(st.integers(0, 4095), max_size=40)
+
+
+def test_every_registered_order_and_placement_is_under_contract() -> None:
+    assert set(kinds(Family.ORDER)) == set(ORDERS)
+    assert set(kinds(Family.PLACEMENT)) == set(PLACEMENTS)
 
 
 @pytest.mark.parametrize("name", ORDERS)
