@@ -29,6 +29,8 @@ DRAIN_MARGIN_S = 5.0
 ROUTER_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
+    # vLLM's build for GPUs would look for one, and its front end does not start where a router's node has none.
+    "VLLM_TARGET_DEVICE": "cpu",
     # One loaded at run time would be known to one router alone: those that are served stand in the configuration.
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
     # One router alone would know a stored response too, and vLLM keeps each for ever.

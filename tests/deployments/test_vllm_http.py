@@ -1,6 +1,9 @@
 """vLLM's own HTTP application over the routed client, in the environment of routers."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +87,20 @@ def test_an_environment_that_names_other_limits_is_obeyed(monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "7")
     assert app.router_env()["VLLM_MAX_N_SEQUENCES"] == "7"
     assert app.router_env()["VLLM_MAX_COMPLETION_PROMPTS"] == "128"
+
+
+OF_THE_BUILD_FOR_GPUS = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.32.0" if name == "vllm" else version(name)
+from vllm.platforms import current_platform
+print(repr(current_platform.device_type))
+"""
+
+
+@pytest.mark.parametrize(("env", "found"), [({}, "''"), (app.router_env(), "'cpu'")], ids=["as it is", "in a router"])
+def test_the_build_for_gpus_makes_front_ends_where_there_is_no_gpu(env: dict[str, str], found: str) -> None:
+    told = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | env
+    command = [sys.executable, "-c", OF_THE_BUILD_FOR_GPUS]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == found
