@@ -45,6 +45,8 @@ HEALTH_CHECK_PERIOD_S = 2.0
 # Beyond max_ongoing_requests. A burst passes through here even while there is room, so it is no small number.
 ROUTER_QUEUE = 1000
 ROUTER_RETRY_AFTER_S = 5.0
+# That a redeploy starts before it stops old ones, which take no new requests for as long as their streams last.
+ROUTER_SURGE_PERCENT = 100
 
 
 def build(config: AppConfig) -> Application:
@@ -126,6 +128,7 @@ def _router_deployment(config: AppConfig) -> Deployment:
             "num_cpus": config.router.num_cpus,
             "runtime_env": {"env_vars": router_env()},
         },
+        max_surge_percent=ROUTER_SURGE_PERCENT,
         max_ongoing_requests=config.router.max_ongoing_requests,
         max_queued_requests=ROUTER_QUEUE,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=ROUTER_RETRY_AFTER_S),

@@ -226,6 +226,12 @@ def test_haproxy_leaves_the_cores_of_a_small_machine_to_the_engines() -> None:
     assert [haproxy_threads(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, MOST_HAPROXY_THREADS]
 
 
+def test_a_redeploy_stops_no_router_before_its_successor_serves() -> None:
+    """Ray Serve's default stops first, and a router with a stream of half an hour takes no new requests meanwhile."""
+    config = _router_deployment(AppConfig(model="m"))._deployment_config
+    assert config.max_surge_percent == 100
+
+
 def test_a_router_that_is_full_says_when_to_come_back() -> None:
     deployment = _router_deployment(AppConfig(model="m", router=RouterSection(max_ongoing_requests=7)))
     assert (deployment.max_ongoing_requests, deployment.max_queued_requests) == (7, ROUTER_QUEUE)

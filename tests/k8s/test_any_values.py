@@ -85,7 +85,7 @@ def any_values(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(_value(name, SCHEMA["properties"][name])) for name in sorted(sections)}
 
 
-@example(values={"routerGroup": {"replicas": 1, "rayCpus": 1, "shmSize": "0.1"}})
+@example(values={"routerGroup": {"replicas": 1, "rayCpus": 2, "shmSize": "0.1"}})
 @example(values={"modelCache": {"enabled": True, "existingClaim": "0"}})
 @given(values=any_values())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -95,8 +95,12 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"engine": {"replicas": 3}}},
         "asks for up to 3 engine replicas, and there is room for 1",
     ),
+    "no room for a redeploy": ({"routerGroup": {"rayCpus": 1}}, "asks for 2 CPUs"),
     "more engines of classes than room": ({"app": {"classes": {"a": {"own_replicas": 1}}}}, "up to 2 engine replicas"),
-    "more routers than CPUs": ({"app": {"router": {"replicas": 2}}}, "asks for 2 CPUs"),
+    "more routers than CPUs": (
+        {"app": {"router": {"replicas": 2}}},
+        "asks for 3 CPUs (replicas x num_cpus, one router more",
+    ),
     "external Redis nowhere": ({"redis": {"mode": "external"}}, "set redis.external.host"),
     "two Redis passwords": ({"redis": {"auth": {"password": "a", "existingSecret": "b"}}}, "not both"),
     "internal TLS without certificates": ({"redis": {"tls": {"enabled": True}}}, "ca.crt, tls.crt and tls.key"),
@@ -112,7 +116,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "two hub tokens": ({"huggingface": {"token": "a", "existingSecret": "b"}}, "token or existingSecret"),
     "more routers than their pods have room for": (
         {"app": {"router": {"autoscaling": {"max_replicas": 8}}}},
-        "app.router asks for 8 CPUs",
+        "app.router asks for 9 CPUs",
     ),
     "less time than a drain takes": ({"drainSeconds": 60}, "app.engine.drain_timeout_s (3600, "),
     "less time than a further model's drain takes": (
@@ -124,7 +128,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
     ),
     "a predictor without CPUs": (
         {"app": {"predictor": {"kind": "bert", "replicas": 2}}},
-        "app.router and app.predictor, which run on the same pods, ask for 3 CPUs",
+        "app.router and app.predictor, which run on the same pods, ask for 4 CPUs",
     ),
     "routers that may land anywhere": ({"app": {"router": {"num_cpus": 0}}}, "app.router.num_cpus is 0"),
     "a predictor that may land anywhere": (

@@ -138,7 +138,8 @@
 {{- with dig "router" "autoscaling" nil .Values.app -}}
 {{- $routers = .max_replicas -}}
 {{- end -}}
-{{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) $routers -}}
+{{- /* One more: a redeploy starts a new router before it stops an old one, and without room it would wait for ever. */ -}}
+{{- $cpus := mulf (dig "router" "num_cpus" 1.0 .Values.app) (add1 $routers) -}}
 {{- if and (not $cpus) (ne .Values.redis.mode "none") -}}
 {{- fail "app.router.num_cpus is 0: only CPUs keep routers on their own pods, and others do not hold the file of keys: set a little, say 0.1" -}}
 {{- end -}}
@@ -162,7 +163,7 @@
 {{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
 {{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
 {{- if gt (float64 $cpus) (mulf $pods .Values.routerGroup.rayCpus) -}}
-{{- fail (printf "%s %v CPUs (replicas x num_cpus), and routerGroup has %v (replicas x rayCpus): raise routerGroup.replicas or rayCpus" $who $cpus (mulf $pods .Values.routerGroup.rayCpus)) -}}
+{{- fail (printf "%s %v CPUs (replicas x num_cpus, one router more for redeploys), and routerGroup has %v (replicas x rayCpus): raise routerGroup.replicas or rayCpus" $who $cpus (mulf $pods .Values.routerGroup.rayCpus)) -}}
 {{- end -}}
 {{- end -}}
 
