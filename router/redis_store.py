@@ -139,13 +139,19 @@ class RedisStateStore:
     async def _run(self, script: str, *args: str | bytes | int | float) -> Any:
         return await self._guard(lambda: self._scripts[script](keys=[self._prefix], args=list(args)))
 
-    @staticmethod
-    async def _guard(call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Any:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await call()
         except (RedisError, OSError) as error:
+            if "READONLY" in str(error):
+                await self._look_for_the_primary()
             raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
+
+    async def _look_for_the_primary(self) -> None:
+        """The old one may live on as a replica, with all its connections: new ones go where the name leads."""
+        with contextlib.suppress(RedisError, OSError):  # of ends that are broken; the next call tells
+            await self._redis.connection_pool.disconnect()
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
         taken, *reply = await self._run("enqueue", ticket.request_id, _packed(ticket), _packed_limits(limits))
