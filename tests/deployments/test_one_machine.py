@@ -222,6 +222,12 @@ def test_haproxy_takes_what_two_routers_do_and_starts_where_files_are_few() -> N
     assert connections_within(64) == 1
 
 
+def test_the_request_log_does_not_grow_for_ever() -> None:
+    """Ray rotates the logs of its workers where this environment names a size, and not by default."""
+    assert 0 < int(serve_env()["RAY_ROTATION_MAX_BYTES"]) <= 100_000_000
+    assert 1 <= int(serve_env()["RAY_ROTATION_BACKUP_COUNT"]) <= 10
+
+
 def test_haproxy_leaves_the_cores_of_a_small_machine_to_the_engines() -> None:
     assert [haproxy_threads(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, MOST_HAPROXY_THREADS]
 

@@ -7,6 +7,8 @@
 - {name: RAY_SERVE_HAPROXY_MAXCONN, value: "25000"}
 - {name: RAY_SERVE_PORT_QUARANTINE_S, value: "60"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_ROTATION_MAX_BYTES, value: "100000000"}
+- {name: RAY_ROTATION_BACKUP_COUNT, value: "5"}
 {{- if not .Values.auth.rayToken }}
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
