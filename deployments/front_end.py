@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config import AppConfig, PrefillSection
 from deployments.engine_metrics import engine_exposition
 from deployments.predictor import learned_predictor
-from policies.errors import ReplicaLostError, StateStoreError
+from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
 from policies.prefill_decode import BucketOrder, PrefillDecode
@@ -81,6 +81,14 @@ class FrontEnd:
         await init_app_state(self._llm, app.state, args, tasks)
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
+
+    def check_health(self) -> None:
+        """Raises SluiceError when vLLM's front end reads no more outputs, as it does after one that it cannot process.
+
+        It answers 500 from then on. What it says of engine replicas that are missing is no matter of this process.
+        """
+        if self._llm.errored:
+            raise SluiceError(f"the front end of {self.name} reads no more outputs")
 
     def _routed_client(self, learned: LearnedPredictor | None) -> RoutedClient[Any, Any]:
         from deployments.vllm_adapter import VllmCodec

@@ -75,6 +75,11 @@ class Router:
             keys=await self._key_ring(),
         )
 
+    def check_health(self) -> None:
+        """Ray Serve replaces the router for which it raises: one that fails at once would draw all requests to it."""
+        for front_end in self._front_ends:
+            front_end.check_health()
+
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where routers are scaled."""
         return {"cores": self._cpu_use.cores()}
