@@ -277,6 +277,11 @@ class EngineSection(Section):
         return host
 
 
+def least_replicas(group: EngineSection | PrefillSection) -> int:
+    """How many there are at the start, and of a group that is scaled at any time."""
+    return group.autoscaling.min_replicas if group.autoscaling else group.replicas
+
+
 class BinsSection(Section):
     """Bins of predicted output length."""
 
@@ -687,8 +692,7 @@ class AppConfig(ModelSection):
     def engine_replicas(self) -> int:
         """Shared ones and those of classes, at the start."""
         groups = [group for group in (self.engine, self.engine.prefill) if group is not None]
-        shared = sum(each.autoscaling.min_replicas if each.autoscaling else each.replicas for each in groups)
-        return shared + sum(section.own_replicas for section in self.classes.values())
+        return sum(map(least_replicas, groups)) + sum(section.own_replicas for section in self.classes.values())
 
     @property
     def gpus(self) -> float:

@@ -13,7 +13,7 @@ import redis.asyncio as redis
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import AppConfig, PrefillSection
+from deployments.config import AppConfig, PrefillSection, least_replicas
 from deployments.engine_metrics import engine_exposition
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
@@ -29,7 +29,7 @@ from router.metrics import LabelledPage, RouterMetrics, SplitMetrics, shared_exp
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient
-from router.state_store import ReplicaLoad, Snapshot
+from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
 
 if TYPE_CHECKING:
     from deployments.vllm_adapter import VllmCodec
@@ -136,15 +136,23 @@ class FrontEnd:
         )
 
     async def _max_model_len(self) -> int:
-        """As the first replica settled it. Until one of this model is there, a redeploy leaves the old routers on."""
-        give_up_s = time.monotonic() + self._config.engine.start_timeout_s
-        while not (infos := await self._store.replica_infos()):
+        """As the replicas settled it. Until enough of this model are there, a redeploy leaves the old routers on."""
+        start_timeout_s = self._config.engine.start_timeout_s
+        give_up_s = time.monotonic() + start_timeout_s
+        while not await self._are_enough(infos := await self._store.replica_infos()):
             if time.monotonic() > give_up_s:
-                raise ReplicaLostError(
-                    f"no engine replica of {self.name} within {self._config.engine.start_timeout_s} s"
-                )
+                break
             await asyncio.sleep(REPLICA_POLL_S)
+        if not infos:
+            raise ReplicaLostError(f"no engine replica of {self.name} within {start_timeout_s} s")
         return min(info.max_model_len for info in infos)
+
+    async def _are_enough(self, infos: Sequence[ReplicaInfo]) -> bool:
+        """Half of those that serve all classes, for every request comes to them from now on; one where other routers
+        send requests to it already."""
+        if (await self._store.snapshot()).routers:
+            return bool(infos)
+        return 2 * sum(not info.classes for info in infos) >= least_replicas(self._config.engine)
 
     def _classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config

@@ -1,0 +1,80 @@
+"""When a router takes requests: all that come, once it does."""
+
+import asyncio
+import time
+
+import pytest
+
+from deployments import front_end as under_test
+from deployments.config import AppConfig, EngineSection
+from deployments.front_end import FrontEnd
+from policies.errors import ReplicaLostError
+from router.memory_store import MemoryStateStore
+from router.redis_store import connect
+from router.state_store import ReplicaInfo
+from tests.waiting import until
+
+
+class Store(MemoryStateStore):
+    """Counts how often a router has looked for replicas."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.looks = 0
+
+    async def replica_infos(self) -> list[ReplicaInfo]:
+        self.looks += 1
+        return await super().replica_infos()
+
+    async def join(self, replica_id: str, max_model_len: int, *classes: str) -> None:
+        info = ReplicaInfo(
+            replica_id=replica_id,
+            host="127.0.0.1",
+            port=1,
+            engine_version="v",
+            model="m",
+            max_model_len=max_model_len,
+            classes=classes,
+        )
+        await self.register_replica(info, 1)
+
+    async def looked(self, times: int) -> None:
+        seen = self.looks
+        await until(lambda: self.looks >= seen + times)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(under_test, "REPLICA_POLL_S", 0.001)
+    return Store()
+
+
+def front_end(store: Store, replicas: int, start_timeout_s: float = 600.0) -> FrontEnd:
+    config = AppConfig(model="m", engine=EngineSection(replicas=replicas, start_timeout_s=start_timeout_s))
+    made = FrontEnd(config, connect("redis://127.0.0.1:1/0"), None)
+    made._store = store
+    return made
+
+
+async def test_a_new_router_takes_no_requests_before_half_of_its_replicas_are_there(store: Store) -> None:
+    """In a redeploy with other arguments all requests would come to the first of them."""
+    start = asyncio.create_task(front_end(store, 3)._max_model_len())
+    await store.join("a", 100)
+    await store.join("of-a-class", 100, "interactive")
+    await store.looked(3)
+    assert not start.done()
+    await store.join("b", 90)
+    assert await start == 90
+
+
+async def test_one_is_enough_where_other_routers_send_requests_to_it_already(store: Store) -> None:
+    await store.join("a", 100)
+    await store.beat_router("other", 60.0)
+    assert await front_end(store, 3)._max_model_len() == 100
+
+
+async def test_when_its_time_is_over_it_serves_with_the_replicas_that_there_are(store: Store) -> None:
+    with pytest.raises(ReplicaLostError, match=r"no engine replica of m within 0\.01 s"):
+        await front_end(store, 3, 0.01)._max_model_len()
+    await store.join("a", 100)
+    assert await front_end(store, 3, 0.01)._max_model_len() == 100
