@@ -110,7 +110,7 @@ class RouterSection(Section):
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0
     silence_s: Seconds = 10.0
-    """A replica or router without a heartbeat for this long is taken for dead."""
+    """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
 
     @model_validator(mode="after")
     def _beats_often_enough(self) -> "RouterSection":

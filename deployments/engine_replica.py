@@ -125,6 +125,7 @@ class EngineReplica:
                 max_model_len=self._engine.max_model_len,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
+                silence_s=config.router.silence_s,
                 kv_layout=self._engine.kv_layout,
             ),
             config=RelayConfig(

@@ -45,7 +45,7 @@ class _Replica:
     info: ReplicaInfo
     slots: int
     slowness: float
-    beat_s: float
+    dead_s: float
     gang_sizes: tuple[int, ...] = ()
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
@@ -281,8 +281,9 @@ class MemoryStateStore:
     async def register_replica(
         self, info: ReplicaInfo, slots: int, running: Sequence[str] = (), slowness: float = 1.0
     ) -> None:
-        replica = self._replicas.setdefault(info.replica_id, _Replica(info, slots, slowness, self._now()))
-        replica.info, replica.slowness, replica.beat_s = info, slowness, self._now()
+        dead_s = self._now() + info.silence_s
+        replica = self._replicas.setdefault(info.replica_id, _Replica(info, slots, slowness, dead_s))
+        replica.info, replica.slowness, replica.dead_s = info, slowness, dead_s
         self._set_slots(replica, slots)
         for request_id in running:
             if request_id not in self._places:
@@ -300,7 +301,7 @@ class MemoryStateStore:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
-        replica.slowness, replica.beat_s = slowness, self._now()
+        replica.slowness, replica.dead_s = slowness, self._now() + replica.info.silence_s
         replica.gang_sizes = tuple(gang_sizes)
         self._set_slots(replica, slots)
         self._dispatch("")
@@ -320,13 +321,12 @@ class MemoryStateStore:
     async def replica_infos(self) -> list[ReplicaInfo]:
         return [replica.info for replica in self._replicas.values()]
 
-    async def beat_router(self, router_id: str, timeout_s: float) -> tuple[list[str], list[str]]:
-        self._routers[router_id] = self._now()
-        oldest = self._now() - timeout_s
-        replicas = [key for key, replica in self._replicas.items() if replica.beat_s <= oldest]
+    async def beat_router(self, router_id: str, silence_s: float) -> tuple[list[str], list[str]]:
+        self._routers[router_id] = self._now() + silence_s
+        replicas = [key for key, replica in self._replicas.items() if replica.dead_s <= self._now()]
         for replica_id in replicas:
             await self.drop_replica(replica_id)
-        routers = [key for key, beat_s in self._routers.items() if beat_s <= oldest]
+        routers = [key for key, dead_s in self._routers.items() if dead_s <= self._now()]
         for router in routers:
             await self.remove_router(router)
         return replicas, routers

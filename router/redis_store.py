@@ -178,8 +178,9 @@ class RedisStateStore:
     ) -> None:
         classes = f",{','.join(info.classes)}," if info.classes else ""
         gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
-        packed = msgspec.msgpack.encode(info)
-        await self._run("register_replica", info.replica_id, packed, slots, classes, repr(slowness), gang, *running)
+        packed, silence_ms = msgspec.msgpack.encode(info), int(info.silence_s * 1000)
+        fields = (packed, slots, classes, repr(slowness), gang, silence_ms)
+        await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
         self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
@@ -205,8 +206,8 @@ class RedisStateStore:
         raws = await self._guard(lambda: cast(Awaitable[Any], self._redis.hvals(self._key("replicas"))))
         return [_info_decoder.decode(raw) for raw in raws]
 
-    async def beat_router(self, router_id: str, timeout_s: float) -> tuple[list[str], list[str]]:
-        replicas, routers = await self._run("beat_router", router_id, int(timeout_s * 1000))
+    async def beat_router(self, router_id: str, silence_s: float) -> tuple[list[str], list[str]]:
+        replicas, routers = await self._run("beat_router", router_id, int(silence_s * 1000))
         return _strings(replicas), _strings(routers)
 
     async def time_s(self) -> float:

@@ -63,7 +63,7 @@ class RoutedClientConfig:
         max_wait_s: the longest that a request may wait for a replica before it fails.
         max_moves: how often one request may be moved off a lost replica that it was sent to.
         max_recalls: how often one that fills idle capacity may lose its slot to a more urgent one.
-        heartbeat_s, silence_s: how often this router beats, and the silence after which another is taken for dead.
+        heartbeat_s, silence_s: how often this router beats, and the silence after which it is taken for dead.
 
     Raises:
         ConfigError: max_moves or max_recalls is below 0, or a time is not positive.

@@ -78,6 +78,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         classes: service classes for which it is reserved; none serves all.
         gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
             only when all are free; one that is not full goes when a request has waited so long (policies.gang).
+        silence_s: without a heartbeat for so long it counts as dead.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
     """
@@ -90,6 +91,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None
+    silence_s: float = 10.0
     kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
@@ -206,9 +208,10 @@ class StateStore(Protocol):
     async def replica_infos(self) -> list[ReplicaInfo]:
         """All registered replicas."""
 
-    async def beat_router(self, router_id: str, timeout_s: float) -> tuple[list[str], list[str]]:
-        """A router lives; sweeps out replicas and routers silent for timeout_s and returns both lists.
+    async def beat_router(self, router_id: str, silence_s: float) -> tuple[list[str], list[str]]:
+        """A router lives, and counts as dead when it has been silent for silence_s.
 
+        Sweeps out replicas and routers that have been silent for as long as each of them named; returns both lists.
         A router's tickets that wait go with it. Those on a replica stay until that replica sees the connection close.
         """
 

@@ -5,7 +5,7 @@ local replica = ARGV[1]
 if redis.call('HEXISTS', P .. ':replicas', replica) == 0 then
   return false
 end
-redis.call('ZADD', P .. ':beats', now_ms(), replica)
+note_beat(replica)
 redis.call('HSET', P .. ':slowness', replica, ARGV[3])
 local sizes = redis.call('HGET', P .. ':gang_sizes', replica) or ''
 redis.call('HSET', P .. ':gang_sizes', replica, ARGV[5])

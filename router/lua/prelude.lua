@@ -16,7 +16,8 @@
 --   P:on:<r>        set of ids on replica r
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
---   P:beats         zset  replica -> ms of its last heartbeat   P:routers   the same for routers
+--   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
+--   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:spent:<k>     quota k: the time at which it will be whole again
 --   P:edges         {version, edges of bins, edges of buckets} in force
@@ -144,6 +145,11 @@ local function set_slots(replica, slots)
       redis.call('ZREM', P .. ':recallable', id)
     end
   end
+end
+
+-- A replica lives: each by its own silence, for in a redeploy that of old routers may be shorter than its heartbeat.
+local function note_beat(replica)
+  redis.call('ZADD', P .. ':beats', now_ms() + hash_number(':silence', replica), replica)
 end
 
 -- Forget a ticket wherever it is.
@@ -418,7 +424,7 @@ local function drop_replica(replica)
     no_longer_recallable(id)
   end
   redis.call('DEL', P .. ':on:' .. replica)
-  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes' }) do
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'silence' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

@@ -61,6 +61,7 @@ async def serve(options: argparse.Namespace) -> None:
             model="none",
             max_model_len=1 << 20,
             gang_max_wait_s=options.gang_max_wait_s,
+            silence_s=SILENCE_S,
         ),
         config=RelayConfig(heartbeat_s=HEARTBEAT_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)),
         metrics=RelayMetrics(CollectorRegistry()),

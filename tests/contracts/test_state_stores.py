@@ -36,7 +36,9 @@ from router.state_store import (
 FOR_EVER_S = 1e6
 
 
-def info(replica_id: str, classes: tuple[str, ...] = (), gang_max_wait_s: float | None = None) -> ReplicaInfo:
+def info(
+    replica_id: str, classes: tuple[str, ...] = (), gang_max_wait_s: float | None = None, silence_s: float = FOR_EVER_S
+) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id=replica_id,
         host="127.0.0.1",
@@ -46,6 +48,7 @@ def info(replica_id: str, classes: tuple[str, ...] = (), gang_max_wait_s: float 
         max_model_len=64,
         classes=classes,
         gang_max_wait_s=gang_max_wait_s,
+        silence_s=silence_s,
         secret=b"s",
     )
 
@@ -176,13 +179,21 @@ async def test_a_beat_names_what_was_assigned_before_the_lease(store: StateStore
 
 async def test_the_silent_are_swept_out_and_their_waiting_tickets_with_them(store: StateStore) -> None:
     await store.beat_router("a", FOR_EVER_S)
-    await store.register_replica(info("r"), 1, [])
+    await store.register_replica(info("r", silence_s=0.0), 1, [])
     await store.enqueue(ticket("runs"))
     await store.enqueue(ticket("waits"))
-    assert await store.beat_router("b", FOR_EVER_S) == ([], [])
-    replicas, routers = await store.beat_router("b", 0.0)
-    assert (replicas, sorted(routers)) == (["r"], ["a", "b"])
+    assert await store.beat_router("b", FOR_EVER_S) == (["r"], [])
+    assert await store.beat_router("a", 0.0) == ([], ["a"])
     assert await store.locate(["runs", "waits"]) == [None, None]
+
+
+async def test_each_counts_as_dead_after_its_own_silence(store: StateStore) -> None:
+    """A redeploy that makes heartbeats rarer leaves old routers up, which must not sweep out its replicas."""
+    await store.register_replica(info("r"), 1, [])
+    await store.beat_router("new", FOR_EVER_S)
+    assert await store.beat_router("old", 0.0) == ([], ["old"])
+    assert await store.beat_replica("r", 1, FOR_EVER_S) == []
+    assert await store.beat_router("old", 0.0) == ([], ["old"])
 
 
 async def test_a_router_that_leaves_takes_its_waiting_tickets_with_it(store: StateStore) -> None:
@@ -556,7 +567,8 @@ replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
 slot_counts = st.integers(0, 2)
 gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
 gang_sizes = st.sampled_from([(), (), (1,), (2, 1)])
-infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits)
+silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
+infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
 releases = st.tuples(st.just("release"), replica_ids, some_ids)

@@ -91,6 +91,7 @@ class Service:
                 engine_version="fake-1",
                 model="none",
                 max_model_len=4096,
+                silence_s=5.0,
             ),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, prefill_budget_tokens=512 if pool == "prefill" else None),
             metrics=RelayMetrics(CollectorRegistry()),

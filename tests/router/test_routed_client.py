@@ -182,6 +182,7 @@ class Service:
         salt: int = 0,
         step_s: float = 0.002,
         lease_s: float = 15.0,
+        silence_s: float = 5.0,
         version: str = "fake-1",
         step_times: StepTimes | None = None,
     ) -> Replica:
@@ -190,7 +191,7 @@ class Service:
         relay = Relay(
             engine=engine,
             store=self._stores[-1],
-            info=_info(f"r{len(self.replicas)}", version),
+            info=_info(f"r{len(self.replicas)}", version, silence_s),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
             metrics=RelayMetrics(CollectorRegistry()),
         )
@@ -261,9 +262,15 @@ def _nothing_in(snapshot: Snapshot) -> bool:
     return not snapshot.waiting and not any(load.running for load in snapshot.replicas.values())
 
 
-def _info(replica_id: str, version: str = "fake-1", port: int = 0) -> ReplicaInfo:
+def _info(replica_id: str, version: str = "fake-1", silence_s: float = 3600.0, port: int = 0) -> ReplicaInfo:
     return ReplicaInfo(
-        replica_id=replica_id, host="127.0.0.1", port=port, engine_version=version, model="none", max_model_len=4096
+        replica_id=replica_id,
+        host="127.0.0.1",
+        port=port,
+        engine_version=version,
+        model="none",
+        max_model_len=4096,
+        silence_s=silence_s,
     )
 
 
@@ -751,8 +758,8 @@ async def test_a_request_is_not_moved_for_ever(service: Service) -> None:
 
 
 async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Service) -> None:
-    victim = await service.replica()
-    front_end = await service.front_end(silence_s=3600.0)
+    victim = await service.replica(silence_s=3600.0)
+    front_end = await service.front_end()
     answers = await front_end.ask_many(4, 60)
     await until(lambda: all(answer.tokens for answer in answers))
     victim.engine.die()
@@ -763,8 +770,8 @@ async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Serv
 
 @pytest.mark.slow
 async def test_a_replica_that_hangs_is_left_after_its_silence(service: Service) -> None:
-    victim = await service.replica()
-    front_end = await service.front_end(silence_s=0.5)
+    victim = await service.replica(silence_s=0.5)
+    front_end = await service.front_end()
     answers = await front_end.ask_many(4, 60)
     await until(lambda: all(answer.tokens for answer in answers))
     await victim.stop_beating()
@@ -774,7 +781,7 @@ async def test_a_replica_that_hangs_is_left_after_its_silence(service: Service) 
 
 async def test_a_replica_that_another_router_found_lost_is_left_too(service: Service) -> None:
     """Its host is gone: one router's connection broke, the other's will not for a quarter of an hour."""
-    victim, front_end = await service.replica(), await service.front_end(silence_s=3600.0)
+    victim, front_end = await service.replica(silence_s=3600.0), await service.front_end()
     answers = await front_end.ask_many(4, 60)
     await until(lambda: all(answer.tokens for answer in answers))
     await victim.stop_beating()
@@ -931,7 +938,7 @@ async def test_an_assignment_told_twice_is_sent_once(service: Service) -> None:
 
 
 async def test_a_slot_of_a_second_replica_is_given_back(service: Service) -> None:
-    replica, front_end = await service.replica(), await service.front_end(silence_s=3600.0)
+    replica, front_end = await service.replica(), await service.front_end()
     replica.engine.pause()
     answer = await front_end.ask(request())
     await until(lambda: replica.engine.held == 1)
