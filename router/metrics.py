@@ -85,7 +85,9 @@ class RouterMetrics:
         self.recalled = self._counter(
             "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
         )
-        self.replicas_lost = self._counter("replicas_lost", "Connections to replicas that broke.")
+        self.replicas_lost = self._counter(
+            "replicas_lost", "Replicas whose connection broke, but for those that had drained."
+        )
         self.out_of_reach = self._counter("replicas_out_of_reach", "Attempts to connect to a replica that failed.")
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 

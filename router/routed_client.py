@@ -532,23 +532,34 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             await connection.run(self._on_outputs)
         except Exception:  # of whatever kind: its requests must go on elsewhere
             logger.exception("closing the connection to replica %s", connection.info.replica_id)
-        await self._recover_from(connection)
+        await self._recover_from(connection, has_ended=True)
 
-    async def _recover_from(self, connection: ReplicaConnection) -> None:
-        """A replica is lost: everything on it goes back into the bins."""
+    async def _recover_from(self, connection: ReplicaConnection, *, has_ended: bool = False) -> None:
+        """A replica is lost: everything on it goes back into the bins. Or it has left, if its connection has ended."""
         replica_id = connection.info.replica_id
         if self._open_connection(replica_id) is not connection:
             return  # done already
         del self._connections[replica_id]
         connection.close()
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
-        self._metrics.replicas_lost.inc()
         self._classifier.forget_replica(replica_id)
-        logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
+        if stranded or not has_ended or not await self._has_left(replica_id):
+            self._metrics.replicas_lost.inc()
+            logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
         movable = [entry for entry in stranded if self._take_back(entry)]
         await self._drop(replica_id)
         for entry in movable:
             self._background.spawn(self._queue_again(entry), "requeue")
+
+    async def _has_left(self, replica_id: str) -> bool:
+        """In good order: it drained before, or is out of the tables."""
+        if self._local.in_use:
+            return False
+        try:
+            load = (await self._store.snapshot()).replicas.get(replica_id)
+        except StateStoreError:
+            return False
+        return load is None or load.slots == 0
 
     def _take_back(self, entry: _Entry[RequestT]) -> bool:
         """Off a lost replica, ready to be queued again; False when it has been moved too often, and fails."""

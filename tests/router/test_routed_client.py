@@ -877,6 +877,24 @@ async def test_a_replica_drains_before_it_leaves(service: Service) -> None:
     assert front_end.count("requests_recovered_total", way="resumed") == 0
 
 
+async def test_a_replica_that_drained_is_not_counted_as_lost(service: Service) -> None:
+    leaver, front_end = await service.replica(), await service.front_end()
+    await service.finish(await front_end.ask_many(4))
+    (reading,) = [task for task in front_end.client._background._tasks if task.get_name() == "connection"]
+    await leaver.relay.drain()
+    await leaver.relay.close()
+    await asyncio.wait([reading])
+    assert front_end.count("replicas_lost_total") == 0
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_idle_replica_that_dies_or_hangs_is_counted_as_lost(service: Service, hangs: bool) -> None:
+    victim, front_end = await service.replica(silence_s=0.5 if hangs else 3600.0), await service.front_end()
+    await service.finish(await front_end.ask_many(4))
+    await (victim.stop_beating() if hangs else victim.die())
+    await until(lambda: front_end.count("replicas_lost_total") > 0)
+
+
 # When a router is lost
 
 
