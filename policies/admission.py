@@ -73,10 +73,18 @@ def spend(quota: Quota, whole_s: float, now_s: float) -> tuple[float, float]:
     return after_s, after_s - (now_s + max(quota.burst, quota.cost) / quota.per_s)
 
 
-def predicted_wait_s(work_ahead_s: float, slowness: Iterable[float]) -> float:
-    """Seconds until the work that goes first is worked off by all replicas together; 0 where no replica is known.
+def predicted_wait_s(
+    work_ahead_s: float, slowness: Iterable[float], own_ahead_s: float = 0.0, own_slowness: Iterable[float] = ()
+) -> float:
+    """Seconds until the work that goes first is worked off by all replicas that serve its class; 0 where none is known.
 
-    A replica of slowness 2 needs two seconds for one predicted second.
+    A replica of slowness 2 needs two seconds for one predicted second. Replicas that serve this class alone
+    (own_slowness) take none but its own work (own_ahead_s): a request waits for whichever is sooner.
     """
+    waits_s = (_worked_off_s(work_ahead_s, slowness), _worked_off_s(own_ahead_s, own_slowness))
+    return min((wait_s for wait_s in waits_s if wait_s is not None), default=0.0)
+
+
+def _worked_off_s(work_s: float, slowness: Iterable[float]) -> float | None:
     pace = sum(1.0 / each for each in slowness)
-    return work_ahead_s / pace if pace > 0.0 else 0.0
+    return work_s / pace if pace > 0.0 else None

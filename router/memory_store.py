@@ -247,12 +247,15 @@ class MemoryStateStore:
     def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Every waiting ticket counts as the mean of its class."""
         earlier = Counter(p.ticket.slo_class for p in self._waiting() if p.ticket.deadline_key <= ticket.deadline_key)
-        ahead_s = 0.0
+        ahead_s: dict[str, float] = {}
         for slo_class, count in sorted(earlier.items()):
             waiting = self._waiting_of(slo_class)
-            ahead_s += count * sum(place.ticket.work_s for place in waiting) / len(waiting)
-        serving = [r.slowness for _, r in sorted(self._replicas.items()) if r.serves(ticket.slo_class)]
-        return predicted_wait_s(ahead_s, serving)
+            ahead_s[slo_class] = count * sum(place.ticket.work_s for place in waiting) / len(waiting)
+        serving = [r for _, r in sorted(self._replicas.items()) if r.serves(ticket.slo_class)]
+        own = [r.slowness for r in serving if r.info.classes == (ticket.slo_class,)]
+        return predicted_wait_s(
+            sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own
+        )
 
     async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

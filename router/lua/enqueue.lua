@@ -27,23 +27,37 @@ local function spend(whole)
   end
 end
 
--- policies.admission.predicted_wait_s: the predicted seconds of what goes first, over what all replicas together work off.
-local function predicted_wait_s()
+-- The predicted seconds of what goes first: all of it, and of this class.
+local function work_ahead_s()
   local lanes = redis.call('SMEMBERS', P .. ':occupied')
   table.sort(lanes)
-  local ahead = 0
+  local ahead, own = 0, 0
   for _, lane in ipairs(lanes) do
     local class = parts_of(lane)
     local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[KEY])
-    ahead = ahead + earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
+    local seconds = earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
+    ahead = ahead + seconds
+    own = class == ticket[CLASS] and own + seconds or own
   end
-  local pace = 0
+  return ahead, own
+end
+
+-- policies.admission.predicted_wait_s: over what all replicas together work off, or those of this class alone if sooner.
+local function predicted_wait_s()
+  local ahead, own_ahead = work_ahead_s()
+  local pace, own_pace = 0, 0
   local replicas = redis.call('HKEYS', P .. ':replicas')
   table.sort(replicas)
   for _, replica in ipairs(replicas) do
     if serves(replica, ticket[CLASS]) then
       pace = pace + 1 / slowness_of(replica)
+      if redis.call('HGET', P .. ':serves', replica) == ',' .. ticket[CLASS] .. ',' then
+        own_pace = own_pace + 1 / slowness_of(replica)
+      end
     end
+  end
+  if own_pace > 0 then -- these replicas serve it, so that pace is above 0 too
+    return math.min(ahead / pace, own_ahead / own_pace)
   end
   return pace > 0 and ahead / pace or 0
 end

@@ -297,6 +297,19 @@ async def test_a_wait_beyond_the_class_limit_is_refused_with_the_time_to_come_ba
     assert await store.enqueue(ticket("early", key=1.5), limits) == []  # only two go first
 
 
+async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_run_there(store: StateStore) -> None:
+    await store.register_replica(info("shared"), 0)
+    await store.register_replica(info("own", classes=("urgent",)), 0)
+    for n in range(40):
+        await store.enqueue(ticket(f"x{n}", work_s=2.0))
+    limits = Limits(max_waiting=100, max_wait_s=3.0)
+    for n in range(2):
+        assert await store.enqueue(ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
+    late = ticket("late", key=1.0, slo_class="urgent")
+    assert await store.enqueue(late, limits) == Refusal("max_wait_s", 1.0)  # 4 s of its own class
+    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("max_wait_s", 81.0)  # 84 s at the shared one
+
+
 async def test_a_quota_is_spent_only_by_what_is_taken(store: StateStore) -> None:
     def limits(max_waiting: int, cost: float = 1.0) -> Limits:
         return Limits(max_waiting=max_waiting, quotas=(Quota(name="k", cost=cost, per_s=0.001, burst=2.0),))

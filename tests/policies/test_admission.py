@@ -47,6 +47,11 @@ def test_a_wait_is_the_work_ahead_over_the_pace_of_all_replicas() -> None:
     assert predicted_wait_s(12.0, []) == 0.0
 
 
+def test_a_class_with_replicas_of_its_own_waits_for_no_work_that_cannot_run_there() -> None:
+    assert predicted_wait_s(90.0, [1.0, 0.5], own_ahead_s=2.0, own_slowness=[0.5]) == 1.0
+    assert predicted_wait_s(3.0, [1.0, 0.5], own_ahead_s=3.0, own_slowness=[0.5]) == 1.0
+
+
 @pytest.mark.parametrize("wrong", [{"cost": -1.0}, {"per_s": 0.0}, {"burst": 0.0}])
 def test_a_quota_out_of_bounds_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
