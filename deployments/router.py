@@ -109,7 +109,8 @@ class Router:
     async def _exposition(self) -> bytes:
         """Metrics of all routers, of the shared state, and of vLLM's front end in this process."""
         pages = [page for front_end in self._front_ends for page in await front_end.metrics_pages()]
-        return merge(pages) + generate_latest()
+        pages.append(({"router": self._front_ends[0].routed.router_id}, generate_latest()))
+        return merge(pages)
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""

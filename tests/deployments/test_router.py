@@ -2,27 +2,32 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from deployments.config import AppConfig
 from deployments.logs import OUR_PACKAGES
 from deployments.router import Router
-from router.metrics import LabelledPage
+from router.metrics import LabelledPage, RouterMetrics
+
+ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
 
 
 class FrontEnd:
+    routed = SimpleNamespace(router_id="a")
+
     def __init__(self) -> None:
         self.asked = 0
 
     async def metrics_pages(self) -> list[LabelledPage]:
         self.asked += 1
-        registry = CollectorRegistry()
-        Gauge("asked", "How often.", registry=registry).set(self.asked)
-        return [({"model": "m"}, generate_latest(registry))]
+        metrics = RouterMetrics()
+        metrics.replicas_lost.inc(self.asked)
+        return [({"model": "m", "router": "a"}, metrics.exposition())]
 
 
 class Unserved(Router):
@@ -36,12 +41,21 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Any:
         for attribute in ("handlers", "propagate", "level"):
             logger = logging.getLogger(name)
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
-    return Unserved(AppConfig(model="m"), "redis://127.0.0.1:1/0", None, [], None)
+    made: Any = Unserved(AppConfig(model="m"), "redis://127.0.0.1:1/0", None, [], None)
+    made._front_ends = [FrontEnd()]
+    return made
 
 
 async def test_many_who_ask_for_the_metrics_at_once_cost_one_page(router: Any) -> None:
-    router._front_ends = [FrontEnd()]
-    request = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
-    pages = await asyncio.gather(*(router._metrics_page(request) for _ in range(50)))
+    pages = await asyncio.gather(*(router._metrics_page(ASKED) for _ in range(50)))
     assert router._front_ends[0].asked == 1
-    assert {b'asked{model="m"} 1.0' in page.body for page in pages} == {True}
+    assert {b'sluice_replicas_lost_total{model="m",router="a"} 1.0' in page.body for page in pages} == {True}
+
+
+async def test_what_one_process_counts_is_told_apart_from_what_the_next_scrape_may_meet(router: Any) -> None:
+    """Any router may answer a scrape, and one whose counters are taken for another's makes rates of nothing."""
+    page = await router._metrics_page(ASKED)
+    families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
+    assert {sample.labels.get("router") for sample in families["process_cpu_seconds"].samples} == {"a"}
+    assert families["process_cpu_seconds"].type == "counter"
+    assert families["sluice_replicas_lost"].samples[0].labels == {"model": "m", "router": "a"}
