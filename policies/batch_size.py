@@ -8,8 +8,9 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
   it divides by final sizes, not by what young requests hold at the moment (1.8), or by name by the length-biased
   resident size, which is the safe one for outputs with a coefficient of variation above 1 (1.4).
 * Algorithm 2 reaches both bounds (1.10), keeps low <= limit <= high (1.11), learns nothing upward while the limit does
-  not bind (1.12) and brackets with limit*SLA/latency: for any latency a + c*b with a >= 0 that lies between b and the
-  answer, so an upward shift is met in a few updates. ``SlaConstrainedLiteral`` is the printed algorithm.
+  not bind but what the batch proves safe (1.12) and brackets with limit*SLA/latency: for any latency a + c*b with
+  a >= 0 that lies between b and the answer, so an upward shift is met in a few updates. ``SlaConstrainedLiteral`` is
+  the printed algorithm.
 * Latency is the time between two tokens of a running request, prefill steps in between included.
 * A cap below the running batch evicts nothing: relief comes from completions (1.7).
 """

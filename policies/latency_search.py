@@ -1,9 +1,13 @@
 """The search behind SLA-bound batch sizes and chunks: the largest x whose latency meets a target.
 
 Source: 001, Algorithm 2, corrected: the search reaches both of its bounds (ERRATA 1.10), low <= value <= high holds
-after every update (1.11), and it learns nothing upward while the value does not bind (1.12). It brackets with
-x * target / latency: for any latency a + c*x with a, c >= 0 the answer lies between x and that, on either side.
-So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
+after every update (1.11), and while the value does not bind it learns nothing upward but what was measured (1.12). It
+brackets with x * target / latency: for any latency a + c*x with a, c >= 0 the answer lies between x and that, on either
+side. So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
+
+What x really used proves safe is evidence whether the value binds or not: routers that are offered the value itself as
+room never make a queue, so that it would not be seen to bind for ever. Used comes from the load, so a low load proves
+little, and the value stays.
 """
 
 from dataclasses import dataclass
@@ -37,14 +41,15 @@ class LatencySearch:
         Args:
             latency_s: mean latency over the window, >= 0.
             used: mean x really used, > 0; above ``value`` while a batch drains towards it.
-            binding: whether ``value`` kept more from being used; a fast system proves nothing when it did not.
+            binding: whether ``value`` kept more from being used; when it did not, a fast system proves no more than
+                what lies between ``used`` and its bound.
         """
         bound = used * self._target_s / max(latency_s, _LEAST_LATENCY_S)
         if latency_s > self._target_s + self._tolerance_s:
             self._too_slow(bound, draining=used > self.value)
         elif latency_s >= self._target_s - self._tolerance_s:
             self._on_target(used)
-        elif binding:
+        elif binding or bound > self.value:
             self._fast(max(used, bound))
 
     def _too_slow(self, bound: float, *, draining: bool) -> None:

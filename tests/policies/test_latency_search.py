@@ -64,6 +64,19 @@ def test_a_fast_system_that_is_not_full_teaches_nothing() -> None:
     assert (search.value, search.low, search.high) == (40, 1, 512)
 
 
+def test_what_ran_fast_enough_raises_a_value_that_nobody_waits_behind() -> None:
+    search = make_search(initial=32, stride=16)
+    search.update(0.0125, 32, binding=False)
+    assert 32 * 0.05 / 0.0125 <= search.value <= 32 * 0.05 / 0.0125 + 16
+
+
+def test_a_low_load_raises_nothing_beyond_a_stride_above_what_it_proves() -> None:
+    search = make_search(initial=32, stride=16)
+    for _ in range(100):
+        search.update(0.01, 8, binding=False)
+    assert search.value <= 8 * 0.05 / 0.01 + 16
+
+
 def test_a_batch_on_its_way_down_is_not_cut_twice_for_the_same_latency() -> None:
     search = make_search(initial=200)
     search.update(0.1, 200, binding=True)

@@ -287,6 +287,25 @@ def test_what_a_replica_would_not_let_run_waits_in_the_router() -> None:
     assert most_in_the_engine("admitted") < most_in_the_engine("slots") / 2
 
 
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+def test_a_target_that_is_far_off_holds_nobody_back_where_nothing_waits_in_the_engine(mode: str) -> None:
+    given = workload(400, 30.0, seed=3, prompt="uniform:50:150", output="exponential:128")
+    chats = replace(given, slo_class=("chat",) * 400)
+    roomy = EngineConfig(slots=128, total_blocks=40_000)
+    router = RouterConfig(credit="admitted", class_names=("chat",))
+    runs = [
+        run(
+            ClusterConfig(
+                times=TIMES, engine=roomy, batch="auto", batch_settings={"mode": mode} | targets, router=router
+            ),
+            chats,
+        )
+        for targets in ({"classes": 2}, {"classes": 2, "class_itl_targets_s": (None, 0.5)})
+    ]
+    free, bound = (float(np.median([request.ttft_s for request in each.requests])) for each in runs)
+    assert bound < 2 * free
+
+
 def test_a_policy_of_another_family_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="batch policy must be one of auto, stock"):
         ClusterConfig(times=TIMES, batch="fcfs")
