@@ -119,7 +119,9 @@ class Auto:
         self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
         self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned)
         targets = config.targets()
-        self.targets = ClassTargets(targets) if targets else None
+        self.targets: ClassTargets | None = (
+            ClassTargets(targets, learned.targets if learned else None) if targets else None
+        )
         self._composed = smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
 
     def _admission(self, learned: "Auto | None") -> ForecastAdmission | MemoryAware | Stock:

@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from policies.batch_size import ChunkSize, ChunkSizeConfig, SlaConstrained, SlaConstrainedConfig, Smallest, capped_plan
+from policies.batch_size import ChunkSize, ChunkSizeConfig, SlaConstrained, SlaConstrainedConfig, capped_plan
 from policies.errors import ConfigError
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
@@ -34,18 +34,17 @@ class ClassTargetsConfig:
 class ClassTargets:
     """``SlaConstrained`` and ``ChunkSize`` under the target of the strictest class at hand."""
 
-    def __init__(self, config: ClassTargetsConfig) -> None:
+    def __init__(self, config: ClassTargetsConfig, learned: "ClassTargets | None" = None) -> None:
+        """``learned``: one whose searches this one goes on with, where it has their targets; it must not be used any
+        more."""
         self.config = config
         self._target_s = np.array([inf if target is None else target for target in config.itl_targets_s])
-        self._batch = {
-            target: SlaConstrained(SlaConstrainedConfig(itl_target_s=target))
-            for target in set(config.itl_targets_s) - {None}
-            if target is not None
-        }
-        self._parts = {
-            target: Smallest((batch, ChunkSize(ChunkSizeConfig(itl_target_s=target))))
-            for target, batch in self._batch.items()
-        }
+        targets = {target for target in config.itl_targets_s if target is not None}
+        self._batch = {target: SlaConstrained(SlaConstrainedConfig(itl_target_s=target)) for target in targets}
+        self._chunk = {target: ChunkSize(ChunkSizeConfig(itl_target_s=target)) for target in targets}
+        if learned:
+            self._batch |= {target: batch for target, batch in learned._batch.items() if target in targets}
+            self._chunk |= {target: chunk for target, chunk in learned._chunk.items() if target in targets}
 
     def strictest_s(self, state: BatchState) -> float | None:
         """The shortest target among what runs and what would start next; None when no such class has one.
@@ -67,8 +66,11 @@ class ClassTargets:
 
     def plan(self, state: BatchState) -> StepPlan:
         target = self.strictest_s(state)
-        return capped_plan(state, state.slots, Limit.SLOTS) if target is None else self._parts[target].plan(state)
+        if target is None:
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        plan = capped_plan(state, self._batch[target].batch_size, Limit.SLA)
+        return plan._replace(max_batch_tokens=self._chunk[target].plan(state).max_batch_tokens)
 
     def observe(self, result: StepResult) -> None:
-        for part in self._parts.values():
+        for part in (*self._batch.values(), *self._chunk.values()):
             part.observe(result)
