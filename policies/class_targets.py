@@ -4,9 +4,14 @@ Source: 001's Algorithm 2 (``SlaConstrained``) and its prefill-decode fusion (``
 requests of a step wait for the whole step, so the class with the shortest target binds as long as one of it is in the
 batch or at the head of the queue. Every target keeps a search of its own, and each of them learns from every step: what
 a batch costs does not depend on whose limit made it so.
+
+Nobody is evicted, so a batch that grew under a looser target is over the limit when a request of a strict class comes,
+for as long as those in it take to end. Such requests start all the same, as many as their limit lets run of their own:
+their tokens come slower until then, in place of none at all.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -68,8 +73,17 @@ class ClassTargets:
         target = self.strictest_s(state)
         if target is None:
             return capped_plan(state, state.slots, Limit.SLOTS)
-        plan = capped_plan(state, self._batch[target].batch_size, Limit.SLA)
+        plan = capped_plan(state, self._cap(state, target), Limit.SLA)
         return plan._replace(max_batch_tokens=self._chunk[target].plan(state).max_batch_tokens)
+
+    def _cap(self, state: BatchState, target: float) -> int:
+        """The limit; in a batch beyond it, what runs and who of this target may join from the head of the queue."""
+        limit = self._batch[target].batch_size
+        if state.running_count <= limit or len(self._target_s) == 1:
+            return limit
+        alike = int(np.count_nonzero(self._target_s[state.running.class_index] == target))
+        head = takewhile(lambda request: self._target_s[request.class_index] == target, state.waiting)
+        return state.running_count + max(0, min(limit - alike, sum(1 for _ in head)))
 
     def observe(self, result: StepResult) -> None:
         for part in (*self._batch.values(), *self._chunk.values()):

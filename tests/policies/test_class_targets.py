@@ -57,6 +57,35 @@ def test_a_slow_engine_is_cut_down_only_while_the_class_that_minds_is_there() ->
     assert targets.plan(state([0, 0])).max_batch_size == 64
 
 
+def queued(*classes: int) -> tuple[RequestView, ...]:
+    return tuple(
+        RequestView(request_id=f"w{n}", arrival_s=0.0, prompt_tokens=10, class_index=index)
+        for n, index in enumerate(classes)
+    )
+
+
+def test_in_a_batch_beyond_the_strict_limit_strict_requests_start_from_the_head_and_no_others() -> None:
+    targets = ClassTargets(ClassTargetsConfig(itl_targets_s=(None, 0.05, 0.2)))
+    over = state([0] * 40)._replace(waiting=queued(1, 1, 0, 1), waiting_count=4)
+    assert targets.plan(over).admit == ("w0", "w1")
+    assert targets.plan(over).max_batch_size == 42
+    assert targets.plan(over._replace(waiting=queued(0, 1))).admit == ("w0", "w1")  # no strict one at hand yet
+    behind = state([0] * 40 + [1])._replace(waiting=queued(0, 1), waiting_count=2)
+    assert targets.plan(behind).admit == ()
+
+
+def test_strict_requests_alone_do_not_exceed_their_limit() -> None:
+    targets = ClassTargets(ClassTargetsConfig(itl_targets_s=(None, 0.05)))
+    nearly = state([0] * 10 + [1] * 30)._replace(waiting=queued(1, 1, 1), waiting_count=3)
+    assert targets.plan(nearly).admit == ("w0", "w1")
+    assert targets.plan(state([1] * 33)._replace(waiting=queued(1), waiting_count=1)).admit == ()
+
+
+def test_a_full_batch_within_its_limit_waits_for_an_end() -> None:
+    targets = ClassTargets(ClassTargetsConfig(itl_targets_s=(None, 0.05)))
+    assert targets.plan(state([0] * 32)._replace(waiting=queued(1), waiting_count=1)).admit == ()
+
+
 def test_a_class_without_any_target_is_no_configuration() -> None:
     with pytest.raises(ConfigError, match="itl_targets_s"):
         ClassTargetsConfig(itl_targets_s=())
