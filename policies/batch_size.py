@@ -421,8 +421,9 @@ class ChunkSizeConfig:
 class ChunkSize:
     """Prefill tokens per fused step under an inter-token target: 001's prefill-decode fusion, searched as Algorithm 2.
 
-    The budget of a mixed step is the decoding requests plus the chunk, so prompts are cut, never decodes. Steps
-    without a prefill, or with one that did not fill the chunk, teach nothing upward.
+    The budget of a mixed step is the decoding requests plus the chunk, so prompts are cut, never decodes. Where nobody
+    decodes nobody waits for a token, and no prompt is cut. Steps without a prefill, or with one that did not fill the
+    chunk, teach nothing upward but what they prove.
     """
 
     def __init__(self, config: ChunkSizeConfig) -> None:
@@ -443,7 +444,7 @@ class ChunkSize:
 
     def plan(self, state: BatchState) -> StepPlan:
         decoding = state.running_count - state.prefilling_count
-        budget = min(state.max_batch_tokens, decoding + self.chunk_tokens)
+        budget = min(state.max_batch_tokens, decoding + self.chunk_tokens) if decoding else state.max_batch_tokens
         return capped_plan(state, state.slots, Limit.SLOTS)._replace(max_batch_tokens=budget)
 
     def observe(self, result: StepResult) -> None:

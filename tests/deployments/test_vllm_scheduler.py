@@ -408,6 +408,23 @@ def test_the_latency_target_is_that_of_the_class_that_runs(slo_class: str, held:
     assert (sum(gaps) / len(gaps) < 1.15 * 0.03) is held
 
 
+@both_depths
+def test_a_request_of_a_strict_class_starts_in_a_batch_that_its_class_would_not_have_let_grow(depth: int) -> None:
+    engine = VirtualEngine({"mode": "mixed", "class_itl_targets_s": {"chat": 0.011}}, slots=64, depth=depth)
+    for number in range(48):
+        engine.add(f"r{number}", 20, 300)
+    for _ in range(20):
+        engine.step()
+    engine.add("late", 20, 300)
+    chat = engine.add("chat", 20, 10, extra_args={"sluice": {"slo_class": "chat", "deadline_s": 0.0}})
+    while chat.request_id in engine.scheduler.requests:
+        engine.step()
+    assert not any(engine.answers[f"r{number}"].ended for number in range(48))
+    assert not engine.answers["late"].tokens
+    engine.run()
+    check_answers(engine)
+
+
 def test_the_status_says_what_it_does_and_why() -> None:
     engine = run_closed(VirtualEngine({"mode": "exclusive", "refill": 4}, blocks=200), workload(150), clients=40)
     core = SimpleNamespace(scheduler=engine.scheduler)

@@ -400,6 +400,13 @@ class TestChunkSize:
         policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1, initial_chunk_tokens=512))
         assert policy.plan(make_state(running=40, waiting=1)).max_batch_tokens == 552
 
+    def test_no_prompt_is_cut_where_nobody_decodes(self) -> None:
+        policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1, initial_chunk_tokens=512))
+        empty = make_state(running=0, waiting=1)
+        assert policy.plan(empty).max_batch_tokens == empty.max_batch_tokens > 512
+        reading = RunningRequests.of(prompt_tokens=[9000], output_tokens=[0], prefill_tokens_left=[5000])
+        assert policy.plan(empty._replace(running=reading)).max_batch_tokens == empty.max_batch_tokens
+
 
 class _Fixed:
     """A policy that always plans the same cap in the same phase."""
