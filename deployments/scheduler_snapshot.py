@@ -135,6 +135,8 @@ class SnapshotTaker:
         self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
         self._views: dict[Request, RequestView] = {}
         self._head = _NOBODY
+        # vLLM's own stamp is that of the router's clock, and from before the wait there.
+        self._arrived_s: dict[Request, float] = {}
         self._batch = _Batch()
         self._fresh = False
         # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
@@ -147,14 +149,14 @@ class SnapshotTaker:
         self._views.clear()
         self._head, self._batch, self._fresh = _NOBODY, _Batch(), False
 
-    def take(self, now_s: float, wall_s: float, *, in_flight: bool) -> Snapshot:
-        """now_s: the driver's clock; wall_s: Unix time, as arrivals; in_flight: whether steps have no result yet."""
+    def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
+        """now_s: the driver's clock; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = tuple([request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING])
         running = self._running(chunks, in_flight)
         idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
         slots = max(1, self.slots - idle)
-        waiting, waiting_count = self._waiting(now_s - wall_s, slots - len(running))
+        waiting, waiting_count = self._waiting(now_s, slots - len(running))
         pool = scheduler.kv_cache_manager.block_pool
         state = BatchState(
             now_s=now_s,
@@ -185,7 +187,12 @@ class SnapshotTaker:
             at = self._place(request)  # may make the columns longer
             batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
 
+    def arrived(self, request: Request, now_s: float) -> None:
+        """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
+        self._arrived_s[request] = now_s
+
     def forget(self, request: Request) -> None:
+        self._arrived_s.pop(request, None)
         if self._views.pop(request, None) is not None and request in self._head.requests:
             self._head = _NOBODY
         self._batch.leave(request)
@@ -250,7 +257,7 @@ class SnapshotTaker:
 
     # The waiting queue
 
-    def _waiting(self, clock_offset_s: float, free_slots: int) -> tuple[tuple[RequestView, ...], int]:
+    def _waiting(self, now_s: float, free_slots: int) -> tuple[tuple[RequestView, ...], int]:
         """The head of the queue, as far as the next steps could start it, and the length of the whole queue."""
         scheduler = self._scheduler
         total = len(scheduler.kv_holding_waiting)
@@ -264,10 +271,10 @@ class SnapshotTaker:
         requests = tuple(islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)))
         if blocked:
             requests = tuple([request for request in requests if request not in blocked])
-        views = self._shown(requests, clock_offset_s)
+        views = self._shown(requests, now_s)
         return views, max(total - len(blocked), len(views))
 
-    def _shown(self, requests: tuple[Request, ...], clock_offset_s: float) -> tuple[RequestView, ...]:
+    def _shown(self, requests: tuple[Request, ...], now_s: float) -> tuple[RequestView, ...]:
         """Views of these, as far as two steps could hold them; most of them are those shown before."""
         if requests == self._head.requests:
             return self._head.views
@@ -277,7 +284,7 @@ class SnapshotTaker:
         for request in requests[len(known.requests) :]:
             if tokens >= 2 * self.max_batch_tokens:
                 break
-            view = self._view(request, clock_offset_s)
+            view = self._view(request, now_s)
             steady = steady and not view.output_tokens and not view.cached_tokens
             tokens += view.prefill_tokens
             views.append(view)
@@ -302,17 +309,17 @@ class SnapshotTaker:
             return not wanted or wanted.grammar is None
         return bool(request.num_stale_output_tokens) and not request.drop_stale_output
 
-    def _view(self, request: Request, clock_offset_s: float) -> RequestView:
+    def _view(self, request: Request, now_s: float) -> RequestView:
         known = self._views.get(request)
         if known is None or known.output_tokens != request.num_output_tokens or request.num_computed_tokens:
-            known = self._views[request] = self._seen(request, clock_offset_s)
+            known = self._views[request] = self._seen(request, now_s)
         return known
 
-    def _seen(self, request: Request, clock_offset_s: float) -> RequestView:
+    def _seen(self, request: Request, now_s: float) -> RequestView:
         told = self.metadata(request)
         return RequestView(
             request_id=request.request_id,
-            arrival_s=request.arrival_time + clock_offset_s,
+            arrival_s=self._arrived_s.setdefault(request, now_s),
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
             cached_tokens=request.num_computed_tokens,

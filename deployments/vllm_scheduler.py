@@ -175,13 +175,18 @@ class _PlannedScheduler(SluiceScheduler):
         return min(self._taker.slots, self._policy.batch_size(snapshot.state) + snapshot.apart)
 
     def _taken(self, now_s: float) -> Snapshot:
-        return self._taker.take(now_s, time.time(), in_flight=bool(self._steps))
+        return self._taker.take(now_s, in_flight=bool(self._steps))
 
     def _deadline_s(self, request: Request) -> float:
         deadline_s = self._taker.metadata(request).deadline_s
         return deadline_s if deadline_s is not None and math.isfinite(deadline_s) else float(request.arrival_time)
 
     # Before a step
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if self.requests.get(request.request_id) is request:  # and not a session's next part
+            self._taker.arrived(request, self.clock.now())
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         began = time.perf_counter()

@@ -119,6 +119,7 @@ class Engine:
         return self.config.slots
 
     def submit(self, request: Request, now_s: float) -> list[Event]:
+        request.entered_s = now_s
         at = len(self._waiting)
         while self.config.ordered and at and self._waiting[at - 1][1].key > request.key:
             at -= 1
@@ -138,6 +139,8 @@ class Engine:
         running = [self._batch.preempt() for _ in range(len(self._batch))][::-1]
         held = running + [request for _, request in self._waiting]
         self._waiting.clear()
+        for request in held:
+            request.entered_s = None
         return held
 
     def _on_step(self, now_s: float) -> Iterable[Event]:

@@ -15,6 +15,7 @@ class Request:
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
         key: what the router ordered it by.
+        entered_s: when it came to the engine that holds it.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
     """
 
@@ -27,6 +28,7 @@ class Request:
     class_index: int = 0
     slo_class: str | None = None
     key: float = 0.0
+    entered_s: float | None = None
     generated_tokens: int = 0
     replica_id: str | None = None
     started_s: float | None = None
@@ -37,9 +39,10 @@ class Request:
     moves: int = 0
 
     def view(self) -> RequestView:
+        """As its driver sees it: an engine does not know of the wait in the router."""
         return RequestView(
             request_id=self.request_id,
-            arrival_s=self.arrival_s,
+            arrival_s=self.arrival_s if self.entered_s is None else self.entered_s,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.generated_tokens,
             cached_tokens=self.prefix_tokens,

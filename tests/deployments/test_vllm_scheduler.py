@@ -273,6 +273,15 @@ def test_the_waiting_queue_goes_by_virtual_deadline() -> None:
     assert sorted(engine.answers, key=lambda name: engine.answers[name].times_s[0]) == ["soon", "middle", "late"]
 
 
+def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
+    settings = {"mode": "exclusive", "refill": 12, "max_wait_s": 0.3}
+    new = run_closed(VirtualEngine(settings), workload(150), clients=40)
+    old = run_closed(VirtualEngine(settings), workload(150), clients=40, arrival_time=0.0)
+    assert old.log == new.log
+    impatient = run_closed(VirtualEngine(settings | {"max_wait_s": 0.01}), workload(150), clients=40)
+    assert impatient.log != new.log
+
+
 @pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"deadline_s": "soon"}}, {"sluice": {"odd": 1}}])
 def test_metadata_that_is_missing_or_wrong_harms_nobody(told: dict[str, Any] | None) -> None:
     engine = VirtualEngine({"mode": "auto", "class_itl_targets_s": {"fast": 0.02}})

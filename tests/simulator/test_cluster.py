@@ -314,3 +314,14 @@ def test_a_policy_of_another_family_is_refused_by_name() -> None:
 def test_views_handed_to_policies_are_those_of_waiting_requests() -> None:
     request = Request(request_id="r", arrival_s=0.0, prompt_tokens=10, output_tokens=5, cached_tokens=99)
     assert request.view() == RequestView(request_id="r", arrival_s=0.0, prompt_tokens=10, cached_tokens=9)
+
+
+def test_a_wait_in_the_router_opens_no_refill() -> None:
+    given = workload(300, 1000.0, seed=5, prompt="uniform:50:150", output="exponential:60")
+
+    def steps(settings: dict[str, float]) -> list[tuple[object, ...]]:
+        exclusive = {"mode": "exclusive", "step_times": TIMES} | settings
+        return history(run(ClusterConfig(times=TIMES, engine=SMALL, batch="auto", batch_settings=exclusive), given))
+
+    assert steps({"max_wait_s": 5.0}) == steps({})
+    assert steps({"max_wait_s": 0.01}) != steps({})
