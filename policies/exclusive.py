@@ -16,7 +16,8 @@ Departures, with ERRATA numbers:
   each mode's prediction is scaled by what that mode was measured to cost, and nothing is decided before every kind of
   step has been measured or given as a prior.
 * Taking turns long enough leads back to mixed batching for one look: mixed steps that were measured while the engine
-  warmed up, or under another load, would otherwise bind it for good.
+  warmed up, or under another load, would otherwise bind it for good. Mixing long enough leads for the same reason to a
+  few steps of prefill alone; whole phases would show few of them for what they cost.
 * A prefill phase that could schedule nothing is not tried again before blocks were freed or the queue changed.
 """
 
@@ -83,6 +84,9 @@ _RATIO_DRIFT = 0.05
 # While exclusive steps are preferred, mixed ones are looked at after 8 and 16 replans and then after every 32, for half
 # the time between two replans: at most a 64th of what mixing loses there.
 _FIRST_REVISIT, _REVISIT = 8, 32
+# While mixed ones are, so many prefill steps are taken alone after 16 replans and then after every 32, enough to move a
+# form. Each costs no more than its fixed part: once in 256 steps, in the long run.
+_PREFILLS_ALONE, _FIRST_ALONE = 16, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +288,8 @@ class _ModeChoice:
         self.exclusive = config.mode == "exclusive"
         self._preferred = self.exclusive
         self._explores = False
-        self._looks_exclusive = 0
+        self._replans_alike = 0
+        self._prefills_alone = 0
         self._costs = {False: _TokenCost(), True: _TokenCost()}
         self._decided = False
 
@@ -295,8 +300,20 @@ class _ModeChoice:
             return -(-self._config.replan_steps // (8 if self._explores else 1))
         return -(-self._config.replan_steps // (2 if self._preferred else 1))
 
+    @property
+    def parts_steps(self) -> bool:
+        """Whether prefills are to be taken out of mixed steps, to see what they cost alone."""
+        return self._prefills_alone > 0 and not self.exclusive
+
+    def prefill_alone(self) -> None:
+        """One prefill step less is to be taken alone."""
+        self._prefills_alone -= 1
+
     def observe(self, result: StepResult) -> None:
-        self._costs[self.exclusive].add(result)
+        if self.parts_steps:
+            self._costs[False].restart()  # these tokens are not what mixing costs
+        else:
+            self._costs[self.exclusive].add(result)
 
     def explore(self, model: StepTimeModel) -> bool:
         """Go where a kind of step is still unknown; False when all are known."""
@@ -322,9 +339,12 @@ class _ModeChoice:
         gain_s = self._costs[False].ratio * mixed_s - self._costs[True].ratio * exclusive_s
         gain = gain_s / token_s - self._config.priority_margin_fraction
         hysteresis = self._config.hysteresis_fraction
-        self._preferred = gain > (-hysteresis if self._preferred else hysteresis)
-        self._looks_exclusive = self._looks_exclusive + 1 if self._preferred else 0
-        self._move(self._preferred and not _revisits(self._looks_exclusive))
+        preferred = gain > (-hysteresis if self._preferred else hysteresis)
+        self._replans_alike = self._replans_alike + 1 if preferred == self._preferred else 0
+        self._preferred, revisits = preferred, _revisits(self._replans_alike)
+        parts = revisits and not preferred and self._replans_alike >= _FIRST_ALONE
+        self._prefills_alone = _PREFILLS_ALONE if parts else 0
+        self._move(preferred and not revisits)
 
     def _learn(self, predicted_s: float) -> None:
         if self._decided:
@@ -340,8 +360,8 @@ class _ModeChoice:
             self._costs[exclusive].restart()
 
 
-def _revisits(looks: int) -> bool:
-    return looks >= _FIRST_REVISIT and (looks % _REVISIT == 0 or looks.bit_count() == 1)
+def _revisits(replans: int) -> bool:
+    return replans >= _FIRST_REVISIT and (replans % _REVISIT == 0 or replans.bit_count() == 1)
 
 
 class _Stall:
@@ -418,8 +438,7 @@ class ExclusiveMixed:
             self._plans_left = self._choice.plans_to_next_look
         self._plans_left -= 1
         if not self.exclusive:
-            self._phase = Phase.DECODE
-            return capped_plan(state, state.slots, Limit.SLOTS)
+            return self._parted_plan(state) or self._mixed_plan(state)
         startable = self._startable(state)
         self._enter_phase(state, startable)
         return self._exclusive_plan(state, startable)
@@ -435,6 +454,21 @@ class ExclusiveMixed:
         self._steps += 1
         weight = max(self.config.occupancy_smoothing, 1.0 / self._steps)
         self._occupancy += weight * (result.running_count - self._occupancy)
+
+    def _mixed_plan(self, state: BatchState) -> StepPlan:
+        self._phase = Phase.DECODE
+        return capped_plan(state, state.slots, Limit.SLOTS)
+
+    def _parted_plan(self, state: BatchState) -> StepPlan | None:
+        """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
+        if not self._choice.parts_steps or self._phase is Phase.PREFILL or self._stall.holds(state):
+            return None
+        startable = self._startable(state)
+        if not startable or state.running_count == state.prefilling_count:
+            return None
+        self._choice.prefill_alone()
+        self._open_prefill(state, startable)
+        return self._exclusive_plan(state, startable)
 
     def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:
         prefill = self._phase is Phase.PREFILL
@@ -523,3 +557,5 @@ class ExclusiveMixed:
         self.phase_length = _phase_length(self.config, workload, self._itl_budget_s(state))
         if self.config.mode == "auto" and not exploring:
             self._choice.decide(workload, self.phase_length)
+            if self._choice.parts_steps:  # so few would not tell against what was measured long ago
+                self._model.fade(Phase.PREFILL)

@@ -37,6 +37,8 @@ _FLOOR = 0.05
 _FAINT = 1e-9
 # Anything shorter is a clock's rounding, not a step.
 _LEAST_STEP_S = 1e-6
+# What is left of a form's weight when it fades.
+_FADED = 0.25
 
 _COLUMNS = {
     Phase.PREFILL: ("overhead_s", "prefill_s"),
@@ -140,6 +142,9 @@ class _Form:
         self._spread = self._blended_spread((y - fitted) / unit)
         self._information, self._moment, self._known, self._fitted = information, moment, True, None
 
+    def fade(self) -> None:
+        self._information, self._moment, self._fitted = _FADED * self._information, _FADED * self._moment, None
+
     def take_all(self, x: FloatArray, y: FloatArray) -> None:
         """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
         row = x / self._scale / y[:, None]
@@ -198,6 +203,10 @@ class StepTimeModel:
             return
         kind, row = _row(result)
         self._forms[kind].add(row, result.step_s)
+
+    def fade(self, kind: Phase) -> None:
+        """What was observed of this kind so far weighs less from now on; the form stays until new steps come."""
+        self._forms[kind].fade()
 
     def steps_seen(self, kind: Phase) -> int:
         """Steps that held only prefill, only decodes, or both."""

@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -359,6 +360,24 @@ class TestAuto:
         recorder = _Recorder(auto())
         saturated(WarmingUp(recorder, FREE, slots=32), count=900)
         assert np.mean(recorder.modes[-1500:-300]) < 0.2
+
+    def test_slow_prefills_at_the_start_do_not_bind_it_to_mixing(self) -> None:
+        class WarmingUp(ToyEngine):
+            def step(self) -> StepResult:
+                slow = replace(CONTENDED, prefill=StepCoefficients(overhead_s=0.1, prefill_s=2e-4))
+                self.times = slow if len(self.results) < 400 else CONTENDED
+                return super().step()
+
+        recorder = _Recorder(auto())
+        saturated(WarmingUp(recorder, CONTENDED, slots=32), count=2000)
+        assert np.mean(recorder.modes[400:1200]) < 0.2
+        assert np.mean(recorder.modes[-1500:-300]) > 0.8
+
+    def test_where_mixing_is_preferred_few_steps_are_taken_in_parts(self) -> None:
+        recorder = _Recorder(auto(FREE))
+        engine = saturated(ToyEngine(recorder, FREE, slots=32), count=900)
+        assert not any(recorder.modes)
+        assert 0 < sum(result.phase is Phase.PREFILL for result in engine.results) <= 16
 
     def test_requests_that_end_while_nothing_is_computed_do_not_stop_it(self) -> None:
         """All are aborted at once, and what is left has to wait: steps without tokens until the next look."""

@@ -1,5 +1,7 @@
 """Step times learned online: recovery of the coefficients, robustness, following a shift, and never a negative cost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,6 +111,22 @@ class TestStepTimeModel:
         feed(model, slow, 1500)
         feed(model, TRUE, 3000, seed=1)
         assert_close(model.times(), rel=0.06)
+
+    def test_a_form_that_faded_stays_until_new_steps_come_and_follows_them(self) -> None:
+        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.04, prefill_s=5e-4))
+        faded, lasting = StepTimeModel(), StepTimeModel()
+        for model in (faded, lasting):
+            feed(model, slow, 64)
+        faded.fade(Phase.PREFILL)
+        before, after = lasting.times(), faded.times()
+        assert before is not None and after is not None
+        assert after.prefill.step_s(prefill_tokens=500) == pytest.approx(before.prefill.step_s(prefill_tokens=500))
+        for model in (faded, lasting):
+            feed(model, TRUE, 16, kinds=(Phase.PREFILL,))
+        before, after = lasting.times(), faded.times()
+        assert before is not None and after is not None
+        truth_s = TRUE.step_s(prefill_tokens=500)
+        assert truth_s < after.prefill.step_s(prefill_tokens=500) < 0.8 * before.prefill.step_s(prefill_tokens=500)
 
     def test_coefficients_alone_make_a_model(self) -> None:
         assert StepTimeModel(StepTimeConfig(prior=TRUE)).times() == TRUE
