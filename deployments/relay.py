@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from policies.checks import require_at_least, require_positive
+from policies.clock import Clock
 from policies.errors import ProtocolError, StateStoreError
 from policies.gang import tick_s
 from policies.placement import ReplicaSpeed, ReplicaSpeedConfig
@@ -26,6 +27,7 @@ from policies.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
+from router.clock import MonotonicClock
 from router.codec import Output, RequestSize
 from router.metrics import RelayMetrics
 from router.state_store import ReplicaInfo, StateStore
@@ -120,8 +122,8 @@ class RelayConfig:
 class _Steps:
     """Measures engine steps, from one batch of outputs to the next while requests are on board."""
 
-    def __init__(self, step_times: StepTimes) -> None:
-        self._step_times = step_times
+    def __init__(self, step_times: StepTimes, clock: Clock) -> None:
+        self._step_times, self._clock = step_times, clock
         self._policy = ReplicaSpeed(ReplicaSpeedConfig())
         self._last_s: float | None = None
 
@@ -132,12 +134,16 @@ class _Steps:
     def idle(self) -> None:
         self._last_s = None
 
-    def ended(self, decode_requests: int, prefill_tokens: int) -> None:
-        """A step, or several without outputs, that brought tokens for so many requests after so much prefill."""
-        now_s = time.monotonic()
+    def ended(self, *, prefill_tokens: int, decode_requests: int, kv_tokens: int) -> None:
+        """A step, or several without outputs, that brought tokens: first ones, after so much prefill, and further ones
+        for so many requests, which hold so many tokens together."""
+        if not prefill_tokens and not decode_requests:
+            return  # the time counts with the tokens that it was for
+        now_s = self._clock.now()
         if self._last_s is not None:
-            decode, prefill = self._step_times.decode, self._step_times.prefill
-            predicted_s = decode.overhead_s + decode.decode_s * decode_requests + prefill.prefill_s * prefill_tokens
+            predicted_s = self._step_times.step_s(
+                prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens
+            )
             self._policy.observe(now_s - self._last_s, predicted_s)
         self._last_s = now_s
 
@@ -163,11 +169,12 @@ class _Router:
 
 @dataclass(slots=True)
 class _Held:
-    """A request in the engine; `prefill_tokens` is 0 once its first token has come."""
+    """A request in the engine: its prompt, and the answer so far."""
 
     request_id: str
     router: _Router
-    prefill_tokens: int
+    prompt_tokens: int
+    output_tokens: int = 0
 
 
 class Relay:
@@ -189,7 +196,7 @@ class Relay:
         self._draining = False
         self._failed = False
         self._stepped_s = time.monotonic()
-        self._steps = _Steps(config.step_times) if config.step_times else None
+        self._steps = _Steps(config.step_times, MonotonicClock()) if config.step_times else None
         self._registrations_due = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -370,20 +377,24 @@ class Relay:
 
     def _forward(self, batch: Any) -> None:
         by_router: defaultdict[_Router, list[Output]] = defaultdict(list)
-        outputs, prefill_tokens = self._engine.codec.outputs(batch), 0
-        for output in outputs:
+        prefill_tokens = decode_requests = kv_tokens = 0
+        for output in self._engine.codec.outputs(batch):
             engine_id = output.request_id
             held = self._held.get(engine_id)
             if held is None:
                 continue
-            prefill_tokens += held.prefill_tokens
-            held.prefill_tokens = 0
+            if held.output_tokens:
+                decode_requests += 1
+                kv_tokens += held.prompt_tokens + held.output_tokens
+            else:
+                prefill_tokens += held.prompt_tokens
+            held.output_tokens += len(output.new_token_ids)
             output.request_id = held.request_id
             by_router[held.router].append(output)
             if output.finish_reason is not None:
                 self._end(engine_id)
         if self._steps is not None and self._held:
-            self._steps.ended(len(outputs), prefill_tokens)
+            self._steps.ended(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)
         for router, mine in by_router.items():
             router.send(wire.Kind.OUTPUTS, self._engine.codec.encode_outputs(batch, mine))
 

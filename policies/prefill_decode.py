@@ -25,6 +25,9 @@ from policies.checks import require_at_least, require_one_of, require_positive
 from policies.errors import InputError
 from policies.types import StepTimes
 
+# Of a request that runs, while nothing is known of those that do.
+_USUAL_CONTEXT_TOKENS = 512.0
+
 
 class Why(StrEnum):
     """Why a request is split (the first) or not."""
@@ -98,7 +101,7 @@ class SplitState:
         prefill_replicas: those alive.
         prefill_wait_s: predicted seconds until the least loaded of them would start this prompt.
         decode_batch: requests that run on a decode replica, on average.
-        context_tokens: of each of those, prompt and answer so far, on average.
+        context_tokens: of each of those, prompt and answer so far, on average; None while that is not known.
         slowness: a decode replica's seconds for one predicted second.
     """
 
@@ -107,7 +110,7 @@ class SplitState:
     prefill_replicas: int
     prefill_wait_s: float
     decode_batch: float
-    context_tokens: float = 512.0
+    context_tokens: float | None = None
     slowness: float = 1.0
 
 
@@ -153,7 +156,8 @@ class PrefillDecode:
         return self.config.max_wait_s + 2.0 * slowness * self.prefill_s(prompt_tokens)
 
     def _step_s(self, state: SplitState, chunk: int) -> float:
-        kv_tokens = state.decode_batch * state.context_tokens
+        context = _USUAL_CONTEXT_TOKENS if state.context_tokens is None else state.context_tokens
+        kv_tokens = state.decode_batch * context
         step_s = self._times.step_s(prefill_tokens=chunk, decode_requests=state.decode_batch, kv_tokens=kv_tokens)
         return state.slowness * step_s
 

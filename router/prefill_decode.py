@@ -251,6 +251,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         self._splits: dict[str, _Split[RequestT]] = {}
         self._offers: dict[str, _Offer] = {}
         self._offered: dict[str, tuple[ReplicaConnection, float]] = {}
+        self._context_tokens: float | None = None
 
     async def start(self) -> None:
         await super().start()
@@ -304,6 +305,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
                 prefill_replicas=self.pool.replicas,
                 prefill_wait_s=self.pool.wait_s(mine_s),
                 decode_batch=sum(load.running for load in loads) / replicas,
+                context_tokens=self._context_tokens,
                 slowness=max((load.slowness for load in loads), default=1.0),
             )
         )
@@ -431,7 +433,15 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
 
     async def _heartbeat(self) -> None:
         self._restart_stalled()
+        self._note_context()
         await super()._heartbeat()
+
+    def _note_context(self) -> None:
+        """What this router's requests hold on replicas stands for what all routers' do."""
+        running = [entry for entry in self._entries.values() if entry.connection is not None]
+        if running:
+            prompts = sum(self._codec.size(entry.request).prompt_tokens for entry in running)
+            self._context_tokens = (prompts + sum(len(entry.sent) for entry in running)) / len(running)
 
     def _restart_stalled(self) -> None:
         """Requests whose cache does not arrive: a transfer from a replica that has died need not end by itself."""

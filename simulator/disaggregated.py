@@ -13,6 +13,7 @@ Transfers do not compete with each other; a decode engine that preempts recomput
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 
 from policies.checks import require_at_least
 from policies.placement import work_s
@@ -115,12 +116,14 @@ class _Pools:
         return self._prefill.arrive(replace(request, output_tokens=1), now_s)
 
     def _state(self, request: Request) -> SplitState:
+        contexts = [tokens for engine in self._decoding if (tokens := engine.mean_context_tokens) is not None]
         return SplitState(
             prompt_tokens=request.prompt_tokens,
             itl_target_s=self._pools.itl_target_s(request.slo_class),
             prefill_replicas=len(self._reading),
             prefill_wait_s=self._reading_s / len(self._reading),
             decode_batch=sum(engine.holds for engine in self._decoding) / len(self._decoding),
+            context_tokens=fmean(contexts) if contexts else None,
         )
 
     def _prefilled(self, now_s: float, engine: Engine, parts: list[Request]) -> Iterable[Event]:

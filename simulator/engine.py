@@ -112,6 +112,12 @@ class Engine:
     def holds(self) -> int:
         return len(self._batch) + len(self._waiting)
 
+    @property
+    def mean_context_tokens(self) -> float | None:
+        """Of what runs, prompt and answer so far; None when nothing does."""
+        running = self._batch.view()
+        return running.total_tokens / len(running) if len(running) else None
+
     def offered(self, now_s: float) -> int:
         """Requests that it would hold without a queue of its own, by its policy if that can say so."""
         if isinstance(self.policy, _Offers):

@@ -11,13 +11,14 @@ from deployments import relay as relay_module
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ConfigError, ProtocolError, ReplicaLostError, StateStoreError
+from policies.types import StepCoefficients, StepTimes
 from router import wire
 from router.connection import ReplicaConnection
 from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, Ticket
 from router.wire import Buffer
-from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, undisturbed
+from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -101,6 +102,43 @@ async def test_each_router_gets_the_outputs_of_its_own_requests(replica: Replica
     for number, reader in enumerate(readers):
         assert {output.request_id for output in reader.outputs} == {f"x{number}"}
         assert reader.tokens(f"x{number}") == undisturbed([1, 2], 5)
+
+
+@pytest.mark.parametrize("context", [16, 4096, 16384])
+def test_an_engine_that_steps_as_predicted_is_not_slow_whatever_its_requests_hold(context: int) -> None:
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.005, prefill_s=2e-5),
+        decode=StepCoefficients(overhead_s=0.002, decode_s=5e-5, kv_s=3e-7),
+        mixed=StepCoefficients(overhead_s=0.003, prefill_s=4e-5, decode_s=2e-4, kv_s=3e-7),
+    )
+    clock = ManualClock()
+    steps = relay_module._Steps(times, clock)
+    for number in range(200):
+        content = {"prefill_tokens": 500 * (number % 4 == 0), "decode_requests": 32, "kv_tokens": 32 * context}
+        clock.advance_to(clock.now() + times.step_s(**content))
+        steps.ended(**content)
+        steps.ended(prefill_tokens=0, decode_requests=0, kv_tokens=0)
+    assert steps.slowness == pytest.approx(1.0)
+
+
+async def test_steps_are_compared_by_what_their_requests_hold(replica: Replica) -> None:
+    class Contents:
+        slowness = 1.0
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, ...]] = []
+
+        def ended(self, **content: int) -> None:
+            self.seen.append(tuple(content.values()))
+
+        def idle(self) -> None: ...
+
+    contents = Contents()
+    replica.relay._steps = contents  # type: ignore[assignment]
+    reader = await replica.reader()
+    reader.add("x", 5)
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    assert contents.seen == [(2, 0, 0), (0, 1, 3), (0, 1, 4), (0, 1, 5)]  # after the last one it is idle
 
 
 async def test_a_request_that_comes_again_gets_nothing_of_its_first_arrival(replica: Replica) -> None:

@@ -1,5 +1,7 @@
 """When prompts are read elsewhere, in which order, and on how many replicas."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,7 @@ def state(**changes: object) -> SplitState:
         "prefill_replicas": 1,
         "prefill_wait_s": 0.1,
         "decode_batch": 32.0,
+        "context_tokens": 512.0,
     }
     return SplitState(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -58,6 +61,13 @@ def state(**changes: object) -> SplitState:
 )
 def test_auto_splits_long_prompts_under_tight_targets_and_says_why_not(changes: dict[str, object], why: Why) -> None:
     assert policy().choose(state(**changes)) is why
+
+
+def test_what_the_others_hold_counts() -> None:
+    reads = replace(TIMES, decode=replace(TIMES.decode, kv_s=1e-7), mixed=replace(TIMES.mixed, kv_s=1e-7))
+    decides = PrefillDecode(PrefillDecodeConfig(), reads)
+    assert decides.choose(state(context_tokens=None)) is decides.choose(state()) is Why.SPLIT
+    assert decides.choose(state(context_tokens=12_000.0)) is Why.BEYOND_TARGET
 
 
 def test_a_slow_network_keeps_prompts_where_they_are() -> None:
@@ -84,6 +94,7 @@ def test_what_is_split_is_worth_it(prompt: int, target_s: float, batch: float, w
         prompt_tokens=prompt, itl_target_s=target_s, decode_batch=batch, prefill_wait_s=wait_s, slowness=slowness
     )
     if decides.choose(asked) is Why.SPLIT:
+        assert asked.context_tokens is not None
         context = batch * asked.context_tokens
         own_s = slowness * TIMES.step_s(decode_requests=batch, kv_tokens=context)
         with_it_s = slowness * TIMES.step_s(prefill_tokens=min(prompt, 8192), decode_requests=batch, kv_tokens=context)

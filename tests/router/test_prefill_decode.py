@@ -439,6 +439,15 @@ async def test_auto_splits_only_while_others_would_notice(service: Service) -> N
     assert reading.engine.taken == 1
 
 
+async def test_what_running_requests_hold_is_known_with_every_heartbeat(service: Service) -> None:
+    await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
+    await service.start(PrefillDecodeConfig(mode="never"))
+    running = [await service.ask(prompt_tokens=40, max_tokens=100) for _ in range(4)]
+    await until(lambda: 40 < (service.client._context_tokens or 0) <= 60)
+    await until(lambda: 60 < (service.client._context_tokens or 0) < 140)
+    await service.finish(running)
+
+
 def test_wrong_times_are_refused() -> None:
     with pytest.raises(ConfigError, match="cache_s"):
         SplitConfig(cache_s=0.0)

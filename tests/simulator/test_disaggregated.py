@@ -52,6 +52,22 @@ def test_the_first_token_waits_for_the_cache_to_arrive() -> None:
             assert request.ttft_s > TRANSFER.transfer_s(request.prompt_tokens)
 
 
+def test_what_decoding_requests_hold_counts_where_prompts_are_split() -> None:
+    """With this context every step misses the target anyhow; beside requests of 512 tokens none would."""
+    rng = np.random.default_rng(3)
+    drawn = synthetic("long", length_law("constant:4000"), length_law("constant:200"), 40, rng)
+    reads = StepTimes(
+        prefill=TIMES.prefill,
+        decode=StepCoefficients(overhead_s=0.01, decode_s=1e-4, kv_s=3e-6),
+        mixed=StepCoefficients(overhead_s=0.012, prefill_s=5e-5, decode_s=1e-4, kv_s=3e-6),
+    )
+    config = ClusterConfig(times=reads, engine=EngineConfig(slots=64, total_blocks=30_000))
+    pools = PoolsConfig(split=PrefillDecodeConfig(max_wait_s=100.0), itl_targets_s={"*": 0.1})
+    result = run_disaggregated(config, pools, drawn.arriving(poisson(2.0, 40, rng)))
+    prefilled = result.engines[0].totals.prefill_tokens
+    assert prefilled < 0.5 * 40 * 4000
+
+
 @pytest.mark.slow
 def test_auto_splits_under_tight_targets_alone_and_then_evens_the_gaps() -> None:
     rng = np.random.default_rng(3)
