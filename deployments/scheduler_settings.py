@@ -92,7 +92,7 @@ class SchedulerSettings(BaseModel):
         """Class of each class_index; the first is for all requests of no named class."""
         return (None, *sorted(self.class_itl_targets_s | self.class_itl_budgets_s))
 
-    def auto_config(self, known: StepTimes | None, *, phases: bool = True) -> AutoConfig:
+    def auto_config(self, known: StepTimes | None, *, phases: bool = True, speculates: bool = False) -> AutoConfig:
         """The policy's settings; `phases` False keeps to mixed steps."""
         names = self.class_names
         targets = tuple(self.class_itl_targets_s.get(name or "", self.itl_target_s) for name in names)
@@ -111,15 +111,16 @@ class SchedulerSettings(BaseModel):
             prior_output_tokens=self.prior_output_tokens,
             prior_output_std_tokens=self.prior_output_tokens,
             step_times=known,
+            speculates=speculates,
         )
 
-    def policy(self, *, learned: Auto | None, phases: bool) -> Auto:
-        """A policy with these settings, and with what another one has learned.
+    def policy(self, *, learned: Auto | None, phases: bool, speculates: bool = False) -> Auto:
+        """A policy with these settings, and with what another one of the same classes has learned.
 
         Raises:
-            ConfigError: the profile cannot be used, or the classes are others than those learned about.
+            ConfigError: the profile cannot be used, or there are not as many classes as were learned about.
         """
-        return Auto(self.auto_config(self.known_step_times(), phases=phases), learned)
+        return Auto(self.auto_config(self.known_step_times(), phases=phases, speculates=speculates), learned)
 
     def known_step_times(self) -> StepTimes | None:
         """Out of the profile. Raises ConfigError when it cannot be read or holds several engines."""

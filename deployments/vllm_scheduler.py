@@ -80,7 +80,8 @@ class SluiceScheduler(AsyncScheduler):
             The settings in force.
 
         Raises:
-            ConfigError: a setting is unknown or wrong; nothing has changed then.
+            ConfigError: a setting is unknown or wrong, or the classes are not those that lengths were learned about;
+                nothing has changed then.
         """
         self._adopt(self.settings.changed(changes))
         return self.settings.model_dump(mode="json")
@@ -95,7 +96,7 @@ class SluiceScheduler(AsyncScheduler):
         return self._stock_limits[0]
 
     def _adopt(self, settings: SchedulerSettings) -> None:
-        policy = None if settings.mode == "stock" else settings.policy(learned=self._policy, phases=self._phases_work)
+        policy = None if settings.mode == "stock" else self._policy_of(settings)
         self.settings = settings
         if policy is not None:
             self.__class__ = _PlannedScheduler
@@ -105,6 +106,13 @@ class SluiceScheduler(AsyncScheduler):
             self.__class__ = SluiceScheduler
             self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
             self._requeue(create_request_queue(self.policy))
+
+    def _policy_of(self, settings: SchedulerSettings) -> Auto:
+        """A policy with these settings that goes on with what the present one has learned."""
+        now, then = self.settings.class_names, settings.class_names
+        if self._policy is not None and now != then:  # by index one class's lengths would be another's
+            raise ConfigError(f"the classes with targets or budgets cannot change, from {now[1:]} to {then[1:]}")
+        return settings.policy(learned=self._policy, phases=self._phases_work, speculates=self.num_spec_tokens > 0)
 
     @property
     def _phases_work(self) -> bool:

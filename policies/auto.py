@@ -37,6 +37,7 @@ class AutoConfig:
         overflow_probability, length_bias, classes, max_output_tokens: as in ``ForecastAdmissionConfig``.
         prior_output_tokens, prior_output_std_tokens: what answers are taken for before any has been seen.
         step_times: measured earlier on this model and GPU, or None.
+        speculates: a decode step may bring a request several tokens (speculative decoding).
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -58,6 +59,7 @@ class AutoConfig:
     prior_output_tokens: float = 256.0
     prior_output_std_tokens: float = 256.0
     step_times: StepTimes | None = None
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None:
@@ -89,6 +91,7 @@ class AutoConfig:
             classes=self.classes,
             max_output_tokens=self.max_output_tokens,
             fallback=self.memory_aware(),
+            speculates=self.speculates,
         )
 
     def exclusive(self) -> ExclusiveMixedConfig:
@@ -101,6 +104,7 @@ class AutoConfig:
             max_wait_s=self.max_wait_s,
             max_output_tokens=self.max_output_tokens,
             step_times=StepTimeConfig(prior=self.step_times),
+            speculates=self.speculates,
         )
 
 

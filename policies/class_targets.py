@@ -18,7 +18,7 @@ import numpy as np
 
 from policies.batch_size import ChunkSize, ChunkSizeConfig, SlaConstrained, SlaConstrainedConfig, capped_plan
 from policies.errors import ConfigError
-from policies.types import BatchState, Limit, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, Limit, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,5 +86,6 @@ class ClassTargets:
         return state.running_count + max(0, min(limit - alike, sum(1 for _ in head)))
 
     def observe(self, result: StepResult) -> None:
-        for part in (*self._batch.values(), *self._chunk.values()):
+        parts: list[BatchPolicy] = [*self._batch.values(), *self._chunk.values()]
+        for part in parts:
             part.observe(result)

@@ -109,6 +109,7 @@ class ExclusiveMixedConfig:
             out until there are enough of each kind, half while mixed ones are looked at again.
         min_samples: completions before lengths count as known.
         window, max_output_tokens: as in ``LengthStatisticsConfig``.
+        speculates: as in ``ForecastAdmissionConfig``.
         initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
 
     Raises:
@@ -131,6 +132,7 @@ class ExclusiveMixedConfig:
     max_output_tokens: int = 32768
     initial_phase_steps: int = 32
     initial_slots_fraction: float = 0.1
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         require_one_of(("auto", "exclusive", "mixed"), self, "mode")
@@ -407,11 +409,11 @@ class ExclusiveMixed:
         self._occupancy = 0.0
         self._steps = 0
         self._plans_left = 0
-        self._decode_steps = 0
+        self._decode_steps: int | None = None if config.speculates else 0
         if learned:
             self._model, self._lengths = learned._model, learned._lengths
             self._occupancy, self._steps = learned._occupancy, learned._steps
-            self._decode_steps = learned._decode_steps
+            self._decode_steps = None if config.speculates else learned._decode_steps
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
@@ -446,7 +448,8 @@ class ExclusiveMixed:
     def observe(self, result: StepResult) -> None:
         self._model.observe(result)
         self._lengths.observe(result.finished, self._decode_steps)
-        self._decode_steps += result.decode_requests > 0
+        if self._decode_steps is not None:
+            self._decode_steps += result.decode_requests > 0
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
         self._choice.observe(result)

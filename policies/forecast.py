@@ -75,6 +75,7 @@ class ForecastAdmissionConfig:
         horizons: points of the horizon grid.
         refresh_steps: plans between two refreshes of a class's law; one class is refreshed at a time.
         fallback: eq. 12 and its prior moments.
+        speculates: a decode step may bring a request several tokens: lengths are then learned without counting steps.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -89,6 +90,7 @@ class ForecastAdmissionConfig:
     horizons: int = 24
     refresh_steps: int = 64
     fallback: MemoryAwareConfig = MemoryAwareConfig()
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         require_probability(self, "overflow_probability")
@@ -129,7 +131,7 @@ class ForecastAdmission:
         )
         self._survival = _SurvivalTable(config.classes, config.horizons)
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
-        self._decode_steps: int = learned._decode_steps if learned else 0
+        self._decode_steps: int | None = None if config.speculates else learned._decode_steps if learned else 0
         self._plans = 0
 
     @property
@@ -152,7 +154,8 @@ class ForecastAdmission:
         if not self.uses_forecast:
             self._fallback.observe(result)
         self._lengths.observe(result.finished, self._decode_steps)
-        self._decode_steps += result.decode_requests > 0
+        if self._decode_steps is not None:
+            self._decode_steps += result.decode_requests > 0
         if self._step_times is not None and self.uses_forecast:
             self._weigh(result, self._step_times)
 

@@ -353,6 +353,23 @@ def test_a_wrong_change_changes_nothing() -> None:
     assert engine.scheduler.settings.mode == "mixed"
 
 
+def test_live_control_gives_no_class_the_lengths_of_another() -> None:
+    engine = VirtualEngine({"mode": "mixed", "class_itl_targets_s": {"chat": 0.05}})
+    with pytest.raises(ConfigError, match="chat.*reports"):
+        engine.scheduler.control({"class_itl_targets_s": {"reports": 0.2}})
+    assert engine.scheduler.settings.class_itl_targets_s == {"chat": 0.05}
+    engine.scheduler.control({"class_itl_targets_s": {"chat": 0.2}})
+    assert engine.scheduler.settings.class_itl_targets_s == {"chat": 0.2}
+
+
+def test_steps_of_an_engine_that_speculates_are_not_counted_as_tokens() -> None:
+    plain, drafts = VirtualEngine({"mode": "mixed"}), VirtualEngine({"mode": "mixed"})
+    drafts.scheduler.num_spec_tokens = 3
+    drafts.scheduler.control({})
+    assert not plain.scheduler._policy.config.speculates
+    assert drafts.scheduler._policy.config.speculates
+
+
 def test_unknown_settings_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"sluice\.mood"):
         VirtualEngine({"mood": "auto"})

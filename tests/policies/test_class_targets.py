@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from policies.auto import Auto, AutoConfig
@@ -113,6 +114,27 @@ def test_new_settings_begin_no_search_anew_whose_target_stays() -> None:
     assert grown > 40
     assert new.batch_size(state([1])) == grown
     assert new.batch_size(state([0])) == 32
+
+
+@pytest.mark.parametrize("part", ["forecast", "phases"])
+def test_lengths_are_right_where_steps_bring_several_tokens(part: str) -> None:
+    def mean_length(*, speculates: bool) -> float:
+        auto, rng = Auto(AutoConfig(speculates=speculates)), np.random.default_rng(1)
+        whole, age = rng.integers(150, 450, 256), np.zeros(256, dtype=np.int64)
+        for _ in range(600):
+            age += rng.integers(1, 6, 256)  # three on average
+            ended = age >= whole
+            done = tuple(FinishedRequest(prompt_tokens=100, output_tokens=int(tokens)) for tokens in whole[ended])
+            auto.observe(decoded(0.02, requests=256)._replace(finished=done))
+            whole[ended], age[ended] = rng.integers(150, 450, ended.sum()), 0
+        assert isinstance(auto.admission, ForecastAdmission)
+        learned = auto.admission if part == "forecast" else auto.phases
+        hazard = learned._lengths.table(0, age, learned._decode_steps).constant_hazard()
+        assert hazard is not None
+        return 1.0 / hazard
+
+    assert 290.0 < mean_length(speculates=True) < 360.0  # those that run make a plain list a little long
+    assert mean_length(speculates=False) < 240.0
 
 
 def test_overcommit_that_is_switched_off_is_nothing_even_if_it_was_learned() -> None:
