@@ -70,7 +70,7 @@ class MultiBinConfig:
     Attributes:
         bins: k. Two to four suffice with a predictor: the paper's own gained 8 % at four (appendix C.1).
         seconds_per_token: of a gang batch's answer. With it ``bins`` is the most, and every refit takes as many as pay
-            at the rate at which requests finished since the last (`bins_for_load`); None keeps ``bins``.
+            at the rate at which requests finished lately (`bins_for_load`); None keeps ``bins``.
         batch_size: size of a gang batch, for the "optimal" rule and the prior's edges.
         rule: how a refit cuts: "optimal" (least expected batch maximum), "equal_mass" (as the paper), "fixed" (never).
         initial_edges: bins + 1 ascending edges to start with; None takes `exponential_edges` at the prior's mean.
@@ -126,6 +126,37 @@ class _RecentLengths:
         return self.ascending[(len(self.ascending) - 1) // 2]
 
 
+class _FinishRate:
+    """Requests per second that finished, where many are told of at one time: they finished since the time before.
+
+    What is told at the latest time may not be all of it yet, so it counts from the next on.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._until_s = self._now_s = 0.0
+        self._finished = self._newest = 0
+
+    def note_time(self, now_s: float) -> None:
+        if self._since_s is None:
+            self._since_s = self._until_s = self._now_s = now_s
+        elif now_s > self._now_s:
+            if self._now_s > self._since_s:  # before the first time is no span
+                self._finished += self._newest
+            self._until_s, self._now_s, self._newest = self._now_s, now_s, 0
+
+    def observe(self) -> None:
+        self._newest += 1
+
+    def taken(self) -> float | None:
+        """Begin anew; None, and nothing begins, while no span is over in which any finished."""
+        if self._since_s is None or not self._finished:
+            return None
+        per_s = self._finished / (self._until_s - self._since_s)
+        self._since_s, self._finished = self._until_s, 0
+        return per_s
+
+
 class MultiBin:
     """Assigns requests to bins of predicted output length (Algorithm 1, lines 1 to 3), with edges that follow.
 
@@ -142,8 +173,7 @@ class MultiBin:
         self._recent = _RecentLengths(config.window_requests)
         self._recent_of_class: dict[str | None, _RecentLengths] = {}
         self._since_refit = 0
-        self._now_s: float | None = None
-        self._refit_s: float | None = None
+        self._rate = _FinishRate()
         self.adopt(config.initial_edges or self._prior_edges())
 
     @property
@@ -167,9 +197,7 @@ class MultiBin:
 
     def note_time(self, now_s: float) -> None:
         """At which what is observed next finished, on one clock: the load is told by it."""
-        self._now_s = now_s
-        if self._refit_s is None:
-            self._refit_s = now_s
+        self._rate.note_time(now_s)
 
     def observe(self, output_tokens: float, *, slo_class: str | None = None) -> None:
         """Take note of a finished request's true length; may refit.
@@ -183,26 +211,26 @@ class MultiBin:
             self._recent_of_class[slo_class] = _RecentLengths(self.config.window_requests)
         self._recent_of_class[slo_class].observe(output_tokens)
         self._recent.observe(output_tokens)
+        self._rate.observe()
         self._since_refit += 1
         if self._since_refit >= self.config.refit_every:
             self.refit()
 
     def refit(self) -> tuple[float, ...]:
         """Cut the window anew by the configured rule; without samples, or with fixed edges, nothing changes."""
-        finished, self._since_refit = self._since_refit, 0
+        self._since_refit = 0
         if self._recent.ascending and self.config.rule != "fixed":
-            self.adopt(self._fitted(self._bins_that_pay(finished)))
-        self._refit_s = self._now_s
+            self.adopt(self._fitted(self._bins_that_pay()))
         return self._edges
 
-    def _bins_that_pay(self, finished: int) -> int:
-        """At the rate of what finished since the last refit; as many as now while that is not known."""
+    def _bins_that_pay(self) -> int:
+        """At the rate of what finished since this was asked last; as many as now while that is not known."""
         config = self.config
         if config.seconds_per_token is None:
             return config.bins
-        if self._now_s is None or self._refit_s is None or self._now_s <= self._refit_s or not finished:
+        if (per_s := self._rate.taken()) is None:
             return len(self._edges) - 1
-        per_token_time = config.seconds_per_token * finished / (self._now_s - self._refit_s)
+        per_token_time = config.seconds_per_token * per_s
         return bins_for_load(per_token_time, config.batch_size, self._recent.ascending, max_bins=config.bins)
 
     def _prior_edges(self) -> FloatArray:

@@ -207,6 +207,17 @@ def test_the_number_of_bins_follows_the_load_up_and_down() -> None:
     assert counts[1] in (2, 3)
 
 
+@pytest.mark.parametrize("per_heartbeat", [16, 128, 640])
+def test_the_load_is_that_of_all_who_are_told_of_with_a_heartbeat(per_heartbeat: int) -> None:
+    bins = MultiBin(MultiBinConfig(bins=16, batch_size=8, seconds_per_token=0.002, refit_every=64, rule="equal_mass"))
+    lengths = [20.0 * (1 + n % 10) for n in range(per_heartbeat)]
+    for second in range(30):
+        bins.note_time(float(second))
+        for tokens in lengths:
+            bins.observe(tokens)
+    assert len(bins.edges) - 1 == bins_for_load(0.002 * per_heartbeat, 8, sorted(lengths), max_bins=16)
+
+
 def test_without_a_clock_the_number_of_bins_stays() -> None:
     bins = MultiBin(MultiBinConfig(bins=3, seconds_per_token=0.01, refit_every=8))
     for n in range(32):
