@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from policies.checks import require_at_least, require_positive
 
 UNLIMITED = float("inf")
+# Unix time has steps of 0.2 us in a float, and what is taken one by one is added up at them.
+_ROUNDING_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,11 @@ class Refusal:
 def spend(quota: Quota, whole_s: float, now_s: float) -> tuple[float, float]:
     """Take a quota's cost: when it is whole again afterwards, and the seconds by which that is too late (<= 0: fine).
 
-    whole' = max(now, whole) + cost / per_s, allowed up to now + max(burst, cost) / per_s.
+    whole' = max(now, whole) + cost / per_s, allowed up to now + max(burst, cost) / per_s; a millisecond is no delay.
     """
     after_s = max(now_s, whole_s) + quota.cost / quota.per_s
-    return after_s, after_s - (now_s + max(quota.burst, quota.cost) / quota.per_s)
+    late_s = after_s - (now_s + max(quota.burst, quota.cost) / quota.per_s)
+    return after_s, late_s if late_s > _ROUNDING_S else min(late_s, 0.0)
 
 
 def predicted_wait_s(

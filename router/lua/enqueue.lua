@@ -12,7 +12,7 @@ local function quotas_allow()
     local before = tonumber(redis.call('GET', P .. ':spent:' .. name) or '0')
     local after = math.max(now, before) + cost / per_s
     local allowed = now + math.max(burst, cost) / per_s
-    if after > allowed then
+    if after - allowed > 0.001 then
       return false, { 0, name, tostring(after - allowed) }
     end
     whole[name] = after

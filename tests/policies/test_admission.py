@@ -38,7 +38,17 @@ def test_never_more_than_burst_and_rate_allow(costs: list[float], pauses: list[f
         after_s, late_s = spend(quota(cost=cost), whole_s, now_s)
         if late_s <= 0:
             whole_s, spent = after_s, spent + cost
-        assert spent <= 5.0 + now_s + 1e-9
+        assert spent <= 5.0 + now_s + 1.1e-3  # its own rounding
+
+
+@pytest.mark.parametrize("now_s", [1.76e9 + 0.123456, 1.79e9 + 0.9])
+def test_a_minutes_worth_may_be_taken_at_once_at_any_rate(now_s: float) -> None:
+    for rate in (*range(1, 400), 5000):
+        allowance, whole_s = quota(per_s=rate / 60, burst=float(rate)), 0.0
+        for _ in range(rate):
+            whole_s, late_s = spend(allowance, whole_s, now_s)
+            assert late_s <= 0.0
+        assert spend(allowance, whole_s, now_s)[1] > 0.0
 
 
 def test_a_wait_is_the_work_ahead_over_the_pace_of_all_replicas() -> None:
