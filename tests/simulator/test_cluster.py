@@ -269,22 +269,22 @@ def test_an_engine_starts_what_waits_by_the_routers_key_where_it_is_ordered() ->
 def test_what_a_replica_would_not_let_run_waits_in_the_router() -> None:
     """As live: there the order still counts for it, and another replica may take it."""
 
-    def most_in_the_engine(credit: Literal["slots", "admitted"]) -> int:
-        most = 0
+    def mean_in_the_engine(credit: Literal["slots", "admitted"]) -> float:
+        waiting: list[int] = []
 
         class Watched(Auto):
             def plan(self, state: BatchState) -> StepPlan:
-                nonlocal most
-                most = max(most, state.waiting_count if state.now_s > 20.0 else 0)
+                if state.now_s > 20.0:
+                    waiting.append(state.waiting_count)
                 return super().plan(state)
 
         config = replace(small("auto"), router=RouterConfig(credit=credit), clients=40)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ClusterConfig, "batch_policy", lambda _: Watched(AutoConfig(step_times=TIMES)))
             assert_all_served(run(config, workload(600, rate=1.0, seed=0)))
-        return most
+        return float(np.mean(waiting))
 
-    assert most_in_the_engine("admitted") < most_in_the_engine("slots") / 2
+    assert mean_in_the_engine("admitted") < mean_in_the_engine("slots") / 4
 
 
 @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
