@@ -88,6 +88,11 @@ class ReplicaConnection:
     def abort(self, request_ids: Sequence[str]) -> None:
         wire.write_frame(self._writer, wire.Kind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
 
+    @property
+    def is_closing(self) -> bool:
+        """It has ended, or will within a moment."""
+        return self._writer.transport.is_closing()
+
     async def call(self, method: str, argument: bytes = b"", *, timeout_s: float) -> Any:
         """Ask the replica, or its engine.
 
@@ -95,6 +100,8 @@ class ReplicaConnection:
             EngineCallError: it refused; the message is its own.
             ReplicaLostError: no answer in time, or the connection ends.
         """
+        if self.is_closing:  # nobody may be left to read an answer, or its end
+            raise ReplicaLostError(f"replica {self.info.replica_id} is gone, and cannot be asked {method}")
         self._asked += 1
         number = self._asked
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -150,7 +150,16 @@ async def read_frame(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_
 
 
 def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer]) -> None:
-    writer.writelines(pack(kind, parts))
+    """Nothing to a connection that is dead: whoever reads from it finds out, soon.
+
+    asyncio's own loop drops such a write. uvloop, on which Ray runs, would raise a RuntimeError.
+
+    Raises:
+        ProtocolError: the frame exceeds MAX_FRAME_BYTES.
+    """
+    buffers = pack(kind, parts)
+    if not writer.transport.is_closing():
+        writer.writelines(buffers)
 
 
 def set_options(writer: asyncio.StreamWriter) -> None:

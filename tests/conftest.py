@@ -1,14 +1,16 @@
 """A real Redis for every test that wants one."""
 
+import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from uuid import uuid4
 
 import hypothesis
 import pytest
+import uvloop
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
@@ -33,6 +35,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return SLOW_MODULE.search(collection_path.read_text()) is not None or None
+
+
+# What speaks over sockets: under Ray it runs on uvloop, whose transports differ from those of asyncio's own loop.
+ON_BOTH_LOOPS = re.compile(r"^tests/(router/|deployments/test_relay\.py)")
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    both = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return both if ON_BOTH_LOOPS.match(item.nodeid) else {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")

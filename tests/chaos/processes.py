@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from deployments.embedded_redis import die_with_parent
@@ -188,7 +189,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=float, default=chance)
     parser.add_argument("--gang-max-wait-s", type=float, help="the replica takes gang batches")
     options = parser.parse_args()
-    asyncio.run(serve(options) if options.role == "replica" else ask(options))
+    uvloop.run(serve(options) if options.role == "replica" else ask(options))  # as Ray runs them
 
 
 if __name__ == "__main__":

@@ -212,6 +212,23 @@ async def test_outputs_too_large_for_a_frame_cost_their_connection_alone(
     assert replica.relay.healthy
 
 
+async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anything(replica: Replica) -> None:
+    dying, living = [await replica.reader(name) for name in ("a", "b")]
+    replica.engine.pause()
+    dying.add("x", 5)
+    living.add("y", 5)
+    await until(lambda: replica.engine.held == 2)
+    (router,) = [held.router for held in replica.relay._held.values() if held.request_id == "x"]
+    router.writer.transport.abort()
+    await asyncio.sleep(0)  # it is closed now, and whoever reads from it has not woken yet
+    assert "x" in router.request_ids
+    router.send(wire.Kind.OUTPUTS, [b"a step's"])
+    replica.engine.resume()
+    await until(lambda: bool(living.outputs) and living.outputs[-1].finish_reason is not None)
+    assert living.tokens("y") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
 async def test_a_router_that_does_not_read_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "MAX_UNSENT_BYTES", 1000)
     replica.engine.step_s = 0.0

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
-from policies.errors import AdmissionError, ConfigError, EngineCallError, InputError, StateStoreError
+from policies.errors import AdmissionError, ConfigError, EngineCallError, InputError, ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -683,6 +683,50 @@ async def test_requests_of_a_killed_replica_go_on_elsewhere(service: Service, re
     await service.replica(slots=4)
     await service.finish(answers)
     assert front_end.count("requests_recovered_total", way=way) == 4
+
+
+async def just_lost(front_end: FrontEnd) -> None:
+    """The connection to the first replica is closed, and whoever reads from it has not woken yet."""
+    connection = front_end.client._open_connection("r0")
+    assert connection is not None
+    connection._writer.transport.abort()
+    await asyncio.sleep(0)
+    assert front_end.client._open_connection("r0") is connection
+
+
+async def test_a_request_for_a_connection_that_broke_a_moment_ago_goes_on(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    answer = await front_end.ask(request())
+    await until(lambda: replica.engine.held == 1)
+    entry = front_end.client._entries[answer.asked.request_id]
+    await just_lost(front_end)
+    front_end.client._unplace(entry)
+    front_end.client._place(Assignment(entry.request_id, "r0"))
+    replica.engine.resume()
+    await service.finish([answer])
+
+
+async def test_requests_on_a_connection_that_broke_a_moment_ago_can_be_cancelled(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    answers = await front_end.ask_many(2)
+    await until(lambda: replica.engine.held == 2)
+    await just_lost(front_end)
+    await front_end.client.cancel([answer.asked.request_id for answer in answers], "cancelled")
+    replica.engine.resume()
+    await service.is_empty()
+
+
+async def test_a_connection_that_broke_a_moment_ago_is_asked_nothing(service: Service) -> None:
+    await service.replica()
+    front_end = await service.front_end()
+    await service.finish([await front_end.ask(request())])
+    connection = front_end.client._open_connection("r0")
+    assert connection is not None
+    await just_lost(front_end)
+    with pytest.raises(ReplicaLostError, match="gone"):
+        await connection.call("status", timeout_s=3600.0)
 
 
 async def test_requests_that_had_sent_nothing_start_anew(service: Service) -> None:
