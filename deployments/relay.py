@@ -376,6 +376,11 @@ class Relay:
         self._hang_up()
 
     def _forward(self, batch: Any) -> None:
+        """To each router its own.
+
+        What was stopped is not held any more. So an engine that aborts what is held has been told to end, and its
+        answers would be cut short.
+        """
         by_router: defaultdict[_Router, list[Output]] = defaultdict(list)
         prefill_tokens = decode_requests = kv_tokens = 0
         for output in self._engine.codec.outputs(batch):
@@ -392,6 +397,10 @@ class Relay:
             output.request_id = held.request_id
             by_router[held.router].append(output)
             if output.finish_reason is not None:
+                if str(output.finish_reason) == "abort":
+                    logger.error("the engine ends: it aborts what nobody has stopped")
+                    self._give_up()  # nothing of this batch is told, so all of it is computed elsewhere
+                    return
                 self._end(engine_id)
         if self._steps is not None and self._held:
             self._steps.ended(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)

@@ -156,7 +156,7 @@ class FakeEngine:
     def __init__(self, *, slots: int = 4, step_s: float = 0.002, salt: int = 0, version: str = "fake-1") -> None:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
-        self.dead = self.hangs = False
+        self.dead = self.hangs = self.ends = False
         self.loras: set[int] = set()
         self.refuses_loras = False
         self.most_held = 0
@@ -200,6 +200,8 @@ class FakeEngine:
         while True:
             await self._work.wait()
             await self._unpaused.wait()
+            if self.ends:
+                return self._abort_all()
             running = [r for r in self._held.values() if not (self.transfers_hang and r.cache)][: self.slots]
             outputs = [self._step(request) for request in running]
             if not self._held:
@@ -252,6 +254,16 @@ class FakeEngine:
 
     def resume(self) -> None:
         self._unpaused.set()
+
+    def end(self) -> None:
+        """As vLLM's core does at a signal: it tells of all that it holds that it is aborted, and dies."""
+        self.ends = True
+        self.resume()
+
+    def _abort_all(self) -> FakeBatch:
+        aborted, self._held, self.ends = list(self._held), {}, False
+        self.die()
+        return FakeBatch([FakeOutput(request_id, [], "abort") for request_id in aborted])
 
     def die(self) -> None:
         self.dead = True

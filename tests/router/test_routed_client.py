@@ -812,6 +812,17 @@ async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Serv
     await victim.relay.drain()
 
 
+@pytest.mark.parametrize("replays", [False, True])
+async def test_an_engine_that_is_told_to_end_cuts_no_answer_short(service: Service, replays: bool) -> None:
+    victim, front_end = await service.replica(), await service.front_end(silence_s=3600.0)
+    answers = await front_end.ask_many(4, 60, replays=replays)
+    await until(lambda: all(len(answer.tokens) > 5 for answer in answers))
+    victim.engine.end()
+    await service.replica()
+    await service.finish(answers)
+    assert not victim.relay.healthy
+
+
 @pytest.mark.slow
 async def test_a_replica_that_hangs_is_left_after_its_silence(service: Service) -> None:
     victim = await service.replica(silence_s=0.5)
