@@ -258,7 +258,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         unsent: list[str] = []
         running: defaultdict[ReplicaConnection, list[str]] = defaultdict(list)
         for entry in entries:
-            if self._entries.get(entry.request_id) is not entry:
+            if not self._lives(entry):
                 continue
             del self._entries[entry.request_id]
             self._count(entry, outcome)
@@ -379,7 +379,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._place(assignment)
 
     async def _queue_again(self, entry: _Entry[RequestT]) -> None:
-        """Back into its bin under its old key. Never refused: it was admitted once."""
+        """Back into its bin under its old key, unless it is over by now. Never refused: it was admitted once."""
+        if not self._lives(entry):
+            return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
         entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
         try:
@@ -419,8 +421,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _is_placed(self, entry: _Entry[RequestT], replica_id: str) -> bool:
         """It was given this replica, and is neither sent nor over."""
-        known = self._entries.get(entry.request_id) is entry
-        return known and entry.replica_id == replica_id and entry.connection is None
+        return self._lives(entry) and entry.replica_id == replica_id and entry.connection is None
 
     def _send(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
@@ -598,8 +599,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             except SluiceError as error:
                 logger.warning("%s", error)
                 connection.close()
-        if self._entries.get(entry.request_id) is entry:
-            await self._queue_again(entry)
+        await self._queue_again(entry)
 
     def _recover(self, entry: _Entry[RequestT]) -> str:
         """What to send to the next replica; returns the name of the way."""
@@ -752,4 +752,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _waits(self, entry: _Entry[RequestT]) -> bool:
         """In its bin, as far as we know."""
-        return self._entries.get(entry.request_id) is entry and entry.replica_id is None and not entry.queueing
+        return self._lives(entry) and entry.replica_id is None and not entry.queueing
+
+    def _lives(self, entry: _Entry[RequestT]) -> bool:
+        """Neither over nor cancelled: another of its id may have come since."""
+        return self._entries.get(entry.request_id) is entry

@@ -812,6 +812,31 @@ async def test_an_engine_that_dies_hands_its_requests_over_at_once(service: Serv
     await victim.relay.drain()
 
 
+async def test_requests_cancelled_while_the_loss_of_their_replica_is_told_are_not_queued_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, front_end = await service.replica(), await service.front_end()
+    victim.engine.pause()
+    answers = await front_end.ask_many(4)
+    await until(lambda: victim.engine.held == 4)
+    told, go_on = asyncio.Event(), asyncio.Event()
+    drop = front_end.client._store.drop_replica
+
+    async def slow(replica_id: str) -> None:
+        told.set()
+        await go_on.wait()
+        await drop(replica_id)
+
+    monkeypatch.setattr(front_end.client._store, "drop_replica", slow)
+    await victim.die()
+    await told.wait()
+    await front_end.client.cancel([answer.asked.request_id for answer in answers], "cancelled")
+    go_on.set()
+    await until(lambda: "connection" not in {task.get_name() for task in front_end.client._background._tasks})
+    await until(lambda: "requeue" not in {task.get_name() for task in front_end.client._background._tasks})
+    assert not (await service.store.snapshot()).waiting
+
+
 @pytest.mark.parametrize("replays", [False, True])
 async def test_an_engine_that_is_told_to_end_cuts_no_answer_short(service: Service, replays: bool) -> None:
     victim, front_end = await service.replica(), await service.front_end(silence_s=3600.0)
