@@ -65,11 +65,10 @@ STAND_IN = "LlamaForCausalLM"
 TRANSFER_KEY = "kv_transfer_params"
 
 # Sampling that looks back over the tokens generated so far: after a resume those stand in the prompt, where it does not
-# look (or, for prompt logprobs, where it must not).
+# look (or, for prompt logprobs, where it must not). A repetition penalty looks at prompt and answer alike.
 _LOOKS_BACK = (
     "presence_penalty",
     "frequency_penalty",
-    "repetition_penalty",
     "seed",
     "prompt_logprobs",
     "structured_outputs",

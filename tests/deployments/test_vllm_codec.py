@@ -9,6 +9,26 @@ from router.state_store import Ticket
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}  # in vLLM's order
+
+
+def request_with(**changes: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    fields: dict[str, Any] = {
+        "request_id": "a",
+        "prompt_token_ids": [1, 2, 3],
+        "mm_features": None,
+        "sampling_params": SamplingParams(max_tokens=9),
+        "pooling_params": None,
+        "arrival_time": 0.0,
+        "lora_request": None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+    }
+    return EngineCoreRequest(**{**fields, **changes})
+
 
 def test_the_logprobs_of_repeated_tokens_leave_with_them() -> None:
     from vllm.v1.engine import EngineCoreOutput
@@ -33,17 +53,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     from deployments.vllm_adapter import VllmCodec
 
     def request(**extra: Any) -> EngineCoreRequest:
-        return EngineCoreRequest(
-            request_id="a",
-            prompt_token_ids=[1, 2],
-            mm_features=None,
-            sampling_params=SamplingParams(max_tokens=9, temperature=0.0, extra_args=extra or None),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        return request_with(sampling_params=SamplingParams(max_tokens=9, temperature=0.0, extra_args=extra or None))
 
     ticket = Ticket(
         request_id="a", bin_index=2, deadline_key=7.5, work_s=1.0, router_id="r", predicted_output_tokens=33.0
@@ -64,47 +74,43 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
 )
 def test_an_answer_that_its_client_holds_open_has_a_least_length(asked: dict[str, Any], least: int) -> None:
     from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
 
     from deployments.vllm_adapter import VllmCodec
 
-    request = EngineCoreRequest(
-        request_id="a",
-        prompt_token_ids=[1, 2],
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=9, **asked),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-    size = VllmCodec().size(request)
+    size = VllmCodec().size(request_with(sampling_params=SamplingParams(max_tokens=9, **asked)))
     assert (size.min_output_tokens, size.max_output_tokens) == (least, 9)
+
+
+def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_cannot() -> None:
+    """The generation_config of many models sets it; as vLLM computes it, a token may stand in prompt or answer."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.model_executor.layers.utils import apply_penalties
+
+    from deployments.vllm_adapter import VllmCodec
+
+    def resumable(**sampling: Any) -> bool:
+        return VllmCodec().resumable(request_with(sampling_params=SamplingParams(max_tokens=9, **sampling)))
+
+    def penalised(prompt: list[int], answer: list[int], **of: float) -> list[float]:
+        penalties = [torch.tensor([of.get(name, neutral)]) for name, neutral in NEUTRAL.items()]
+        return apply_penalties(torch.ones(1, 8), torch.tensor([prompt]), torch.tensor([answer]), *penalties)[0].tolist()
+
+    for name, neutral in NEUTRAL.items():
+        penalty = {name: neutral + 0.5}
+        exact = penalised([1, 2], [3, 4, 4], **penalty) == penalised([1, 2, 3, 4], [4], **penalty)
+        assert resumable(**penalty) == exact == (name == "repetition_penalty")
 
 
 def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_its_cache() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput
 
     from deployments.vllm_adapter import TRANSFER_KEY, VllmCodec, _without_transfer
 
-    def request(**changes: Any) -> EngineCoreRequest:
-        fields: dict[str, Any] = {
-            "request_id": "a",
-            "prompt_token_ids": [1, 2, 3],
-            "mm_features": None,
-            "sampling_params": SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+")),
-            "pooling_params": None,
-            "arrival_time": 0.0,
-            "lora_request": None,
-            "cache_salt": None,
-            "data_parallel_rank": None,
-        }
-        return EngineCoreRequest(**{**fields, **changes})
-
-    codec, asked = VllmCodec(), request()
+    sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
+    codec, asked = VllmCodec(), request_with(sampling_params=sampling)
     reading = codec.prefill_of(asked).sampling_params
     assert (reading.max_tokens, reading.temperature, reading.structured_outputs) == (1, 0.0, None)
     assert reading.extra_args[TRANSFER_KEY]["do_remote_decode"]
@@ -116,9 +122,9 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
     assert asked.sampling_params.extra_args is None, "whoever gets it after that reads the prompt"
     assert codec.cache_of(EngineCoreOutput("a", [7])) is None
     assert codec.splits(asked)
-    assert not codec.splits(request(sampling_params=SamplingParams(prompt_logprobs=1)))
-    assert not codec.splits(request(prompt_token_ids=None))
-    forged = request(sampling_params=SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1}))
+    assert not codec.splits(request_with(sampling_params=SamplingParams(prompt_logprobs=1)))
+    assert not codec.splits(request_with(prompt_token_ids=None))
+    forged = request_with(sampling_params=SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1}))
     assert _without_transfer(forged).sampling_params.extra_args == {"mine": 1}
     assert _without_transfer(asked) is asked
 
