@@ -75,6 +75,7 @@ _LOOKS_BACK = (
     "bad_words",
     "thinking_token_budget",
     "repetition_detection",
+    "trace_decode_token_ids",
 )
 _DEFAULTS = SamplingParams()
 
@@ -193,14 +194,20 @@ class VllmCodec:
     def drop_first(self, output: Any, tokens: int) -> None:
         rest = len(output.new_token_ids) - tokens
         output.new_token_ids = output.new_token_ids[tokens:]
+        output.new_prompt_logprobs_tensors = None  # they came with the first token
         if output.new_logprobs is not None:
             output.new_logprobs = output.new_logprobs.slice_request(tokens, rest)
+        if output.new_sampling_mask is not None:  # vLLM cannot slice what is of one token
+            output.new_sampling_mask = output.new_sampling_mask.slice_request(tokens, rest) if rest else None
+        if output.routed_experts is not None:  # one row for each token, and with the first those of the prompt
+            output.routed_experts = output.routed_experts[len(output.routed_experts) - rest :]
 
     def resumable(self, request: EngineCoreRequest) -> bool:
         """Where the continuation does not depend on which tokens were prompt."""
         params = request.sampling_params
         return (
             request.prompt_token_ids is not None
+            and request.prompt_embeds is None
             and not request.mm_features
             and params is not None
             and not without_metadata(params.extra_args)
@@ -214,6 +221,8 @@ class VllmCodec:
         params = request.sampling_params.clone()
         params.max_tokens -= len(sent)
         params.min_tokens = max(0, params.min_tokens - len(sent))
+        # Experts are told of every token before the last one, the prompt's included: these have been.
+        params.routed_experts_prompt_start = len(request.prompt_token_ids) + len(sent) - 1
         return Recovery(replace(request, prompt_token_ids=[*request.prompt_token_ids, *sent], sampling_params=params))
 
     # Where a prompt is read by another replica, see router.prefill_decode

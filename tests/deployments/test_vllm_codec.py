@@ -30,19 +30,29 @@ def request_with(**changes: Any) -> Any:
     return EngineCoreRequest(**{**fields, **changes})
 
 
-def test_the_logprobs_of_repeated_tokens_leave_with_them() -> None:
+def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
     from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
     from deployments.vllm_adapter import VllmCodec
 
     rows = np.arange(6).reshape(3, 2)
-    output = EngineCoreOutput("a", [7, 8, 9], new_logprobs=LogprobsLists(rows, rows / 10, rows[:, 0], None))
+    output = EngineCoreOutput(
+        "a",
+        [7, 8, 9],
+        new_logprobs=LogprobsLists(rows, rows / 10, rows[:, 0], None),
+        new_sampling_mask=SamplingMaskLists(np.array([7, 8, 9, 10]), np.array([0, 1, 2, 4])),
+        routed_experts=np.arange(6),  # of four tokens of a prompt, and of two of the answer
+    )
     VllmCodec().drop_first(output, 2)
     assert output.new_token_ids == [9]
-    assert output.new_logprobs is not None
+    assert output.new_logprobs is not None and output.new_sampling_mask is not None
     assert output.new_logprobs.logprob_token_ids.tolist() == [[4, 5]]
     assert output.new_logprobs.sampled_token_ranks.tolist() == [4]
+    assert output.new_sampling_mask.to_nested_list() == [[9, 10]]
+    assert output.routed_experts.tolist() == [5]
+    VllmCodec().drop_first(output, 1)
+    assert (output.new_token_ids, output.new_sampling_mask, output.routed_experts.tolist()) == ([], None, [])
 
 
 def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resumed() -> None:
@@ -100,6 +110,27 @@ def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_c
         penalty = {name: neutral + 0.5}
         exact = penalised([1, 2], [3, 4, 4], **penalty) == penalised([1, 2, 3, 4], [4], **penalty)
         assert resumable(**penalty) == exact == (name == "repetition_penalty")
+
+
+def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
+    import torch
+    from vllm import SamplingParams
+
+    from deployments.vllm_adapter import VllmCodec
+
+    codec, forced = VllmCodec(), SamplingParams(max_tokens=9, trace_decode_token_ids=[4, 5, 6])
+    assert codec.resumable(request_with())
+    assert not codec.resumable(request_with(prompt_embeds=torch.zeros(3, 2)))
+    assert not codec.resumable(request_with(sampling_params=forced))
+
+
+def test_a_resumed_answer_tells_the_experts_of_no_token_twice() -> None:
+    """Of three tokens of a prompt and the first of two that were sent they are known."""
+    from deployments.vllm_adapter import VllmCodec
+
+    resumed = VllmCodec().recover(request_with(), [4, 5]).request
+    assert resumed.prompt_token_ids == [1, 2, 3, 4, 5]
+    assert resumed.sampling_params.routed_experts_prompt_start == 4
 
 
 def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_its_cache() -> None:
