@@ -138,6 +138,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
+        self._loading: dict[str, ReplicaConnection] = {}  # those that still load adapters
         self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
         self._loras: dict[int, bytes] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
@@ -520,12 +521,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             info, router_id=self.router_id, engine_version=self._codec.engine_version
         )
         self._background.spawn(self._read(connection), "connection")
+        self._loading[info.replica_id] = connection
         try:
             for packed in list(self._loras.values()):
                 await connection.call("add_lora", packed, timeout_s=LORA_TIMEOUT_S)
         except BaseException:  # a request for an adapter that it refuses would end its engine
             connection.close()
             raise
+        finally:
+            del self._loading[info.replica_id]
+        if connection.is_closing:  # and its reader has gone without a word, for nobody used it yet
+            raise ReplicaLostError(f"replica {info.replica_id} hung up while it was greeted")
         return connection
 
     async def _read(self, connection: ReplicaConnection) -> None:
@@ -724,7 +730,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Recover from replicas that were swept out, or dropped by another router, while our connection stands."""
         now_s = self._clock.now()
         for replica_id in list(self._connections):
-            connection = self._open_connection(replica_id)
+            connection = self._open_connection(replica_id) or self._loading.get(replica_id)
             if connection is None:
                 continue
             if replica_id in self.snapshot.replicas:
@@ -732,6 +738,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             elif connection.missing_since_s is None:
                 connection.missing_since_s = now_s
             elif now_s - connection.missing_since_s > MISSED_HEARTBEATS * self._config.heartbeat_s:
+                connection.close()  # one that still loads adapters ends with an error
                 await self._recover_from(connection)
 
     async def _look_after_waiting(self) -> None:

@@ -229,6 +229,8 @@ class FakeEngine:
 
     async def call(self, method: str, argument: bytes) -> dict[str, int] | list[int]:
         """An adapter is its id alone; one that is odd cannot be loaded."""
+        if self.hangs:
+            await asyncio.Event().wait()
         if method == "status":
             return await self.status()
         if method != "list_loras":
@@ -239,8 +241,6 @@ class FakeEngine:
         return sorted(self.loras)
 
     async def status(self) -> dict[str, int]:
-        if self.hangs:
-            await asyncio.Event().wait()
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots)}
 
     def pause(self) -> None:

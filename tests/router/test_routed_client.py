@@ -413,6 +413,42 @@ async def test_a_replica_that_comes_later_and_refuses_an_adapter_gets_nothing_an
     assert willing.engine.loras == {2}
 
 
+async def test_a_replica_that_hangs_over_an_adapter_is_left_when_it_is_out_of_the_tables(service: Service) -> None:
+    front_end = await service.front_end(silence_s=3600.0)
+    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
+    victim = await service.replica()
+    victim.engine.hang()
+    answers = await front_end.ask_many(4)
+    await until(lambda: "r0" in front_end.client._loading)
+    await victim.stop_beating()
+    await service.store.drop_replica(victim.replica_id)
+    await service.replica()
+    await service.finish(answers)
+
+
+async def test_a_replica_that_hangs_up_as_it_is_greeted_gets_nothing(service: Service) -> None:
+    """Its answer, of an adapter, is there with its end: before anybody can use the connection."""
+    front_end = await service.front_end()
+    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
+    info = _info("gone")
+
+    async def answer_and_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await wire.accept_router(
+            reader, writer, secret=info.secret, replica_id=info.replica_id, engine_version=info.engine_version
+        )
+        wire.write_frame(writer, wire.Kind.CALL, [msgspec.msgpack.encode(wire.Reply(1, b"[2]"))])
+        writer.close()
+
+    server = await asyncio.start_server(answer_and_end, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    await service.store.register_replica(msgspec.structs.replace(info, port=port), 4, [])
+    answers = await front_end.ask_many(4)
+    await until(lambda: front_end.count("replicas_out_of_reach_total") > 0)
+    server.close()
+    await service.replica()
+    await service.finish(answers)
+
+
 @pytest.mark.slow
 async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     service: Service, monkeypatch: pytest.MonkeyPatch
