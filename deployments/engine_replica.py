@@ -155,9 +155,11 @@ class EngineReplica:
         await self._resources.aclose()
 
     async def _leave(self) -> None:
+        timeout_s = self._config.engine.drain_timeout_s
         try:
-            async with asyncio.timeout(self._config.engine.drain_timeout_s):
-                await self._relay.drain()
+            async with asyncio.timeout(timeout_s):
+                # What is taken until then has as long again, and what waits now waits no longer than max_wait_s.
+                await self._relay.drain(min(timeout_s / 2, self._config.router.max_wait_s))
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")
         await self._relay.close()

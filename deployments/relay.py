@@ -10,6 +10,7 @@ what is left of itself. (vLLM's core ends itself on an id that it holds already.
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
@@ -233,14 +234,50 @@ class Relay:
             often_s = tick_s(self.info.gang_max_wait_s, self._config.heartbeat_s)
             self._background.repeat(self._ask_for_due, often_s, "gang tick")
 
-    async def drain(self) -> None:
-        """Take no more requests, and return when the last one has ended."""
-        self._draining = True
-        try:
-            await self._store.beat_replica(self.info.replica_id, 0, self._config.lease_s)
-        except StateStoreError as error:
-            logger.warning("the next heartbeat will tell that this replica leaves: %s", error)
+    async def drain(self, serving_s: float = math.inf) -> None:
+        """Take no more requests, and return when the last one has ended.
+
+        Args:
+            serving_s: for how long what waits is still taken where no other replica would take it.
+        """
+        give_up_s = time.monotonic() + serving_s
+        await self._offer(draining=True)
+        while time.monotonic() < give_up_s and await self._is_last_resort():
+            await self._offer(draining=False)
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self._offer(draining=True)  # before it looks: of two that leave at once, one sees the other gone
         await self._idle.wait()
+        while await self._is_awaited():
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self._idle.wait()
+
+    async def _offer(self, *, draining: bool) -> None:
+        self._draining = draining
+        try:
+            await self._tell()
+        except StateStoreError as error:
+            logger.warning("the next heartbeat will tell what this replica offers: %s", error)
+
+    async def _is_last_resort(self) -> bool:
+        """Something waits that this replica takes, and none of the others that offer slots."""
+        try:
+            snapshot, infos = await self._store.snapshot(), await self._store.replica_infos()
+        except StateStoreError:
+            return False
+        loads, mine = snapshot.replicas, self.info.replica_id
+        offering = [i for i in infos if i.replica_id != mine and i.replica_id in loads and loads[i.replica_id].slots]
+        waiting = {slo_class for (slo_class, _), count in snapshot.lanes.items() if count}
+        return self.healthy and any(
+            self.info.takes(slo_class) and not any(info.takes(slo_class) for info in offering) for slo_class in waiting
+        )
+
+    async def _is_awaited(self) -> bool:
+        """Requests that it was given are on their way; those that do not come lose their slots to the lease."""
+        try:
+            load = (await self._store.snapshot()).replicas.get(self.info.replica_id)
+        except StateStoreError:
+            return False
+        return self.healthy and load is not None and load.running > 0
 
     async def close(self) -> None:
         await self._background.close()
@@ -441,20 +478,27 @@ class Relay:
         if self.healthy and not self._held and not self._draining:
             await self._store.dispatch()
 
+    @property
+    def _slowness(self) -> float:
+        return self._steps.slowness if self._steps else 1.0
+
+    async def _tell(self) -> list[str] | None:
+        """As `StateStore.beat_replica`."""
+        return await self._store.beat_replica(
+            self.info.replica_id, self.slots, self._config.lease_s, self._slowness, self._engine.gang_sizes
+        )
+
     async def _beat(self) -> None:
         if not self.healthy:
             return  # the sweep takes this replica out of the tables
-        slowness = self._steps.slowness if self._steps else 1.0
         try:
-            assigned = await self._store.beat_replica(
-                self.info.replica_id, self.slots, self._config.lease_s, slowness, self._engine.gang_sizes
-            )
+            assigned = await self._tell()
         except StateStoreError:
             self._registrations_due = REGISTRATIONS_AFTER_AN_ABSENCE
             raise
         if assigned is None or self._registrations_due:
             logger.warning("telling the shared state what this replica runs")
-            await self._store.register_replica(self.info, self.slots, list(self._engine_ids), slowness)
+            await self._store.register_replica(self.info, self.slots, list(self._engine_ids), self._slowness)
             self._registrations_due = max(0, self._registrations_due - 1)
             return
         never_came = [i for i in assigned if i not in self._engine_ids and i not in self._ended]

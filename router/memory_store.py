@@ -50,9 +50,6 @@ class _Replica:
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
 
-    def serves(self, slo_class: str) -> bool:
-        return not self.info.classes or slo_class in self.info.classes
-
     @property
     def is_for_all(self) -> bool:
         """Whether a slot of it, given back, would serve any ticket."""
@@ -122,7 +119,7 @@ class MemoryStateStore:
         scores = {
             replica_id: replica.work_s + ticket.work_s * replica.slowness
             for replica_id, replica in self._replicas.items()
-            if replica.takes_singles and replica.serves(ticket.slo_class)
+            if replica.takes_singles and replica.info.takes(ticket.slo_class)
         }
         chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
         return None if chosen is None else self._replicas[chosen]
@@ -184,7 +181,9 @@ class MemoryStateStore:
             batch_size=replica.slots, max_wait_s=replica.info.gang_max_wait_s, bin_sizes=replica.gang_sizes
         )
         batches = {
-            name: places[: config.size_of(name[1])] for name, places in self._lanes().items() if replica.serves(name[0])
+            name: places[: config.size_of(name[1])]
+            for name, places in self._lanes().items()
+            if replica.info.takes(name[0])
         }
         chosen = first_formed((self._lane_view(*name, batch) for name, batch in batches.items()), config)
         return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index, chosen.bucket]
@@ -251,7 +250,7 @@ class MemoryStateStore:
         for slo_class, count in sorted(earlier.items()):
             waiting = self._waiting_of(slo_class)
             ahead_s[slo_class] = count * sum(place.ticket.work_s for place in waiting) / len(waiting)
-        serving = [r for _, r in sorted(self._replicas.items()) if r.serves(ticket.slo_class)]
+        serving = [r for _, r in sorted(self._replicas.items()) if r.info.takes(ticket.slo_class)]
         own = [r.slowness for r in serving if r.info.classes == (ticket.slo_class,)]
         return predicted_wait_s(
             sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own

@@ -95,6 +95,9 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
+    def takes(self, slo_class: str) -> bool:
+        return not self.classes or slo_class in self.classes
+
 
 class LaneEdges(NamedTuple):
     """Between lanes, ascending.

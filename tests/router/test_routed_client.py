@@ -185,13 +185,14 @@ class Service:
         silence_s: float = 5.0,
         version: str = "fake-1",
         step_times: StepTimes | None = None,
+        classes: tuple[str, ...] = (),
     ) -> Replica:
         engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
         self._stores.append(self.new_store())
         relay = Relay(
             engine=engine,
             store=self._stores[-1],
-            info=_info(f"r{len(self.replicas)}", version, silence_s),
+            info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", version, silence_s), classes=classes),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
             metrics=RelayMetrics(CollectorRegistry()),
         )
@@ -982,15 +983,56 @@ async def test_a_replica_drains_before_it_leaves(service: Service) -> None:
     leaver, front_end = await service.replica(), await service.front_end()
     answers = await front_end.ask_many(4, 60)
     await until(lambda: all(answer.tokens for answer in answers))
+    other = await service.replica(slots=1)
+    other.engine.pause()
     draining = asyncio.create_task(leaver.relay.drain())
     await until(lambda: leaver.relay.slots == 0)
     answers += await front_end.ask_many(4)
     await draining
     await leaver.relay.close()
     await until(lambda: [answer.outcome for answer in answers] == ["length"] * 4 + [None] * 4)
+    other.engine.resume()
+    await service.finish(answers)
+    assert (leaver.engine.taken, other.engine.taken) == (4, 4)
+    assert front_end.count("requests_recovered_total", way="resumed") == 0
+
+
+async def test_the_last_replicas_serve_what_waits_before_they_leave(service: Service) -> None:
+    """Both leave at once, and neither can count on the other; some requests have not arrived when they are told to."""
+    leavers, front_end = [await service.replica(slots=2) for _ in range(2)], await service.front_end()
+    answers = await front_end.ask_many(12)
+    await asyncio.gather(*(leaver.relay.drain() for leaver in leavers))
+    for leaver in leavers:
+        await leaver.relay.close()
+    await until(lambda: all(answer.outcome for answer in answers))
+    await service.finish(answers)
+    assert sum(leaver.engine.taken for leaver in leavers) == 12
+    assert front_end.count("replicas_lost_total") == 0
+
+
+async def test_the_last_replica_serves_what_waits_no_longer_than_it_may(service: Service) -> None:
+    leaver, front_end = await service.replica(slots=1), await service.front_end()
+    leaver.engine.pause()
+    answers = await front_end.ask_many(3)
+    await until(lambda: leaver.engine.held == 1)
+    draining = asyncio.create_task(leaver.relay.drain(serving_s=0.0))
+    await until(lambda: leaver.relay.slots == 0)
+    leaver.engine.resume()
+    await draining
+    await leaver.relay.close()
     await service.replica()
     await service.finish(answers)
-    assert front_end.count("requests_recovered_total", way="resumed") == 0
+    assert leaver.engine.taken == 1
+
+
+async def test_a_replica_does_not_stay_for_what_it_may_not_take(service: Service) -> None:
+    front_end = await service.front_end()
+    answers = await front_end.ask_many(2)
+    leaver = await service.replica(classes=("patient",))
+    await leaver.relay.drain()
+    await leaver.relay.close()
+    await service.replica()
+    await service.finish(answers)
 
 
 async def test_a_replica_that_drained_is_not_counted_as_lost(service: Service) -> None:
