@@ -32,6 +32,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -213,6 +214,14 @@ class VllmCodec:
             and not without_metadata(params.extra_args)
             and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
         )
+
+    def in_one_piece(self, request: EngineCoreRequest) -> bool:
+        """Not with stop strings, which vLLM's front end looks for in what has come, nor with logprobs, each of which
+        would keep the whole frame that it came in."""
+        params = request.sampling_params
+        if params is None or params.stop or params.logprobs is not None or params.logprob_token_ids:
+            return False
+        return params.output_kind == RequestOutputKind.FINAL_ONLY
 
     def recover(self, request: EngineCoreRequest, sent: Sequence[int]) -> Recovery[EngineCoreRequest]:
         """Resume where that is exact, else replay from the start."""

@@ -90,6 +90,7 @@ class _Entry(Generic[RequestT]):
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
+        held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
     """
 
     request: RequestT
@@ -107,6 +108,7 @@ class _Entry(Generic[RequestT]):
     recalls: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
+    held_back: list[Output] | None = None
 
     @property
     def request_id(self) -> str:
@@ -237,6 +239,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         request = self._codec.with_ticket(request, ticket)
         entry = _Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key, entry.foresight = classified.planned_key, foresight
+        if self._codec.in_one_piece(request) and not self._codec.resumable(request):
+            entry.held_back = []
         self._entries[size.request_id] = entry
         try:
             limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
@@ -609,6 +613,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _recover(self, entry: _Entry[RequestT]) -> str:
         """What to send to the next replica; returns the name of the way."""
+        if entry.held_back:  # the client has nothing of it
+            entry.held_back, entry.sent, entry.timing.output_tokens = [], [], 0
         if not entry.sent:
             return "requeued"
         recovery = self._codec.recover(entry.request, entry.sent)
@@ -624,27 +630,30 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         batch = self._codec.decode_outputs(parts)
         outputs = self._codec.outputs(batch)
         now_s = self._clock.now()
-        kept = [output for output in outputs if self._account(connection, output, now_s)]
-        if len(kept) != len(outputs):
-            batch = self._codec.keep(batch, kept)
-        if kept:
+        due = [self._account(connection, output, now_s) for output in outputs]
+        if not all(len(each) == 1 for each in due):
+            batch = self._codec.keep(batch, [output for each in due for output in each])
+        if any(due):
             await self._outputs.put(batch)
 
-    def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> bool:
-        """Note what an output brings; False when nobody waits for it."""
+    def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
+        """Note what an output brings; returns what is to be passed on with it: nothing when nobody waits for it."""
         entry = self._entries.get(output.request_id)
         if entry is None or entry.connection is not connection:
-            return False
+            return ()
         if entry.repeats and not self._take_repeats(entry, output):
-            return False
+            return ()
         if output.new_token_ids:
             entry.sent.extend(output.new_token_ids)
             self._note_tokens(entry, len(output.new_token_ids), now_s)
+        if entry.held_back is not None:
+            entry.held_back.append(output)
         if output.finish_reason is not None:
             del self._entries[output.request_id]
             self._count(entry, str(output.finish_reason))
             self._end_locally(entry.request_id)
-        return True
+            return entry.held_back or (output,)
+        return (output,) if entry.held_back is None else ()
 
     def _take_repeats(self, entry: _Entry[RequestT], output: Output) -> bool:
         """Take the tokens that the client has already out of a replayed stream; False when nothing new is left."""

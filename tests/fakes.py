@@ -34,6 +34,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     """Attributes:
     min_tokens: what its router is told of it; the engine always goes on to max_tokens.
     replays: it cannot be resumed, as a seeded sampling cannot.
+    in_one_piece: its answer is read when it is whole.
     leaves_cache: its KV cache is to be fetched.
     cache: the one that it begins with.
     fetches: False only tells that nobody will.
@@ -44,6 +45,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     max_tokens: int
     min_tokens: int = 0
     replays: bool = False
+    in_one_piece: bool = False
     leaves_cache: bool = False
     cache: dict[str, int] | None = None
     fetches: bool = True
@@ -65,9 +67,9 @@ def digest(tokens: Sequence[int], before: int = 0) -> int:
     return zlib.crc32(array("q", tokens), before)
 
 
-def undisturbed(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def undisturbed(prompt: Sequence[int], max_tokens: int, salt: int = 0) -> list[int]:
     """The answer of an engine to which nothing happens."""
-    state, tokens = digest(prompt), list[int]()
+    state, tokens = digest(prompt, salt), list[int]()
     for _ in range(max_tokens):
         tokens.append(state % VOCABULARY)
         state = digest(tokens[-1:], state)
@@ -117,6 +119,9 @@ class FakeCodec:
 
     def resumable(self, request: FakeRequest) -> bool:
         return not request.replays
+
+    def in_one_piece(self, request: FakeRequest) -> bool:
+        return request.in_one_piece
 
     def recover(self, request: FakeRequest, sent: Sequence[int]) -> Recovery[FakeRequest]:
         if request.replays:

@@ -70,6 +70,9 @@ class NullCodec:
     def resumable(self, request: NullRequest) -> bool:
         return False
 
+    def in_one_piece(self, request: NullRequest) -> bool:
+        return False
+
     def recover(self, request: NullRequest, sent: Sequence[int]) -> Recovery[NullRequest]:
         return Recovery(request, tuple(sent))
 

@@ -112,6 +112,21 @@ def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_c
         assert resumable(**penalty) == exact == (name == "repetition_penalty")
 
 
+def test_an_answer_in_one_piece_is_one_that_nobody_looks_into() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from deployments.vllm_adapter import VllmCodec
+
+    def in_one_piece(**sampling: Any) -> bool:
+        return VllmCodec().in_one_piece(request_with(sampling_params=SamplingParams(**sampling)))
+
+    assert in_one_piece(output_kind=RequestOutputKind.FINAL_ONLY)
+    assert not in_one_piece(output_kind=RequestOutputKind.FINAL_ONLY, stop=["\n"])
+    assert not in_one_piece(output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
+    assert not in_one_piece(output_kind=RequestOutputKind.DELTA)
+
+
 def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
     import torch
     from vllm import SamplingParams

@@ -816,6 +816,32 @@ async def test_a_replay_that_differs_ends_with_an_error(service: Service) -> Non
     assert other.relay.healthy
 
 
+async def test_an_answer_in_one_piece_begins_anew_where_a_replay_would_differ(service: Service) -> None:
+    victim, front_end = await service.replica(), await service.front_end()
+    asked = [msgspec.structs.replace(request(60, replays=True), in_one_piece=True) for _ in range(4)]
+    answers = [await front_end.ask(each) for each in asked]
+    entries = list(front_end.client._entries.values())
+    await until(lambda: all(len(entry.sent) > 5 for entry in entries))
+    assert not any(answer.tokens for answer in answers)
+    await victim.die()
+    await service.replica(salt=1)
+    await until(lambda: all(answer.outcome is not None for answer in answers))
+    for answer in answers:
+        assert (answer.outcome, answer.tokens) == ("length", undisturbed(answer.asked.prompt, 60, salt=1))
+    assert front_end.count("output_tokens_total", slo_class="standard") == 240
+    await service.is_empty()
+
+
+async def test_an_answer_in_one_piece_that_can_be_resumed_is_not_computed_twice(service: Service) -> None:
+    victim, front_end = await service.replica(), await service.front_end()
+    answer = await front_end.ask(msgspec.structs.replace(request(60), in_one_piece=True))
+    await until(lambda: len(answer.tokens) > 5)
+    await victim.die()
+    await service.replica()
+    await service.finish([answer])
+    assert front_end.count("requests_recovered_total", way="resumed") == 1
+
+
 async def test_a_replay_that_ends_too_soon_ends_with_an_error(service: Service) -> None:
     victim, front_end = await service.replica(), await service.front_end()
     answer = await front_end.ask(request(60, replays=True))
