@@ -38,14 +38,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 # What speaks over sockets: under Ray it runs on uvloop, whose transports differ from those of asyncio's own loop.
-ON_BOTH_LOOPS = re.compile(r"^tests/(router/|deployments/test_relay\.py)")
+ON_UVLOOP = re.compile(r"^tests/(router/|deployments/test_relay\.py)")
 
 
-def pytest_asyncio_loop_factories(
-    item: pytest.Item,
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    both = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    return both if ON_BOTH_LOOPS.match(item.nodeid) else {"asyncio": asyncio.new_event_loop}
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if ON_UVLOOP.match(item.nodeid):
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")
