@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import ray
 from prometheus_client import REGISTRY
 from ray import serve
+from ray._private.worker import global_worker
 from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import Stats, fleet_stats
@@ -105,7 +107,9 @@ class EngineReplica:
             try:
                 return await asyncio.to_thread(VllmEngine, args)
             except RuntimeError as error:  # vLLM's own says "see above", and above is the log of this process
-                raise EngineStartError(f"the engine did not start: {last_error() or error}") from error
+                log = Path(global_worker.get_err_file_path())
+                why = await asyncio.to_thread(last_error, log)
+                raise EngineStartError(f"the engine did not start: {why or error}") from error
         from deployments.transformers_engine import TransformersEngine
 
         return await asyncio.to_thread(TransformersEngine, args, self._config.gang, asyncio.get_running_loop())

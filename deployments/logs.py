@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 from pythonjsonlogger.json import JsonFormatter
@@ -26,15 +27,21 @@ def log_as_json(level: int = logging.INFO) -> None:
         logger.setLevel(level)
 
 
-def last_error() -> str | None:
-    """The last line of an exception on standard error, a child process's too; None without, or where it is no file.
+def last_error(log: Path, *, within_s: float = 2.0) -> str | None:
+    """The last line of an exception in a process's log of standard error, or None.
 
-    An engine core that fails while it starts tells its parent nothing but that.
+    An engine core that fails while it starts tells its parent no more than that it did. Where Ray rotates logs, what a
+    process has written stands in its file a moment later.
     """
-    where = Path(f"/proc/self/fd/{sys.__stderr__.fileno()}") if sys.__stderr__ else None
-    if where is None or not where.is_file():
-        return None
-    with where.open("rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-        found = _ERROR.findall(log.read())
-    return found[-1].decode(errors="replace") if found else None
+    give_up_s = time.monotonic() + within_s
+    while not (found := _ERROR.findall(_end_of(log))) and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    return str(found[-1].decode(errors="replace")) if found else None
+
+
+def _end_of(log: Path) -> bytes:
+    if not log.is_file():
+        return b""
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read()

@@ -49,7 +49,7 @@ async def test_an_engine_that_does_not_start_says_why(monkeypatch: pytest.Monkey
 
     vllm = SimpleNamespace(VllmEngine=fails, parse_vllm_args=list)
     monkeypatch.setitem(sys.modules, "deployments.vllm_adapter", vllm)
-    monkeypatch.setattr("deployments.engine_replica.last_error", lambda: "ValueError: no memory left")
+    monkeypatch.setattr("deployments.engine_replica.last_error", lambda log: "ValueError: no memory left")
     replica: Any = SimpleNamespace(_config=AppConfig(model="m"), _role="decode")
     with pytest.raises(EngineStartError, match="did not start: ValueError: no memory left"):
         await EngineReplica._load(replica)
