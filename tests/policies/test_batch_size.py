@@ -227,6 +227,7 @@ class TestMemoryAware:
             caps[form] = policy.plan(make_state(running=1, waiting=300)).max_batch_size
         assert abs(caps["exact"] - caps["linear"]) <= 1
 
+    @pytest.mark.slow
     def test_it_prevents_most_of_the_preemptions_of_a_batch_that_fills_its_slots(self) -> None:
         def preemptions(policy: Stock | MemoryAware) -> int:
             jobs = random_jobs(200, prompt=(50, 150), mean_output=150, seed=2)

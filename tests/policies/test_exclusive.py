@@ -206,6 +206,7 @@ class TestStall:
 
 
 class TestRules:
+    @pytest.mark.slow
     def test_the_threshold_rule_learns_theta0(self) -> None:
         policy = exclusive(phase_rule="threshold")
         saturated(ToyEngine(policy, make_times(), slots=32), count=800)

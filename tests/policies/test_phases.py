@@ -152,6 +152,7 @@ LAWS = {
 class TestBestPhaseSteps:
     @pytest.mark.parametrize("law", list(LAWS))
     @pytest.mark.parametrize("prefill_s", [0.005, 0.04])
+    @pytest.mark.slow
     def test_no_phase_length_beats_it_in_a_simulation_of_phases(self, law: str, prefill_s: float) -> None:
         lengths = LAWS[law](np.random.default_rng(3))
         best = best_phase_steps(lengths, prefill_s, 0.01)

@@ -562,7 +562,7 @@ async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counte
     front_end = await service.front_end(mode="shadow")
     answers = [await front_end.ask(request(60), slo_class="standard")]
     answers.append(await front_end.ask(request(), slo_class="patient"))
-    answers.append(await front_end.ask(request(500), slo_class="standard"))  # long enough to be seen running
+    answers.append(await front_end.ask(request(250), slo_class="standard"))  # long enough to be seen running
     await until(lambda: answers[1].outcome is not None)
     assert answers[2].outcome is None
     assert front_end.count("shadow_starts_total", slo_class="patient", plan="later") == 1
