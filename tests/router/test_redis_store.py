@@ -1,17 +1,17 @@
 """What is Redis' own; what every store does stands in contracts/test_state_stores.py."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from deployments.embedded_redis import EmbeddedRedis, embedded_url
+from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from policies.errors import ConfigError, StateStoreError
 from router import redis_store
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Ticket
+from tests.gate import Gate
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
 
@@ -60,40 +60,19 @@ async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.Monkey
     server.close()
 
 
-class Name:
-    """Leads to one Redis, and after a failover to another; connections that stand stay where they are."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    async def serve(self) -> asyncio.Server:
-        return await asyncio.start_server(self._carry, "127.0.0.1", 0)
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        other_reader, other = await asyncio.open_connection("127.0.0.1", self.port)
-        await asyncio.gather(self._pass_on(reader, other), self._pass_on(other_reader, writer))
-
-    @staticmethod
-    async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
-
-
 async def test_a_primary_that_became_a_replica_is_left_for_the_new_one() -> None:
     """It answers on, and refuses every write: nothing but its answer says that the name leads elsewhere now."""
     password, ports = "p", [free_port(), free_port()]
     old, new = (EmbeddedRedis(port, password) for port in ports)
-    name = Name(ports[0])
-    server = await name.serve()
-    store = RedisStateStore(connect(embedded_url(server.sockets[0].getsockname()[1], password)), "n")
+    name = Gate(old.url)
+    await name.open()
+    store = RedisStateStore(connect(name.url), "n")
     notices = store.notices("a")
     assert await anext(notices) == []
     await store.beat_router("a", 60.0)  # over another connection, which stands from now on
     admin = connect(old.url)
     await admin.replicaof("127.0.0.1", str(ports[1]))
-    name.port = ports[1]
+    name.lead_to(new.url)
     with pytest.raises(StateStoreError, match="READONLY"):
         await store.beat_router("a", 60.0)
     await store.beat_router("a", 60.0)
@@ -101,7 +80,7 @@ async def test_a_primary_that_became_a_replica_is_left_for_the_new_one() -> None
     await notices.aclose()
     await admin.aclose()
     await store.close()
-    server.close()
+    name.shut()
     for redis in (old, new):
         redis.close()
 

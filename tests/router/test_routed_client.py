@@ -34,6 +34,7 @@ from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import Assignment, ReplicaInfo, Snapshot
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+from tests.gate import Gate
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -1181,45 +1182,6 @@ async def test_a_redis_that_comes_back_empty_loses_nothing() -> None:
     await service.finish(answers)
     await service.close()
     server.close()
-
-
-class Gate:
-    """A way to Redis that can be shut."""
-
-    def __init__(self, url: str) -> None:
-        self._address, _, path = url.rpartition("@")[2].partition("/")
-        self._credentials = url.rpartition("@")[0]
-        self._path = path
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self.port = free_port()
-
-    @property
-    def url(self) -> str:
-        return f"{self._credentials}@127.0.0.1:{self.port}/{self._path}"
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._address.partition(":")
-        other_reader, other = await asyncio.open_connection(host, int(port))
-        self._writers |= {writer, other}
-        await asyncio.gather(self._pass_on(reader, other), self._pass_on(other_reader, writer))
-
-    @staticmethod
-    async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
-
-    def shut(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
 
 
 @pytest.fixture
