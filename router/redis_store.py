@@ -143,7 +143,11 @@ class RedisStateStore:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await call()
-        except (RedisError, OSError) as error:
+        except (
+            RedisError,
+            OSError,
+            RuntimeError,
+        ) as error:  # the last is uvloop's, of a connection that has just broken
             if "READONLY" in str(error):
                 await self._look_for_the_primary()
             raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error

@@ -60,6 +60,16 @@ async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.Monkey
     server.close()
 
 
+async def test_a_write_to_a_connection_that_broke_a_moment_ago_counts_as_redis_away(redis_url: str) -> None:
+    async def write() -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    store = RedisStateStore(connect(redis_url), "n")
+    with pytest.raises(StateStoreError, match="Redis: unable to perform"):
+        await store._guard(write)
+    await store.close()
+
+
 async def test_a_primary_that_became_a_replica_is_left_for_the_new_one() -> None:
     """It answers on, and refuses every write: nothing but its answer says that the name leads elsewhere now."""
     password, ports = "p", [free_port(), free_port()]
