@@ -475,6 +475,7 @@ _PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-p
 _PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes", "--data-parallel-size-local", "-dpl"}
 
 
+# Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
 CPU_MEMORY_SHARE = 0.6
 _MEMORY = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
@@ -517,8 +518,9 @@ class ModelSection(Section):
     def sharing_memory(self, engines: int) -> Self:
         """With a part of the machine's memory for each of so many engines on its processors, if nothing says how much:
         vLLM would take nearly all of it for each."""
-        mine = self.model == DEMO or self.engine.kind != "vllm" or self.engine.num_gpus
-        if mine or _options(self.vllm_args).keys() & _MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env:
+        takes_what_it_needs = self.model == DEMO or self.engine.kind != "vllm" or self.engine.num_gpus
+        said = _options(self.vllm_args).keys() & _MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env
+        if takes_what_it_needs or said:
             return self
         share = ("--gpu-memory-utilization", f"{CPU_MEMORY_SHARE / engines:.3g}")
         return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
@@ -720,17 +722,9 @@ class AppConfig(ModelSection):
         """The arguments for vLLM on both sides."""
         model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
         name = ["--served-model-name", self.public_name] if self.public_name != model else []
+        args = ("--disable-log-stats", "--no-enable-log-requests", *args, *self.vllm_args)
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
-        return [
-            "--model",
-            model,
-            *name,
-            "--disable-log-stats",
-            "--no-enable-log-requests",
-            *args,
-            *self.vllm_args,
-            *lora,
-        ]
+        return ["--model", model, *name, *args, *lora]
 
     def engine_argv(self, role: Role = "decode") -> list[str]:
         """The arguments for vLLM on an engine replica."""
