@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
 from deployments.environment import check_build, nixl_env
+from deployments.heavy_imports import heavy_imports
 from deployments.logs import last_error, log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
@@ -99,7 +100,8 @@ class EngineReplica:
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
     async def _load(self) -> Any:
-        from deployments.vllm_adapter import VllmEngine, parse_vllm_args
+        with heavy_imports():
+            from deployments.vllm_adapter import VllmEngine, parse_vllm_args
 
         args = parse_vllm_args(self._config.engine_argv(self._role))
         if self._config.gang is None:

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config import AppConfig, PrefillSection, least_replicas
 from deployments.engine_metrics import engine_exposition
+from deployments.heavy_imports import heavy_imports
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.multi_bin import MultiBin
@@ -53,16 +54,17 @@ class FrontEnd:
             ReplicaLostError: none registers within the time that loading a model may take.
             StateStoreError: the shared state cannot be reached.
         """
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
+        with heavy_imports():
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
 
-        from deployments.gang_step import unsupported
-        from deployments.vllm_adapter import (
-            ENGINE_VERSION,
-            RoutedAsyncLLM,
-            as_front_end_of_any_model,
-            parse_vllm_args,
-        )
+            from deployments.gang_step import unsupported
+            from deployments.vllm_adapter import (
+                ENGINE_VERSION,
+                RoutedAsyncLLM,
+                as_front_end_of_any_model,
+                parse_vllm_args,
+            )
 
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
         self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
