@@ -172,7 +172,9 @@ class ForecastAdmission:
         if not self._plans or not state.free_slots:
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
-        alike = RequestView(request_id="", arrival_s=state.now_s, prompt_tokens=prompt)
+        alike = RequestView(
+            request_id="", arrival_s=state.now_s, prompt_tokens=prompt, class_index=_commonest_class(state)
+        )
         return state.running_count + self._fitting(state, (alike,) * state.free_slots)[1]
 
     def _mean_prompt_tokens(self) -> float:
@@ -254,6 +256,12 @@ class ForecastAdmission:
 def _leading(true: BoolArray) -> int:
     """How many are true before the first that is not."""
     return len(true) if true.all() else int(true.argmin())
+
+
+def _commonest_class(state: BatchState) -> int:
+    """Among the requests at hand; 0 where there are none."""
+    waiting = np.fromiter((request.class_index for request in state.waiting), np.int64)
+    return int(np.bincount(np.concatenate((state.running.class_index, waiting)), minlength=1).argmax())
 
 
 def _held_elsewhere(state: BatchState) -> int:

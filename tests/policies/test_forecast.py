@@ -120,6 +120,14 @@ class TestOnPaper:
         plans = [policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=c)) for c in (0, 1)]
         assert plans[0].admit == plans[1].admit
 
+    def test_what_it_offers_is_for_requests_of_the_class_at_hand(self) -> None:
+        policy = taught([20] * 100, class_index=0, classes=2)
+        teach(policy, [2000] * 100, class_index=1)
+        state = make_state(ages=[10] * 4, waiting=60, capacity=20_000, class_index=1)
+        cap = policy.plan(state).max_batch_size
+        assert 4 < cap == policy.batch_size(state) < 20
+        assert policy.batch_size(make_state(ages=[], waiting=0, capacity=20_000)) > 100
+
     def test_without_samples_equation_12_decides(self) -> None:
         policy = ForecastAdmission(
             ForecastAdmissionConfig(fallback=MemoryAwareConfig(prior_output_tokens=300, prior_output_std_tokens=300))
