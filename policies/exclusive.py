@@ -1,7 +1,7 @@
 """Exclusive or mixed batching, decided online: phases of pure prefill and pure decode, or both in one step.
 
 Source: 003 (EB+), the online controller: sliding-window length statistics, phase length, crossover with smoothed
-occupancy, KV gate and priority margin. The closed forms live in ``policies.phases`` and are exported here with it.
+occupancy, KV gate and priority margin. The closed forms live in ``policies.phases``.
 Departures, with ERRATA numbers:
 
 * The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
@@ -36,13 +36,9 @@ from policies.phases import (
     RefillLimits,
     WorkloadMeans,
     best_phase_of_survival,
-    best_phase_steps,
-    crossover_margin,
     exclusive_throughput,
     exclusive_token_s,
-    max_batch_size_exclusive,
     mixed_steps_throughput,
-    mixed_throughput,
     overhead_ratio,
     phase_threshold,
     phase_threshold_ifr,
@@ -50,26 +46,6 @@ from policies.phases import (
 )
 from policies.step_time import StepTimeConfig, StepTimeModel
 from policies.types import BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
-
-__all__ = [
-    "ExclusiveMixed",
-    "ExclusiveMixedConfig",
-    "PhaseLength",
-    "RefillLimits",
-    "WorkloadMeans",
-    "best_phase_of_survival",
-    "best_phase_steps",
-    "crossover_margin",
-    "exclusive_throughput",
-    "exclusive_token_s",
-    "max_batch_size_exclusive",
-    "mixed_steps_throughput",
-    "mixed_throughput",
-    "overhead_ratio",
-    "phase_threshold",
-    "phase_threshold_ifr",
-    "refill_cap",
-]
 
 # A fitted overhead may come out as 0; the phase length needs a ratio.
 _LEAST_OVERHEAD_S = 1e-6

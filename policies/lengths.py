@@ -245,26 +245,6 @@ def _tokens_below(ages: IntArray, edges: IntArray) -> FloatArray:
     return np.diff(at_edge).astype(np.float64)
 
 
-def kaplan_meier(output_tokens: ArrayLike, censored_tokens: ArrayLike = ()) -> SurvivalLaw:
-    """Product-limit law of completed lengths and of lengths only known to be longer, exact at every token.
-
-    Args:
-        output_tokens: shape (n,), n >= 1, completed lengths >= 1.
-        censored_tokens: shape (m,), tokens generated so far by requests that still run.
-
-    Raises:
-        InputError: there is no completed length.
-    """
-    done, running = np.asarray(output_tokens, dtype=np.int64), np.asarray(censored_tokens, dtype=np.int64)
-    if not len(done):
-        raise InputError("kaplan_meier needs at least one completed length")
-    left = np.concatenate((done, running))
-    edges = np.arange(int(left.max()) + 1, dtype=np.int64)
-    law = life_table(edges, left, np.arange(len(left)) < len(done)).law()
-    assert law is not None
-    return law
-
-
 class MomentSums(NamedTuple):
     """Exact sums over completed requests, from which every moment follows; sums of several replicas add.
 

@@ -8,8 +8,7 @@ Departures (ERRATA numbers):
 - The edges follow the lengths that are seen (the paper sets them once, by "prior knowledge or system profiling"), and a
   request without a prediction has a bin as well.
 
-The rules that place the edges stand in `policies.bin_edges`, what they are worth in `policies.bin_worth`; both are
-offered here too.
+The rules that place the edges stand in `policies.bin_edges`, what they are worth in `policies.bin_worth`.
 """
 
 import math
@@ -20,42 +19,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from policies.bin_edges import equal_mass_edges, exponential_edges, optimal_edges, uniform_edges
+from policies.bin_edges import equal_mass_edges, exponential_edges, optimal_edges
 from policies.bin_worth import (
     bins_for_load,
-    expected_batch_max,
-    exponential_service_bound,
-    gang_throughput,
-    latency_uniform,
-    min_bins_uniform,
-    min_bins_uniform_relative,
-    neighbour_error_matrix,
-    throughput_uniform,
-    throughput_uniform_with_errors,
 )
 from policies.checks import require_at_least, require_one_of, require_positive
 from policies.errors import ConfigError, InputError
 from policies.types import FloatArray
-
-__all__ = [
-    "EdgeRule",
-    "MultiBin",
-    "MultiBinConfig",
-    "bins_for_load",
-    "equal_mass_edges",
-    "expected_batch_max",
-    "exponential_edges",
-    "exponential_service_bound",
-    "gang_throughput",
-    "latency_uniform",
-    "min_bins_uniform",
-    "min_bins_uniform_relative",
-    "neighbour_error_matrix",
-    "optimal_edges",
-    "throughput_uniform",
-    "throughput_uniform_with_errors",
-    "uniform_edges",
-]
 
 EdgeRule = Literal["equal_mass", "optimal", "fixed"]
 

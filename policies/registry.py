@@ -1,4 +1,4 @@
-"""Every policy under a name, for configuration: kind -> (config class, policy class).
+"""Every policy that is chosen by name: kind -> (config class, policy class).
 
 A policy without settings has no config class, and a packing is a plain function: for those ``config`` is None.
 ``build`` takes the settings as keywords; a config field that is itself a config or a record takes one, built by the

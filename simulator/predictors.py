@@ -13,9 +13,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import ArrayLike
 
+from policies.bin_edges import equal_mass_edges
 from policies.bin_worth import neighbour_error_matrix
 from policies.errors import InputError
-from policies.multi_bin import equal_mass_edges
 from policies.types import FloatArray, IntArray
 from simulator.workload import Workload
 

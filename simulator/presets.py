@@ -20,7 +20,6 @@ from simulator.router import RouterConfig
 
 BINS = 4
 NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
-WORK_WEIGHT = 1.0  # as order.work_weight is where nothing else is configured
 SYSTEMS = ("stock", "sluice")
 FEATURES = (
     "forecast admission",
@@ -70,10 +69,7 @@ def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Order, batch and router as the live system sets them up for what is promised."""
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
     each = [targets.get(name) for name in (EVERY_CLASS, *names)]
-    order: dict[str, Any] = {
-        "class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names},
-        "work_weight": WORK_WEIGHT,
-    }
+    order: dict[str, Any] = {"class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names}}
     if each[0] is not None:
         order["default_target_s"] = min(each[0].ttft_s, NO_HURRY_S)
     between_tokens = tuple(None if target is None or isinf(target.tpot_s) else target.tpot_s for target in each)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from policies.exclusive import best_phase_of_survival, best_phase_steps
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.lengths import LengthStatistics, LengthStatisticsConfig, geometric_law
+from policies.phases import best_phase_of_survival, best_phase_steps
 from policies.registry import build
 from policies.step_time import StepTimeModel
 from policies.types import (

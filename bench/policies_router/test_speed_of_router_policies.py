@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from policies.bin_edges import equal_mass_edges, optimal_edges
+from policies.bin_worth import bins_for_load
 from policies.buckets import (
     AdaptiveBuckets,
     AdaptiveBucketsConfig,
@@ -18,7 +20,7 @@ from policies.buckets import (
     max_safe_requests,
     optimal_bucket_edges,
 )
-from policies.multi_bin import EdgeRule, MultiBin, MultiBinConfig, bins_for_load, equal_mass_edges, optimal_edges
+from policies.multi_bin import EdgeRule, MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.packing import PackedBatch, best_fit_decreasing, first_fit_decreasing
 from policies.placement import (

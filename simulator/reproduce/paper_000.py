@@ -7,15 +7,14 @@ from itertools import product
 
 import numpy as np
 
-from policies.multi_bin import (
-    MultiBinConfig,
-    equal_mass_edges,
-    exponential_edges,
+from policies.bin_edges import equal_mass_edges, exponential_edges
+from policies.bin_worth import (
     exponential_service_bound,
     latency_uniform,
     throughput_uniform,
     throughput_uniform_with_errors,
 )
+from policies.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import GangRun, run_gang

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from policies.bin_edges import equal_mass_edges, optimal_edges
-from policies.multi_bin import MultiBinConfig, expected_batch_max
+from policies.bin_worth import expected_batch_max
+from policies.multi_bin import MultiBinConfig
 from policies.step_time import StepTimeConfig
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from policies.errors import ConfigError
-from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig, overhead_ratio, phase_threshold
+from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
+from policies.phases import overhead_ratio, phase_threshold
 from policies.step_time import StepTimeConfig
 from policies.types import (
     BatchState,

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import policies.multi_bin as module
+from policies.bin_edges import equal_mass_edges, exponential_edges, optimal_edges
+from policies.bin_worth import bins_for_load
 from policies.errors import ConfigError, InputError
-from policies.multi_bin import (
-    EdgeRule,
-    MultiBin,
-    MultiBinConfig,
-    bins_for_load,
-    equal_mass_edges,
-    exponential_edges,
-    optimal_edges,
-)
+from policies.multi_bin import EdgeRule, MultiBin, MultiBinConfig
 
 EDGES = (0.0, 10.0, 20.0, 30.0, 40.0)
 
@@ -180,11 +173,6 @@ def test_one_bin_takes_everything() -> None:
         bins.observe(output_tokens)
     assert bins.edges == (0.0, math.inf)
     assert bins.assign(12) == bins.assign(None) == 0
-
-
-def test_the_exported_names_exist_and_are_sorted() -> None:
-    assert sorted(module.__all__) == module.__all__
-    assert all(hasattr(module, name) for name in module.__all__)
 
 
 def finish_at(bins: MultiBin, per_s: float, number: int, start_s: float) -> float:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from policies.batch_size import Stock, StockConfig
 from policies.errors import InputError
-from policies.exclusive import (
+from policies.lengths import geometric_law
+from policies.phases import (
     PhaseLength,
     RefillLimits,
     WorkloadMeans,
@@ -28,7 +29,6 @@ from policies.exclusive import (
     phase_threshold_ifr,
     refill_cap,
 )
-from policies.lengths import geometric_law
 from policies.types import IntArray, StepCoefficients, StepTimes
 from tests.toy_engine import ToyEngine, random_jobs, run_closed
 

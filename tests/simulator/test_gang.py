@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from policies.multi_bin import MultiBinConfig, latency_uniform, throughput_uniform
+from policies.bin_worth import latency_uniform, throughput_uniform
+from policies.multi_bin import MultiBinConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import GangRun, run_gang
 from simulator.gang import GangConfig, LengthTimes, PaddedTimes
