@@ -4,6 +4,7 @@ Greedy answers of one model depend on nothing but the prompt: whatever the plug-
 steps, every token must come out as under vLLM's own scheduler.
 """
 
+import gc
 import json
 import random
 from collections import deque
@@ -101,6 +102,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "enable_prefix_caching": False,
         }
+        gc.freeze()  # vLLM collects at each start and end: not everything that was ever imported
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(MODEL),
