@@ -461,11 +461,11 @@ _OF_VLLMS_SERVER = {
 }  # fmt: skip
 
 
-# Whoever sets these counts on another placement or precision of the model than the Transformers engine has.
+# Whoever sets these counts on another placement, precision or adapters of the model than the Transformers engine has.
 _NOT_FOR_TRANSFORMERS = {
     "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
     "--enable-expert-parallel", "--quantization", "-q", "--speculative-config", "--scheduler-cls",
-    "--additional-config", "--kv-transfer-config",
+    "--additional-config", "--kv-transfer-config", *_LORA_ARGS,
 }  # fmt: skip
 
 

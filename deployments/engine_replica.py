@@ -88,7 +88,7 @@ class EngineReplica:
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._leave)
         await self._engine.status()  # from now on it knows what it would admit
-        if config.engine.lora:
+        if config.gang is None:  # the other kind of engine serves none
             await self._engine.load_adapters()
         await self._relay.start(host)
         if config.engine.prefill is not None:

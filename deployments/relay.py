@@ -80,15 +80,8 @@ class Engine(Protocol):
 
     async def next_outputs(self) -> Any: ...
 
-    async def call(self, method: str, argument: bytes) -> Any:
-        """A control call from a router: `status` and what else this engine knows.
-
-        Returns:
-            what JSON can say.
-
-        Raises:
-            InputError: there is no such call.
-        """
+    async def status(self) -> dict[str, Any]:
+        """What it says of itself to routers, as far as JSON can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,17 +363,22 @@ class Relay:
             result: Any
             if call.method == "recall":
                 result = await self._recall(router, msgspec.msgpack.decode(call.argument, type=list[str]))
+            elif call.method == "status":
+                result = await self._status()
             else:
-                result = await self._engine.call(call.method, call.argument)
+                raise ProtocolError(f"a router called {call.method!r}")
         except Exception as error:  # of whatever kind: it is the router's, which asked for it
             logger.warning("the engine refused %s: %r", call.method, error)
             reply = wire.Reply(call.number, error=str(error) or repr(error))
         else:
-            if call.method == "status":
-                own = {"held": len(self._held), "slots": self.slots, "background_failures": self._metrics.failures()}
-                result = {**result, **own}
             reply = wire.Reply(call.number, msgspec.json.encode(result))
         router.send(wire.Kind.CALL, [msgspec.msgpack.encode(reply)])
+
+    async def _status(self) -> dict[str, Any]:
+        """The engine's, and the relay's own."""
+        status = await self._engine.status()
+        own = {"held": len(self._held), "slots": self.slots, "background_failures": self._metrics.failures()}
+        return {**status, **own}
 
     # From the engine
 
@@ -401,7 +399,7 @@ class Relay:
         asked_s = time.monotonic()
         try:
             async with asyncio.timeout(self._config.hang_timeout_s):
-                await self._engine.call("status", b"")
+                await self._engine.status()
         except TimeoutError:
             if self._stepped_s < asked_s and self.healthy:
                 logger.error("the engine hangs: no step and no answer for %s s", self._config.hang_timeout_s)

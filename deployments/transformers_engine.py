@@ -27,7 +27,7 @@ from deployments.gang_sampling import RowSampling
 from deployments.gang_step import RowOutput, unsupported
 from deployments.request_metadata import metadata_of
 from deployments.vllm_adapter import ENGINE_VERSION, VllmCodec, step_outputs
-from policies.errors import ConfigError, InputError, ReplicaLostError
+from policies.errors import ConfigError, ReplicaLostError
 from policies.gang import memory_safe_gang, rows_that_fit
 
 logger = logging.getLogger(__name__)
@@ -122,12 +122,6 @@ class TransformersEngine:
         if isinstance(batch, BaseException):
             raise ReplicaLostError(f"the model failed: {type(batch).__name__}: {batch}") from batch
         return batch
-
-    async def call(self, method: str, argument: bytes) -> Any:
-        """For routers. Raises InputError: there is no such call."""
-        if method == "status":
-            return await self.status()
-        raise InputError(f"an engine of kind transformers has no call {method!r}")
 
     async def status(self) -> dict[str, Any]:
         return {

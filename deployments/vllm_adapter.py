@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import vllm
 from msgspec.structs import replace
@@ -29,6 +28,7 @@ from vllm import ModelRegistry, SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -118,7 +118,7 @@ def as_front_end_of_any_model(args: Namespace) -> Namespace:
 
 
 def lora_id(name: str, path: str) -> int:
-    """By which engines tell adapters apart: the same on every router, where vLLM's front end would count from 1.
+    """By which engines tell adapters apart: the same on both sides, where vLLM's front end would count from 1.
 
     Above 0 and below 2**31: vLLM's model runner for GPUs keeps it in 32 bits.
     """
@@ -126,9 +126,17 @@ def lora_id(name: str, path: str) -> int:
 
 
 def lora_requests(args: Namespace) -> list[LoRARequest]:
-    """The adapters that vLLM's arguments name."""
+    """The adapters that vLLM's arguments name, those for the modalities of chats included."""
+    by_modality = args.default_mm_loras if args.enable_lora else None
     return [
-        LoRARequest(module.name, lora_id(module.name, module.path), module.path) for module in args.lora_modules or ()
+        LoRARequest(
+            module.name,
+            lora_id(module.name, module.path),
+            module.path,
+            base_model_name=module.base_model_name,
+            is_3d_lora_weight=module.is_3d_lora_weight,
+        )
+        for module in process_lora_modules(list(args.lora_modules or ()), by_modality)
     ]
 
 
@@ -283,7 +291,7 @@ prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=N
 class RoutedEngineCore(EngineCoreClient):
     """vLLM's engine-core client interface over the routed client: the calls that serving needs.
 
-    Adapters are loaded into every replica. Control calls that address one engine (sleep, profiling) stay vLLM's
+    Control calls that address one engine (sleep, profiling, loading adapters at run time) stay vLLM's
     NotImplementedError, which its front end answers with 501.
     """
 
@@ -364,16 +372,9 @@ class RoutedEngineCore(EngineCoreClient):
         return ("generate",)
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """For those that the arguments name: every replica has loaded them before it registers, under the same id."""
         lora_request.lora_int_id = lora_id(lora_request.lora_name, lora_request.lora_path)
-        await self._routed.add_lora(lora_request.lora_int_id, msgspec.msgpack.encode(lora_request))
         return True
-
-    async def remove_lora_async(self, lora_id: int) -> bool:
-        await self._routed.remove_lora(lora_id)
-        return True
-
-    async def list_loras_async(self) -> set[int]:
-        return await self._routed.list_loras()
 
     async def reset_mm_cache_async(self) -> None:
         """Nothing to do: a router keeps no multimodal cache of an engine's (`front_end_config`)."""
@@ -547,18 +548,6 @@ class VllmEngine:
         """Those that its arguments name. Raises an exception with vLLM's words when one cannot be loaded."""
         for lora in self._loras:
             await self._core.add_lora_async(lora)
-
-    async def call(self, method: str, argument: bytes) -> Any:
-        """For routers: its status, and adapters."""
-        if method == "status":
-            return await self.status()
-        if method == "add_lora":
-            return await self._core.add_lora_async(msgspec.msgpack.decode(argument, type=LoRARequest))
-        if method == "remove_lora":
-            return await self._core.remove_lora_async(msgspec.msgpack.decode(argument, type=int))
-        if method == "list_loras":
-            return await self._core.list_loras_async()
-        raise InputError(f"this engine has no call {method!r}")
 
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""

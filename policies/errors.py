@@ -46,7 +46,7 @@ class EngineStartError(SluiceError):
 
 
 class EngineCallError(SluiceError):
-    """An engine replica refused a control call, as one to load an adapter; the message is the engine's own."""
+    """An engine replica refused a call; the message is its own."""
 
 
 class PredictorError(SluiceError):

@@ -23,7 +23,6 @@ from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
 from policies.errors import (
     AdmissionError,
-    EngineCallError,
     InputError,
     ReplicaLostError,
     SluiceError,
@@ -49,7 +48,6 @@ OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
 STATUS_TIMEOUT_S = 5.0
 RECALL_TIMEOUT_S = 10.0
-LORA_TIMEOUT_S = 300.0  # an adapter may have to be fetched first
 # A replica that is connected but missing in the shared state for so many heartbeats is lost: one that was dropped by
 # mistake is back after its next one.
 MISSED_HEARTBEATS = 3
@@ -140,9 +138,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
-        self._loading: dict[str, ReplicaConnection] = {}  # those that still load adapters
         self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
-        self._loras: dict[int, bytes] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(metrics.task_failures)
 
@@ -280,55 +276,24 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
-        """What each replica's engine says of itself, by replica id; one that does not answer has an `error`."""
-        replies = await self._call_replicas("status", timeout_s=STATUS_TIMEOUT_S)
-        return {
-            replica_id: {"error": str(reply)} if isinstance(reply, SluiceError) else reply
-            for replica_id, reply in replies.items()
-        }
-
-    async def add_lora(self, lora_id: int, packed: bytes) -> None:
-        """Load an adapter into every replica; one that comes later loads it before it gets a request from here.
-
-        A later one that refuses it gets none: its requests go to the others.
+        """What each replica's engine says of itself, by replica id; one that does not answer has an `error`.
 
         Raises:
-            EngineCallError: a replica refused it; then none keeps it.
             StateStoreError: the shared state cannot be reached.
         """
-        self._loras[lora_id] = packed
-        replies = await self._call_replicas("add_lora", packed, timeout_s=LORA_TIMEOUT_S)
-        for reply in replies.values():
-            if isinstance(reply, EngineCallError):
-                await self.remove_lora(lora_id)
-                raise reply
+        ids = [info.replica_id for info in await self._store.replica_infos()]
+        return dict(zip(ids, await asyncio.gather(*map(self._status, ids)), strict=True))
 
-    async def remove_lora(self, lora_id: int) -> None:
-        """From every replica. Raises StateStoreError."""
-        self._loras.pop(lora_id, None)
-        await self._call_replicas("remove_lora", msgspec.msgpack.encode(lora_id), timeout_s=LORA_TIMEOUT_S)
-
-    async def list_loras(self) -> set[int]:
-        """Adapters that every replica holds. Raises StateStoreError."""
-        replies = await self._call_replicas("list_loras", timeout_s=STATUS_TIMEOUT_S)
-        held = [set(reply) for reply in replies.values() if not isinstance(reply, SluiceError)]
-        return set.intersection(*held) if held else set()
-
-    async def _call_replicas(self, method: str, argument: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
-        """By replica id what each engine answers, or the error in its place; one out of reach takes as long again."""
-        infos = await self._store.replica_infos()
-        replies = await asyncio.gather(*(self._call(info.replica_id, method, argument, timeout_s) for info in infos))
-        return {info.replica_id: reply for info, reply in zip(infos, replies, strict=True)}
-
-    async def _call(self, replica_id: str, method: str, argument: bytes, timeout_s: float) -> Any:
+    async def _status(self, replica_id: str) -> dict[str, Any]:
+        """One that can be reached has the same time again to answer."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
                 connection = await self._connection(replica_id)
-            return await connection.call(method, argument, timeout_s=timeout_s)
+            return dict(await connection.call("status", timeout_s=STATUS_TIMEOUT_S))
         except TimeoutError:
-            return ReplicaLostError(f"replica {replica_id} is out of reach")
+            return {"error": f"replica {replica_id} is out of reach"}
         except SluiceError as error:
-            return error
+            return {"error": str(error)}
 
     # Tickets
 
@@ -473,7 +438,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
         Raises:
             ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
-            EngineCallError: it cannot load an adapter.
         """
         task = self._connections.get(replica_id)
         if task is None:
@@ -525,17 +489,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             info, router_id=self.router_id, engine_version=self._codec.engine_version
         )
         self._background.spawn(self._read(connection), "connection")
-        self._loading[info.replica_id] = connection
-        try:
-            for packed in list(self._loras.values()):
-                await connection.call("add_lora", packed, timeout_s=LORA_TIMEOUT_S)
-        except BaseException:  # a request for an adapter that it refuses would end its engine
-            connection.close()
-            raise
-        finally:
-            del self._loading[info.replica_id]
-        if connection.is_closing:  # and its reader has gone without a word, for nobody used it yet
-            raise ReplicaLostError(f"replica {info.replica_id} hung up while it was greeted")
         return connection
 
     async def _read(self, connection: ReplicaConnection) -> None:
@@ -739,7 +692,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Recover from replicas that were swept out, or dropped by another router, while our connection stands."""
         now_s = self._clock.now()
         for replica_id in list(self._connections):
-            connection = self._open_connection(replica_id) or self._loading.get(replica_id)
+            connection = self._open_connection(replica_id)
             if connection is None:
                 continue
             if replica_id in self.snapshot.replicas:
@@ -747,7 +700,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             elif connection.missing_since_s is None:
                 connection.missing_since_s = now_s
             elif now_s - connection.missing_since_s > MISSED_HEARTBEATS * self._config.heartbeat_s:
-                connection.close()  # one that still loads adapters ends with an error
                 await self._recover_from(connection)
 
     async def _look_after_waiting(self) -> None:

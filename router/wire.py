@@ -31,7 +31,7 @@ import msgspec
 
 from policies.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
 MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ class Welcome(msgspec.Struct):
 
 class Call(msgspec.Struct):
     """`recall`, of a msgpack list of request ids: as ABORT, but their slots are the router's to give back, and nothing
-    of them follows the reply. Else a call to the engine: `status`, `add_lora`, `remove_lora`, `list_loras`."""
+    of them follows the reply. `status`: what the engine says of itself."""
 
     number: int
     method: str

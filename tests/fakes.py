@@ -162,8 +162,6 @@ class FakeEngine:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
         self.dead = self.hangs = self.ends = False
-        self.loras: set[int] = set()
-        self.refuses_loras = False
         self.most_held = 0
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
@@ -232,20 +230,9 @@ class FakeEngine:
         self._held.pop(request_id, None)
         self._states.pop(request_id, None)
 
-    async def call(self, method: str, argument: bytes) -> dict[str, int] | list[int]:
-        """An adapter is its id alone; one that is odd cannot be loaded."""
+    async def status(self) -> dict[str, int]:
         if self.hangs:
             await asyncio.Event().wait()
-        if method == "status":
-            return await self.status()
-        if method != "list_loras":
-            lora_id = msgspec.msgpack.decode(argument, type=int)
-            if method == "add_lora" and (lora_id % 2 or self.refuses_loras):
-                raise ValueError(f"no adapter {lora_id} here")
-            self.loras = self.loras - {lora_id} if method == "remove_lora" else self.loras | {lora_id}
-        return sorted(self.loras)
-
-    async def status(self) -> dict[str, int]:
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots)}
 
     def pause(self) -> None:

@@ -124,5 +124,5 @@ class NullEngine:
                 del self._due[request_id]
         return outputs
 
-    async def call(self, method: str, argument: bytes) -> dict[str, int]:
+    async def status(self) -> dict[str, int]:
         return {"running": len(self._due)}

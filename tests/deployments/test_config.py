@@ -191,6 +191,10 @@ def test_a_replica_that_takes_whole_batches_has_no_use_for_a_lookahead() -> None
 GANGS = {"kind": "transformers"}
 
 
+def test_an_engine_that_serves_no_adapters_refuses_their_names() -> None:
+    assert "--lora-modules" in refused(engine=GANGS, vllm_args=["--lora-modules", "a=/adapters/a"])[""]
+
+
 @pytest.mark.parametrize(("name", "value"), [("seconds_per_token", 0.01), ("prompt_buckets", 2)])
 def test_bins_that_only_gangs_fill_need_an_engine_that_takes_them(name: str, value: float) -> None:
     assert f"bins.{name} is of gang batches" in refused(bins={name: value})[""]

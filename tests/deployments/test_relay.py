@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from deployments import relay as relay_module
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
-from policies.errors import ConfigError, ProtocolError, ReplicaLostError, StateStoreError
+from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
 from policies.types import StepCoefficients, StepTimes
 from router import wire
 from router.connection import ReplicaConnection
@@ -338,6 +338,14 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     assert await reader.connection.call("status", timeout_s=30) == counted
     questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=30) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
+
+
+async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:
+    reader = await replica.reader()
+    with pytest.raises(EngineCallError, match="replica r: .*'add_lora'"):
+        await reader.connection.call("add_lora", timeout_s=30)
+    reader.add("x")
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
 
 
 async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:

@@ -1,5 +1,6 @@
 """What the codec for vLLM does to vLLM's own structures."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,10 +185,32 @@ def test_adapters_are_told_apart_within_32_bits() -> None:
     assert all(0 < one < 2**31 for one in ids)
 
 
+async def test_a_front_end_asks_for_the_very_adapters_that_replicas_have_loaded() -> None:
+    import msgspec
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
+
+    from deployments.vllm_adapter import RoutedEngineCore, lora_requests, parse_vllm_args
+
+    fused = '{"name": "fused", "path": "/adapters/fused", "base_model_name": "m", "is_3d_lora_weight": true}'
+    modules = ["plain=/adapters/plain", fused]
+    by_modality = ["--default-mm-loras", '{"image": "/adapters/image"}']
+    args = parse_vllm_args(["--model", "m", "--enable-lora", "--lora-modules", *modules, *by_modality])
+    loaded = {one.lora_name: msgspec.structs.asdict(one) for one in lora_requests(args)}
+
+    core = RoutedEngineCore(None, "m")  # type: ignore[arg-type]
+    client: Any = SimpleNamespace(add_lora=core.add_lora_async, model_config=None, renderer=None, input_processor=None)
+    models = OpenAIServingModels(
+        client, [BaseModelPath("m", "m")], lora_modules=process_lora_modules(args.lora_modules, args.default_mm_loras)
+    )
+    await models.init_static_loras()
+    assert {name: msgspec.structs.asdict(one) for name, one in models.lora_requests.items()} == loaded
+    assert set(loaded) == {"plain", "fused", "image"}
+
+
 def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     """One that had sent an image to one replica would send its hash alone to the next."""
-    from types import SimpleNamespace
-
     from vllm.config.multimodal import MultiModalConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.multimodal.cache import factories

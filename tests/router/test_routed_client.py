@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
-from policies.errors import AdmissionError, ConfigError, EngineCallError, InputError, ReplicaLostError, StateStoreError
+from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -368,84 +368,21 @@ async def test_a_status_of_a_replica_that_is_gone_says_so(service: Service) -> N
     assert "error" in (await front_end.client.statuses())["r0"]
 
 
-async def test_an_adapter_reaches_every_replica_and_those_that_come_later(service: Service) -> None:
-    first = await service.replica()
+async def test_a_replica_that_hangs_up_as_it_is_greeted_costs_nobody_an_answer(service: Service) -> None:
     front_end = await service.front_end()
-    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
-    later = await service.replica()
-    assert not later.engine.loras
-    answers = await front_end.ask_many(8)
-    await until(lambda: first.engine.loras == later.engine.loras == {2})
-    assert await front_end.client.list_loras() == {2}
-    await service.finish(answers)
-    await front_end.client.remove_lora(2)
-    assert not first.engine.loras | later.engine.loras
-
-
-async def test_an_adapter_that_a_replica_refuses_is_kept_by_none(service: Service) -> None:
-    replica, front_end = await service.replica(), await service.front_end()
-    with pytest.raises(EngineCallError, match="no adapter 3 here"):
-        await front_end.client.add_lora(3, msgspec.msgpack.encode(3))
-    assert not replica.engine.loras
-    await service.finish(await front_end.ask_many(2))
-
-
-async def test_an_adapter_that_one_of_two_replicas_refuses_leaves_the_other_and_both_serve_on(service: Service) -> None:
-    willing, refusing = await service.replica(), await service.replica()
-    refusing.engine.refuses_loras = True
-    front_end = await service.front_end()
-    with pytest.raises(EngineCallError, match="no adapter 2 here"):
-        await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
-    assert not willing.engine.loras | refusing.engine.loras
-    assert await front_end.client.list_loras() == set()
-    await service.finish(await front_end.ask_many(8))
-    assert willing.engine.taken and refusing.engine.taken
-
-
-async def test_a_replica_that_comes_later_and_refuses_an_adapter_gets_nothing_and_nothing_is_lost(
-    service: Service,
-) -> None:
-    willing = await service.replica()
-    front_end = await service.front_end()
-    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
-    refusing = await service.replica()
-    refusing.engine.refuses_loras = True
-    await service.finish(await front_end.ask_many(8))
-    assert (willing.engine.taken, refusing.engine.taken) == (8, 0)
-    assert willing.engine.loras == {2}
-
-
-async def test_a_replica_that_hangs_over_an_adapter_is_left_when_it_is_out_of_the_tables(service: Service) -> None:
-    front_end = await service.front_end(silence_s=3600.0)
-    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
-    victim = await service.replica()
-    victim.engine.hang()
-    answers = await front_end.ask_many(4)
-    await until(lambda: "r0" in front_end.client._loading)
-    await victim.stop_beating()
-    await service.store.drop_replica(victim.replica_id)
-    await service.replica()
-    await service.finish(answers)
-
-
-async def test_a_replica_that_hangs_up_as_it_is_greeted_gets_nothing(service: Service) -> None:
-    """Its answer, of an adapter, is there with its end: before anybody can use the connection."""
-    front_end = await service.front_end()
-    await front_end.client.add_lora(2, msgspec.msgpack.encode(2))
     info = _info("gone")
 
-    async def answer_and_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def welcome_and_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await wire.accept_router(
             reader, writer, secret=info.secret, replica_id=info.replica_id, engine_version=info.engine_version
         )
-        wire.write_frame(writer, wire.Kind.CALL, [msgspec.msgpack.encode(wire.Reply(1, b"[2]"))])
         writer.close()
 
-    server = await asyncio.start_server(answer_and_end, "127.0.0.1", 0)
+    server = await asyncio.start_server(welcome_and_end, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     await service.store.register_replica(msgspec.structs.replace(info, port=port), 4, [])
     answers = await front_end.ask_many(4)
-    await until(lambda: front_end.count("replicas_out_of_reach_total") > 0)
+    await until(lambda: front_end.count("replicas_lost_total") > 0)
     server.close()
     await service.replica()
     await service.finish(answers)
@@ -455,12 +392,11 @@ async def test_a_replica_that_hangs_up_as_it_is_greeted_gets_nothing(service: Se
 async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusing = await service.replica(slots=8)
-    refusing.engine.refuses_loras = True
+    stranger = await service.replica(slots=8)
     content, unhappy = await service.front_end(), await service.front_end(max_moves=0)
     running = await content.ask_many(4, 400)
     await until(lambda: all(answer.tokens for answer in running))
-    unhappy.client._loras[2] = msgspec.msgpack.encode(2)
+    unhappy.client._codec.engine_version = "fake-2"
     dropped_s: list[float] = []
     drop = unhappy.client._store.drop_replica
 
@@ -475,9 +411,9 @@ async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     await until(lambda: all(answer.outcome for answer in running))
     await until(lambda: len(dropped_s) >= 3)
     assert min(after - before for before, after in pairwise(dropped_s)) > 2.9 * HEARTBEAT_S
-    await service.replica()
+    await service.replica(version="fake-2")
     await service.finish([*running, *waiting])
-    assert refusing.engine.taken == 4
+    assert stranger.engine.taken == 4
 
 
 # Refusals and cancellations
