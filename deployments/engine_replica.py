@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from prometheus_client import REGISTRY
 from ray import serve
 from ray._private.worker import global_worker
 from ray.serve.handle import DeploymentHandle
@@ -23,7 +22,6 @@ from deployments.logs import last_error, log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ConfigError, EngineStartError, ReplicaLostError
-from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 
@@ -141,7 +139,6 @@ class EngineReplica:
                 step_times=None if config.mode == "stock" else config.work.build(),
                 prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
             ),
-            metrics=RelayMetrics(REGISTRY),
         )
 
     async def record_autoscaling_stats(self) -> Stats:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +30,6 @@ from router import wire
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
 from router.codec import Output, RequestSize
-from router.metrics import RelayMetrics
 from router.state_store import ReplicaInfo, StateStore
 from router.wire import Buffer
 
@@ -174,9 +173,7 @@ class _Held:
 class Relay:
     """`start`, then it serves until `drain` and `close`."""
 
-    def __init__(
-        self, *, engine: Engine, store: StateStore, info: ReplicaInfo, config: RelayConfig, metrics: RelayMetrics
-    ) -> None:
+    def __init__(self, *, engine: Engine, store: StateStore, info: ReplicaInfo, config: RelayConfig) -> None:
         self.info = info
         self._engine, self._store, self._config = engine, store, config
         self._held: dict[str, _Held] = {}  # by the engine's id
@@ -194,8 +191,8 @@ class Relay:
         self._registrations_due = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._metrics = metrics
-        self._background = BackgroundTasks(metrics.task_failures)
+        self._failures: Counter[str] = Counter()  # nobody scrapes a replica: routers ask for them with its status
+        self._background = BackgroundTasks(self._count_failure)
 
     @property
     def slots(self) -> int:
@@ -377,7 +374,7 @@ class Relay:
     async def _status(self) -> dict[str, Any]:
         """The engine's, and the relay's own."""
         status = await self._engine.status()
-        own = {"held": len(self._held), "slots": self.slots, "background_failures": self._metrics.failures()}
+        own = {"held": len(self._held), "slots": self.slots, "background_failures": self._failures}
         return {**status, **own}
 
     # From the engine
@@ -456,6 +453,9 @@ class Relay:
                 self._steps.idle()
 
     # In the background
+
+    def _count_failure(self, task: str) -> None:
+        self._failures[task] += 1
 
     async def _release(self) -> None:
         await self._something_ended.wait()

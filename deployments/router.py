@@ -96,7 +96,8 @@ class Router:
         )
         await keys.reload()
         if keys.required:
-            background = BackgroundTasks(self._front_ends[0].metrics.task_failures)
+            failures = self._front_ends[0].metrics.task_failures
+            background = BackgroundTasks(lambda task: failures.labels(task).inc())
             background.repeat(keys.reload, RELOAD_S, "keys")
             self._resources.push_async_callback(background.close)
         else:

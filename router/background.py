@@ -5,18 +5,19 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from prometheus_client import Counter
-
 from policies.errors import StateStoreError
 
 logger = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Keeps running tasks alive, counts and logs those that fail, and ends all of them on `close`."""
+    """Keeps running tasks alive, logs those that fail, and ends all of them on `close`."""
 
-    def __init__(self, failures: Counter) -> None:
-        self._failures = failures
+    def __init__(self, failed: Callable[[str], object]) -> None:
+        """Args:
+        failed: is called with the name of each task that fails.
+        """
+        self._failed = failed
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
@@ -44,7 +45,7 @@ class BackgroundTasks:
             self._note(task.get_name(), error)
 
     def _note(self, name: str, error: BaseException) -> None:
-        self._failures.labels(name).inc()
+        self._failed(name)
         logger.error("background task %s failed", name, exc_info=error)
 
     async def close(self) -> None:

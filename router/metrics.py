@@ -19,24 +19,6 @@ _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.1
 LabelledPage = tuple[Mapping[str, str], bytes]
 
 
-class RelayMetrics:
-    """What a replica's relay counts, in the registry that it is given."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.task_failures = Counter(
-            "relay_background_failures",
-            "Background tasks that failed.",
-            ("task",),
-            namespace="sluice",
-            registry=registry,
-        )
-
-    def failures(self) -> dict[str, float]:
-        """By task. Nobody scrapes a replica: the routers ask for it, with the engine's status."""
-        samples = [sample for family in self.task_failures.collect() for sample in family.samples]
-        return {sample.labels["task"]: sample.value for sample in samples if sample.name.endswith("_total")}
-
-
 class ClassMetrics:
     """One class's children of the labelled metrics: looking a label up costs as much as counting, on every token."""
 

@@ -140,7 +140,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
         self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
-        self._background = BackgroundTasks(metrics.task_failures)
+        self._background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
 
     async def start(self) -> None:
         """Raises StateStoreError when the shared state cannot be reached."""

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from bench.rig.null_engine import VERSION, NullBatch, NullCodec, NullEngine, NullRequest
 from deployments.embedded_redis import die_with_parent
 from deployments.relay import Relay, RelayConfig
@@ -23,7 +21,7 @@ from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import RelayMetrics, RouterMetrics
+from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo
@@ -120,7 +118,6 @@ async def _serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s
         store=store,
         info=info,
         config=RelayConfig(step_times=STEP_TIMES),
-        metrics=RelayMetrics(CollectorRegistry()),
     )
     await relay.start("127.0.0.1")
     stopped = asyncio.Event()

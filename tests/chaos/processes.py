@@ -15,7 +15,6 @@ import time
 from collections import Counter
 
 import uvloop
-from prometheus_client import CollectorRegistry
 
 from deployments.embedded_redis import die_with_parent
 from deployments.relay import Relay, RelayConfig
@@ -27,7 +26,7 @@ from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import RelayMetrics, RouterMetrics
+from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo
@@ -65,7 +64,6 @@ async def serve(options: argparse.Namespace) -> None:
             silence_s=SILENCE_S,
         ),
         config=RelayConfig(heartbeat_s=HEARTBEAT_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)),
-        metrics=RelayMetrics(CollectorRegistry()),
     )
     await relay.start(options.host)
     stopped = asyncio.Event()

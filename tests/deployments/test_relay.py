@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from deployments import relay as relay_module
 from deployments.environment import free_port
@@ -14,7 +13,6 @@ from policies.errors import ConfigError, EngineCallError, ProtocolError, Replica
 from policies.types import StepCoefficients, StepTimes
 from router import wire
 from router.connection import ReplicaConnection
-from router.metrics import RelayMetrics
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, Ticket
 from router.wire import Buffer
@@ -63,7 +61,6 @@ class Replica:
             store=store,
             info=info,
             config=RelayConfig(**{"heartbeat_s": 0.02, **config}),  # type: ignore[arg-type]
-            metrics=RelayMetrics(CollectorRegistry()),
         )
 
     async def reader(self, router_id: str = "a") -> Reader:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from itertools import count
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
@@ -25,7 +24,7 @@ from predictor.learned import Question
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import RelayMetrics, RouterMetrics, SplitMetrics
+from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
@@ -94,7 +93,6 @@ class Service:
                 silence_s=5.0,
             ),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, prefill_budget_tokens=512 if pool == "prefill" else None),
-            metrics=RelayMetrics(CollectorRegistry()),
         )
         await relay.start("127.0.0.1")
         self.pools[pool].append(Replica(relay, engine))

@@ -13,7 +13,6 @@ from itertools import count, pairwise
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
@@ -28,7 +27,7 @@ from router import wire
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier, Mode
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import RelayMetrics, RouterMetrics
+from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import Assignment, ReplicaInfo, Snapshot
@@ -195,7 +194,6 @@ class Service:
             store=self._stores[-1],
             info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", version, silence_s), classes=classes),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
-            metrics=RelayMetrics(CollectorRegistry()),
         )
         await relay.start("127.0.0.1")
         self.replicas.append(Replica(relay, engine))
