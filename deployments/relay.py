@@ -300,6 +300,9 @@ class Relay:
             await self._obey_all(_Router(router_id, writer), reader)
         except (ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             logger.warning("refused a connection: %s", error or type(error).__name__)
+        except Exception:  # of whatever kind: asyncio would be told of it, and nobody else
+            logger.exception("serving a router failed")
+            self._count_failure("serve")
         finally:
             self._writers.discard(writer)
             writer.close()

@@ -185,6 +185,27 @@ async def test_a_malformed_request_ends_that_connection_alone(replica: Replica, 
     assert replica.relay.healthy
 
 
+async def test_a_connection_that_fails_unforeseen_is_counted_and_costs_no_other(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = [await replica.reader(name) for name in ("a", "b")]
+    add = replica.engine.add
+
+    async def choke(request: FakeRequest) -> None:
+        if request.request_id.startswith("odd"):
+            raise KeyError("what nobody thought of")
+        await add(request)
+
+    monkeypatch.setattr(replica.engine, "add", choke)
+    bad.add("odd")
+    await bad.ended
+    good.add("x", 20)
+    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
+    status = await good.connection.call("status", timeout_s=30)
+    assert (status["background_failures"], status["held"]) == ({"serve": 1}, 0)
+    assert "what nobody thought of" in caplog.text
+
+
 async def test_a_frame_that_no_router_sends_ends_the_connection(replica: Replica) -> None:
     reader = await replica.reader()
     wire.write_frame(reader.connection._writer, wire.Kind.OUTPUTS, [b""])
