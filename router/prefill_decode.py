@@ -422,12 +422,11 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
 
         Without one, and for a cache that came too late for its cancelled request, the time runs out by itself.
         """
-        connection = next(filter(None, map(self._open_connection, self._connections)), None)
-        if connection is not None:
+        if connections := self._connections.all_open:
             of_its_own = f"{request_id}!"
             ends_at_once = self._split_codec.without_fetching(request, of_its_own, offer.cache)
-            connection.add(self._codec.encode_request(ends_at_once))
-            connection.abort([of_its_own])
+            connections[0].add(self._codec.encode_request(ends_at_once))
+            connections[0].abort([of_its_own])
 
     # In the background
 

@@ -24,7 +24,6 @@ from policies.clock import Clock
 from policies.errors import (
     AdmissionError,
     InputError,
-    ReplicaLostError,
     SluiceError,
     StateStoreError,
 )
@@ -35,9 +34,10 @@ from router.classifier import TicketWriter
 from router.clock import SharedClock
 from router.codec import EngineCodec, Output
 from router.connection import ReplicaConnection
+from router.connections import Connections
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
-from router.state_store import Assignment, Recall, ReplicaInfo, Snapshot, StateStore, Ticket
+from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
 
@@ -46,11 +46,8 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
-STATUS_TIMEOUT_S = 5.0
 RECALL_TIMEOUT_S = 10.0
-# A replica that is connected but missing in the shared state for so many heartbeats is lost: one that was dropped by
-# mistake is back after its next one.
-MISSED_HEARTBEATS = 3
+MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +134,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._door, self._local = door, LocalCapacity(clock.now)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, _Entry[RequestT]] = {}
-        self._connections: dict[str, asyncio.Task[ReplicaConnection]] = {}
-        self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
+        self._connections = Connections(
+            router_id=router_id,
+            engine_version=codec.engine_version,
+            store=store,
+            clock=clock,
+            metrics=metrics,
+            lost_after_s=MISSED_HEARTBEATS * config.heartbeat_s,
+            opened=lambda connection: self._background.spawn(self._read(connection), "connection"),
+            is_needed=self._is_needed,
+            drop=self._drop,
+        )
 
     async def start(self) -> None:
         """Raises StateStoreError when the shared state cannot be reached."""
@@ -158,10 +164,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def close(self) -> None:
         await self._background.close()
-        for replica_id, attempt in self._connections.items():
-            if (connection := self._open_connection(replica_id)) is not None:
-                connection.close()
-            attempt.cancel()
+        self._connections.close()
         try:
             await self._store.remove_router(self.router_id)
         except StateStoreError as error:
@@ -192,7 +195,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def is_cut_off(self) -> bool:
         """The shared state has answered no heartbeat for a while, and no replica is connected without it."""
         silent = self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._config.heartbeat_s
-        return silent and not any(map(self._open_connection, self._connections))
+        return silent and not self._connections.all_open
 
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
@@ -225,7 +228,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, self._shared_clock.now(), self._connections, foresight
+            size, slo_class, self.router_id, self._shared_clock.now(), self._connections.replica_ids, foresight
         )
         metrics = self._metrics.of(slo_class)
         ticket = classified.ticket
@@ -276,24 +279,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
-        """What each replica's engine says of itself, by replica id; one that does not answer has an `error`.
-
-        Raises:
-            StateStoreError: the shared state cannot be reached.
-        """
-        ids = [info.replica_id for info in await self._store.replica_infos()]
-        return dict(zip(ids, await asyncio.gather(*map(self._status, ids)), strict=True))
-
-    async def _status(self, replica_id: str) -> dict[str, Any]:
-        """One that can be reached has the same time again to answer."""
-        try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                connection = await self._connection(replica_id)
-            return dict(await connection.call("status", timeout_s=STATUS_TIMEOUT_S))
-        except TimeoutError:
-            return {"error": f"replica {replica_id} is out of reach"}
-        except SluiceError as error:
-            return {"error": str(error)}
+        """As `Connections.statuses`."""
+        return await self._connections.statuses()
 
     # Tickets
 
@@ -323,8 +310,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Takes to our own store what runs and what waits; False when no replica is connected."""
         if self._local.in_use:  # another request was first
             return True
-        connections = [self._open_connection(replica_id) for replica_id in self._connections]
-        infos = [connection.info for connection in connections if connection is not None]
+        infos = [connection.info for connection in self._connections.all_open]
         if not infos:
             return False
         await self._local.begin(infos, self.snapshot, self._mine_at_snapshot, self._mine_by_replica())
@@ -371,19 +357,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         elif entry.replica_id is None:  # else told twice
             entry.replica_id = replica_id
             self._note_planned(entry)
-            if (connection := self._open_connection(replica_id)) is not None:
+            if (connection := self._connections.get(replica_id)) is not None:
                 self._send(entry, connection)
             else:
                 self._background.spawn(self._connect_and_send(entry, replica_id), "place")
 
     async def _connect_and_send(self, entry: _Entry[RequestT], replica_id: str) -> None:
         try:
-            await self._connection(replica_id)
+            await self._connections.open(replica_id)
         except Exception as error:  # of whatever kind: the request must go on elsewhere
             logger.warning("request %s cannot reach replica %s: %s", entry.request_id, replica_id, error)
         if not self._is_placed(entry, replica_id):
             return
-        if (connection := self._open_connection(replica_id)) is not None:
+        if (connection := self._connections.get(replica_id)) is not None:
             self._send(entry, connection)
         else:  # no move: it was not on board, and a replica can stay out of reach for longer than any number of tries
             self._unplace(entry)
@@ -427,50 +413,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             earlier = any(key is not None and key < entry.planned_key for key in waiting)
             self._metrics.shadow_starts.labels(entry.slo_class, "later" if earlier else "same").inc()
 
-    # Connections
+    # Replicas
 
-    def _open_connection(self, replica_id: str) -> ReplicaConnection | None:
-        task = self._connections.get(replica_id)
-        return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
-
-    async def _connection(self, replica_id: str) -> ReplicaConnection:
-        """Concurrent callers share one attempt, and what follows if it fails.
-
-        Raises:
-            ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
-        """
-        task = self._connections.get(replica_id)
-        if task is None:
-            task = self._connections[replica_id] = asyncio.create_task(self._connect(replica_id))
-            task.add_done_callback(lambda ended: self._forget_failed(replica_id, ended))
-        return await asyncio.shield(task)
-
-    def _forget_failed(self, replica_id: str, attempt: "asyncio.Task[ReplicaConnection]") -> None:
-        if attempt.cancelled() or attempt.exception() is not None:
-            del self._connections[replica_id]
-
-    async def _connect(self, replica_id: str) -> ReplicaConnection:
-        info = await self._store.replica_info(replica_id)
-        if info is None:
-            raise ReplicaLostError(f"replica {replica_id} is not registered any more")
-        try:
-            return await self._open(info)
-        except Exception:  # of whatever kind: it is of no use from here
-            await self._avoid(replica_id)
-            raise
-
-    async def _avoid(self, replica_id: str) -> None:
-        """Drop it where requests were given to it, and not again at once: one that comes back lives, and others who
-        reach it must not miss it."""
-        self._metrics.out_of_reach.inc()
-        if not any(entry.replica_id == replica_id for entry in self._entries.values()):
-            return
-        now_s, apart_s = self._clock.now(), MISSED_HEARTBEATS * self._config.heartbeat_s
-        self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < apart_s}
-        if replica_id in self._dropped_s:
-            await asyncio.sleep(self._dropped_s[replica_id] + apart_s - now_s)
-        self._dropped_s[replica_id] = self._clock.now()
-        await self._drop(replica_id)
+    def _is_needed(self, replica_id: str) -> bool:
+        """Requests were given to it."""
+        return any(entry.replica_id == replica_id for entry in self._entries.values())
 
     async def _drop(self, replica_id: str) -> None:
         """Out of the tables. Nobody waits for a shared state that is away: requests can go on without it."""
@@ -484,13 +431,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 logger.warning("replica %s is dropped when the shared state is back: %s", replica_id, error)
         self._background.spawn(self._with_retries(lambda: self._store.drop_replica(replica_id)), "drop")
 
-    async def _open(self, info: ReplicaInfo) -> ReplicaConnection:
-        connection = await ReplicaConnection.open(
-            info, router_id=self.router_id, engine_version=self._codec.engine_version
-        )
-        self._background.spawn(self._read(connection), "connection")
-        return connection
-
     async def _read(self, connection: ReplicaConnection) -> None:
         try:
             await connection.run(self._on_outputs)
@@ -500,11 +440,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _recover_from(self, connection: ReplicaConnection, *, has_ended: bool = False) -> None:
         """A replica is lost: everything on it goes back into the bins. Or it has left, if its connection has ended."""
-        replica_id = connection.info.replica_id
-        if self._open_connection(replica_id) is not connection:
+        if not self._connections.forget(connection):
             return  # done already
-        del self._connections[replica_id]
-        connection.close()
+        replica_id = connection.info.replica_id
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
         self._classifier.forget_replica(replica_id)
         if stranded or not has_ended or not await self._has_left(replica_id):
@@ -661,7 +599,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             raise
         for request_id in self.snapshot.recalled:  # the notice may have been lost
             self._give_back(request_id)
-        await self._leave_missing()
+        for connection in self._connections.missing(self.snapshot.replicas):
+            await self._recover_from(connection)
         await self._look_after_waiting()
 
     async def _beat(self) -> None:
@@ -687,20 +626,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         for entry in unsent:
             if entry.waiting_since_s < oldest_s:
                 self._fail(entry, f"no replica took it within {self._config.max_wait_s} s")
-
-    async def _leave_missing(self) -> None:
-        """Recover from replicas that were swept out, or dropped by another router, while our connection stands."""
-        now_s = self._clock.now()
-        for replica_id in list(self._connections):
-            connection = self._open_connection(replica_id)
-            if connection is None:
-                continue
-            if replica_id in self.snapshot.replicas:
-                connection.missing_since_s = None
-            elif connection.missing_since_s is None:
-                connection.missing_since_s = now_s
-            elif now_s - connection.missing_since_s > MISSED_HEARTBEATS * self._config.heartbeat_s:
-                await self._recover_from(connection)
 
     async def _look_after_waiting(self) -> None:
         """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""

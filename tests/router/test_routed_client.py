@@ -208,13 +208,14 @@ class Service:
         max_moves: int = 8,
         prefix_tie_s: float = 0.0,
         mode: Mode = "full",
+        version: str = "fake-1",
     ) -> FrontEnd:
         metrics = RouterMetrics()
         self._stores.append(self.new_store())
         client = RoutedClient(
             router_id=f"router{len(self.front_ends)}",
             store=self._stores[-1],
-            codec=FakeCodec(),
+            codec=FakeCodec(version),
             classifier=_classifier(metrics, prefix_tie_s, mode),
             door=Door({"standard": ClassLimits(max_waiting=max_waiting)}),
             clock=MonotonicClock(),
@@ -391,10 +392,9 @@ async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = await service.replica(slots=8)
-    content, unhappy = await service.front_end(), await service.front_end(max_moves=0)
+    content, unhappy = await service.front_end(), await service.front_end(max_moves=0, version="fake-2")
     running = await content.ask_many(4, 400)
     await until(lambda: all(answer.tokens for answer in running))
-    unhappy.client._codec.engine_version = "fake-2"
     dropped_s: list[float] = []
     drop = unhappy.client._store.drop_replica
 
@@ -659,11 +659,11 @@ async def test_requests_of_a_killed_replica_go_on_elsewhere(service: Service, re
 
 async def just_lost(front_end: FrontEnd) -> None:
     """The connection to the first replica is closed, and whoever reads from it has not woken yet."""
-    connection = front_end.client._open_connection("r0")
+    connection = front_end.client._connections.get("r0")
     assert connection is not None
     connection._writer.transport.abort()
     await asyncio.sleep(0)
-    assert front_end.client._open_connection("r0") is connection
+    assert front_end.client._connections.get("r0") is connection
 
 
 async def test_a_request_for_a_connection_that_broke_a_moment_ago_goes_on(service: Service) -> None:
@@ -694,7 +694,7 @@ async def test_a_connection_that_broke_a_moment_ago_is_asked_nothing(service: Se
     await service.replica()
     front_end = await service.front_end()
     await service.finish([await front_end.ask(request())])
-    connection = front_end.client._open_connection("r0")
+    connection = front_end.client._connections.get("r0")
     assert connection is not None
     await just_lost(front_end)
     with pytest.raises(ReplicaLostError, match="gone"):

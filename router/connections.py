@@ -1,0 +1,151 @@
+"""This router's connections to engine replicas: at most one to each, opened when it is first needed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Iterable
+from typing import Any
+
+from policies.clock import Clock
+from policies.errors import ReplicaLostError, SluiceError
+from router.connection import ReplicaConnection
+from router.metrics import RouterMetrics
+from router.state_store import StateStore
+
+STATUS_TIMEOUT_S = 5.0
+
+
+class Connections:
+    """`open` one before requests go there; `get` returns it from then on, until it is forgotten."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        engine_version: str,
+        store: StateStore,
+        clock: Clock,
+        metrics: RouterMetrics,
+        lost_after_s: float,
+        opened: Callable[[ReplicaConnection], object],
+        is_needed: Callable[[str], bool],
+        drop: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Args:
+        lost_after_s: a connected replica that is missing in the shared state for so long is lost; one that is out of
+            reach is dropped no more often than that.
+        opened: is called with each new connection, before anybody else has it.
+        is_needed: whether requests were given to this replica.
+        drop: takes a replica out of the tables.
+        """
+        self._router_id, self._engine_version = router_id, engine_version
+        self._store, self._clock, self._metrics, self._lost_after_s = store, clock, metrics, lost_after_s
+        self._opened, self._is_needed, self._drop = opened, is_needed, drop
+        self._attempts: dict[str, asyncio.Task[ReplicaConnection]] = {}
+        self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
+
+    @property
+    def replica_ids(self) -> Iterable[str]:
+        """Of all, those that are still being opened included."""
+        return self._attempts.keys()
+
+    @property
+    def all_open(self) -> list[ReplicaConnection]:
+        return [connection for connection in map(self.get, self._attempts) if connection is not None]
+
+    def get(self, replica_id: str) -> ReplicaConnection | None:
+        """None where none is open."""
+        task = self._attempts.get(replica_id)
+        return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
+
+    async def open(self, replica_id: str) -> ReplicaConnection:
+        """Concurrent callers share one attempt, and what follows if it fails.
+
+        Raises:
+            ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
+            StateStoreError: nobody can say where it is.
+        """
+        task = self._attempts.get(replica_id)
+        if task is None:
+            task = self._attempts[replica_id] = asyncio.create_task(self._connect(replica_id))
+            task.add_done_callback(lambda ended: self._forget_failed(replica_id, ended))
+        return await asyncio.shield(task)
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """What each replica's engine says of itself, by replica id; one that does not answer has an `error`.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        ids = [info.replica_id for info in await self._store.replica_infos()]
+        return dict(zip(ids, await asyncio.gather(*map(self._status, ids)), strict=True))
+
+    def missing(self, registered: Container[str]) -> list[ReplicaConnection]:
+        """To be called at every heartbeat: those whose replicas are lost, swept out or dropped by another router.
+
+        A replica that was dropped by mistake is registered again after its next heartbeat.
+        """
+        now_s, missing = self._clock.now(), []
+        for connection in self.all_open:
+            if connection.info.replica_id in registered:
+                connection.missing_since_s = None
+            elif connection.missing_since_s is None:
+                connection.missing_since_s = now_s
+            elif now_s - connection.missing_since_s > self._lost_after_s:
+                missing.append(connection)
+        return missing
+
+    def forget(self, connection: ReplicaConnection) -> bool:
+        """Close it, so that the next one who needs its replica opens another; False when that was done before."""
+        replica_id = connection.info.replica_id
+        if self.get(replica_id) is not connection:
+            return False
+        del self._attempts[replica_id]
+        connection.close()
+        return True
+
+    def close(self) -> None:
+        for connection in self.all_open:
+            connection.close()
+        for attempt in self._attempts.values():
+            attempt.cancel()
+
+    async def _connect(self, replica_id: str) -> ReplicaConnection:
+        info = await self._store.replica_info(replica_id)
+        if info is None:
+            raise ReplicaLostError(f"replica {replica_id} is not registered any more")
+        try:
+            connection = await ReplicaConnection.open(
+                info, router_id=self._router_id, engine_version=self._engine_version
+            )
+        except Exception:  # of whatever kind: it is of no use from here
+            await self._avoid(replica_id)
+            raise
+        self._opened(connection)
+        return connection
+
+    def _forget_failed(self, replica_id: str, attempt: "asyncio.Task[ReplicaConnection]") -> None:
+        if attempt.cancelled() or attempt.exception() is not None:
+            del self._attempts[replica_id]
+
+    async def _avoid(self, replica_id: str) -> None:
+        """Drop it where requests were given to it, and not again at once: one that comes back lives, and others who
+        reach it must not miss it."""
+        self._metrics.out_of_reach.inc()
+        if not self._is_needed(replica_id):
+            return
+        now_s = self._clock.now()
+        self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < self._lost_after_s}
+        if replica_id in self._dropped_s:
+            await asyncio.sleep(self._dropped_s[replica_id] + self._lost_after_s - now_s)
+        self._dropped_s[replica_id] = self._clock.now()
+        await self._drop(replica_id)
+
+    async def _status(self, replica_id: str) -> dict[str, Any]:
+        """One that can be reached has the same time again to answer."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                connection = await self.open(replica_id)
+            return dict(await connection.call("status", timeout_s=STATUS_TIMEOUT_S))
+        except TimeoutError:
+            return {"error": f"replica {replica_id} is out of reach"}
+        except SluiceError as error:
+            return {"error": str(error)}
