@@ -435,10 +435,14 @@ class RoutedAsyncLLM(AsyncLLM):
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
-        context = current.get()
-        if context is not None and (room := self._routed.room(context.slo_class)) < n:
-            context.refused = AdmissionError(f"class {context.slo_class} has room for {room} requests, not {n}")
-            raise GracefulHTTPError(str(context.refused), HTTPStatus.TOO_MANY_REQUESTS)
+        if (context := current.get()) is not None:
+            timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
+            try:
+                self._routed.check_room(context.slo_class, n, timing)
+            except AdmissionError as error:
+                context.timings.append(timing)
+                context.refused = error
+                raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
         if self._routed.is_cut_off:
             raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
 

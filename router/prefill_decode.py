@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from policies.admission import Refusal
 from policies.checks import require_positive
-from policies.errors import AdmissionError, InputError, StateStoreError
+from policies.errors import InputError, StateStoreError
 from policies.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
@@ -281,7 +281,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         why = self._why(request, size, slo_class)
         self._split_metrics.decisions.labels(why).inc()
-        if why is not Why.SPLIT or not await self._passes_the_door(size, slo_class, tenant):
+        if why is not Why.SPLIT or not await self._passes_the_door(size, slo_class, tenant, timing):
             await super().submit(
                 request, slo_class=slo_class, timing=timing, tenant=tenant, question=question, admitted=admitted
             )
@@ -310,7 +310,9 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             )
         )
 
-    async def _passes_the_door(self, size: RequestSize, slo_class: str, tenant: Tenant | None) -> bool:
+    async def _passes_the_door(
+        self, size: RequestSize, slo_class: str, tenant: Tenant | None, timing: RequestTiming
+    ) -> bool:
         """As if it were to be decoded now: its class's limits and its tenant's quotas count at arrival, and once.
 
         The store knows them only as part of queueing, so a ticket of another name goes in and comes out again. It wants
@@ -330,8 +332,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         finally:  # whatever happened, the call may have been obeyed
             self._background.spawn(self._with_retries(lambda: self._store.cancel([name])), "cancel")
         if isinstance(result, Refusal):
-            why = f"class {slo_class} takes no more for now ({result.reason})"
-            raise AdmissionError(f"{why}, try again in {result.retry_after_s:.1f} s", result.retry_after_s)
+            raise self._refused(result, slo_class, classified.ticket.bin_index, timing)
         for assignment in result:
             if assignment.request_id != name:
                 self._place(assignment)
@@ -341,7 +342,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         for request_id in request_ids:
             if (split := self._splits.pop(request_id, None)) is not None:
                 if request_id not in self._entries:  # else it is counted, and its offer taken back, as any other
-                    self._metrics.requests.labels(split.slo_class, "0", outcome).inc()
+                    self._note_end(split.slo_class, 0, split.timing, outcome)
                     if (offer := self._offers.pop(request_id, None)) is not None:
                         self._let_go(split.request, request_id, offer)
                 if split.task is not None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Refusal
+from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s
 from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
 from policies.errors import (
@@ -191,6 +191,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         waiting = sum(count for (name, _), count in self.snapshot.lanes.items() if name == slo_class)
         return credit + max(0, self._door.max_waiting(slo_class) - waiting)
 
+    def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
+        """Before so many requests of one client are made: whether all of them could queue.
+
+        Raises:
+            AdmissionError: there is less `room`; counted as one refusal.
+        """
+        if (room := self.room(slo_class)) < requests:
+            slowness = [load.slowness for load in self.snapshot.replicas.values()]
+            wait_s = predicted_wait_s(self.snapshot.waiting_s, slowness)
+            raise self._refused(Refusal(f"room for {room} of {requests} requests", wait_s), slo_class, 0, timing)
+
     @property
     def is_cut_off(self) -> bool:
         """The shared state has answered no heartbeat for a while, and no replica is connected without it."""
@@ -249,10 +260,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
             raise
         if refusal is not None:
-            if self._entries.pop(size.request_id, None) is not None:
-                self._count(entry, "refused")
-            why = f"class {slo_class} takes no more for now ({refusal.reason})"
-            raise AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
+            if self._lives(entry):
+                del self._entries[entry.request_id]
+            raise self._refused(refusal, slo_class, ticket.bin_index, timing)
 
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
@@ -568,9 +578,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         timing.last_token_s = now_s
         timing.output_tokens += count
 
+    def _note_end(self, slo_class: str, bin_index: int, timing: RequestTiming, outcome: str) -> None:
+        timing.outcome = outcome
+        self._metrics.requests.labels(slo_class, str(bin_index), outcome).inc()
+
+    def _refused(self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming) -> AdmissionError:
+        """For whoever asked; counted, unless the request was cancelled meanwhile."""
+        if timing.outcome is None:
+            self._note_end(slo_class, bin_index, timing, "refused")
+        why = f"class {slo_class} takes no more for now ({refusal.reason})"
+        return AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
+
     def _count(self, entry: _Entry[RequestT], outcome: str) -> None:
-        entry.timing.outcome = outcome
-        self._metrics.requests.labels(entry.slo_class, str(entry.ticket.bin_index), outcome).inc()
+        self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
         if outcome in ("stop", "length"):
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)

@@ -14,6 +14,8 @@ import pytest
 from deployments import app
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
+from policies.errors import AdmissionError
+from router.timing import RequestTiming
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -26,8 +28,10 @@ class Routed:
 
     is_cut_off = False
 
-    def room(self, slo_class: str) -> float:
-        return ROOM[slo_class]
+    def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
+        if requests > ROOM[slo_class]:
+            timing.outcome = "refused"
+            raise AdmissionError("no room", retry_after_s=6.5)
 
     async def next_outputs(self) -> Any:
         await asyncio.Event().wait()
@@ -58,8 +62,9 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncCl
 
 
 async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_before_any_is_made(
-    client: httpx.AsyncClient,
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="deployments.http_layer")
     most = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 4}
     beyond = [{**most, "n": 129}, {**most, "prompt": ["a"] * 129}]
     for stream in (False, True):
@@ -70,8 +75,9 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         full = await client.post(
             "/v1/completions", json={**most, "stream": stream}, headers={"X-Sluice-Class": "narrow"}
         )
-        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
-        assert full.json()["error"]["message"] == "class narrow has room for 50 requests, not 128"
+        assert (full.status_code, full.headers["retry-after"]) == (429, "7")
+        assert full.json()["error"]["message"] == "no room"
+        assert vars(caplog.records[-1])["outcomes"] == ["refused"]
 
 
 async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_response(

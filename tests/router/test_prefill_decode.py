@@ -59,6 +59,8 @@ class Replica:
 class Answer:
     def __init__(self, asked: FakeRequest) -> None:
         self.asked = asked
+        now_s = MonotonicClock().now()
+        self.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
         self.tokens: list[int] = []
         self.outcome: str | None = None
 
@@ -166,9 +168,7 @@ class Service:
             replays=replays,
         )
         self.answers[asked.request_id] = answer = Answer(asked)
-        now_s = MonotonicClock().now()
-        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class="standard", timing=timing, tenant=tenant, question=question)
+        await self.client.submit(asked, slo_class="standard", timing=answer.timing, tenant=tenant, question=question)
         return answer
 
     def count(self, name: str, **labels: str) -> float:
@@ -342,6 +342,7 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
     while_read = [await service.ask(max_tokens=500) for _ in range(3)]
     await until(lambda: reading.engine.held == 3)
     await service.client.cancel([answer.asked.request_id for answer in while_read], "cancelled")
+    assert [answer.timing.outcome for answer in while_read] == ["cancelled"] * 3
     reading.engine.resume()
     await service.is_empty()
     queued = [await service.ask(max_tokens=500) for _ in range(3)]
@@ -386,6 +387,8 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
     answers = [await service.ask(tenant=tenant) for _ in range(4)]
     with pytest.raises(AdmissionError, match="requests_per_minute of small"):
         await service.ask(tenant=tenant)
+    assert next(reversed(service.answers.values())).timing.outcome == "refused"
+    assert service.count("requests", slo_class="standard", bin="0", outcome="refused") == 1
     await service.finish(answers)
     assert service.count("hand_overs") == 4
 

@@ -428,6 +428,24 @@ async def test_more_than_may_wait_are_refused(service: Service) -> None:
     assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
 
 
+async def test_more_than_there_is_room_for_are_refused_and_counted_before_they_are_made(service: Service) -> None:
+    front_end = await service.front_end(max_waiting=3)
+    replica = await service.replica(slots=1)
+    replica.engine.pause()
+    answers = await front_end.ask_many(3)
+    await until(lambda: front_end.client.snapshot.waiting == 2)
+    timing = RequestTiming(received_s=0.0, submitted_s=0.0)
+    front_end.client.check_room("standard", 1, timing)
+    assert timing.outcome is None
+    with pytest.raises(AdmissionError, match="room for 1 of 2 requests") as refused:
+        front_end.client.check_room("standard", 2, timing)
+    assert refused.value.retry_after_s == front_end.client.snapshot.waiting_s > 0
+    assert timing.outcome == "refused"
+    assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
+    replica.engine.resume()
+    await service.finish(answers)
+
+
 async def test_there_is_room_for_what_the_replicas_could_start_and_what_may_wait(service: Service) -> None:
     front_end = await service.front_end(max_waiting=3)
     assert front_end.client.room("standard") == 3
