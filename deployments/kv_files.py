@@ -114,7 +114,7 @@ class Folder:
             self.delete(name)
 
     def delete(self, name: str) -> None:
-        self.file(name).unlink(missing_ok=True)
+        _delete(self.file(name))
 
     def sweep(self) -> int:
         """Delete what nobody fetched in time; returns the bytes that are left."""
@@ -134,12 +134,17 @@ def _left_of(path: Path, oldest_s: float) -> int:
         return 0
     if found.st_mtime >= oldest_s:
         return found.st_size
+    return 0 if _delete(path) else found.st_size
+
+
+def _delete(path: Path) -> bool:
+    """Whether it is gone. A failure ends no engine, in whose steps this happens: the next sweep tries again."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("KV cache %s cannot be deleted: %s", path, error)
-        return found.st_size
-    return 0
+        return False
+    return True
 
 
 class FileConnector(KVConnectorBase_V1):
