@@ -17,14 +17,13 @@ from deployments.autoscaling import engines_config, routers_config
 from deployments.config import AppConfig, AutoscalingSection, Role
 from deployments.embedded_redis import embedded_url
 from deployments.engine_replica import EngineReplica
-from deployments.environment import cpu_env, free_port
+from deployments.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env, free_port
 from deployments.keys import KEYS_ENV
 from deployments.predictor import predictor_application
 from deployments.redis_server import RedisServer
 from deployments.router import Router
 from policies.errors import ConfigError
 
-REDIS_URL_ENV = "SLUICE_REDIS_URL"
 DRAIN_MARGIN_S = 5.0
 ROUTER_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -153,7 +152,7 @@ def router_env() -> dict[str, str]:
 
 def engine_env(config: AppConfig) -> dict[str, str]:
     """The environment of engine replicas."""
-    env = {"SLUICE_REPLICA": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = {REPLICA_ENV: "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(config.engine.start_timeout_s))
     if config.engine.num_gpus == 0:
         # Ray (2.60) shows whoever has asked for no GPU all that the machine has, and each such engine would take the

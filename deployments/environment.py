@@ -28,6 +28,8 @@ HAPROXY_PORTS = 2
 SINGLE_PORTS = range(28_000, 32_000)
 SERVE_PORTS = range(20_000, 28_000)
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
+REDIS_URL_ENV = "SLUICE_REDIS_URL"
+REPLICA_ENV = "SLUICE_REPLICA"  # tells an engine's processes that a replica of ours started them
 CORES_ENV = "SLUICE_CORES"  # of a `sluice serve`, those that it was started on
 NIXL_DELAY_ENV = "SLUICE_NIXL_DELAY_US"
 

@@ -26,10 +26,10 @@ from typing import Annotated, Any, NamedTuple, cast
 import redis.asyncio as redis
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from redis.exceptions import RedisError
 
 from policies.errors import ConfigError, StateStoreError
 from router.admission import Tenant
+from router.redis_store import AWAY
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class KeyRing:
             if wrong := self._wrong_classes(entry):
                 raise ConfigError(wrong)
         read = self._redis_read
-        self._redis_read = {raw: read[raw] if raw in read else _stored_entries(raw) for raw in stored}
+        self._redis_read = {raw: read[raw] if raw in read else stored_entries(raw) for raw in stored}
         return _by_hash([*configured, *self._usable(chain.from_iterable(self._redis_read.values()))])
 
     def _usable(self, entries: Iterable[KeyEntry]) -> Iterator[KeyEntry]:
@@ -200,11 +200,11 @@ class KeyRing:
         try:
             async with asyncio.timeout(RELOAD_S):
                 return cast(list[bytes], await cast(Awaitable[Any], self._redis.hvals(self._hash)))
-        except (RedisError, OSError) as error:
+        except AWAY as error:
             raise StateStoreError(f"keys in Redis: {error}") from error
 
 
-def _stored_entries(raw: bytes) -> list[KeyEntry]:
+def stored_entries(raw: bytes) -> list[KeyEntry]:
     """One, or none where it is malformed: the others must not stay as they are for it, revoked ones above all."""
     try:
         return parse_entries(f"[{raw.decode()}]", "a key in Redis")

@@ -3,14 +3,16 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import redis
 
-from deployments.keys import KeyEntry, digest, new_key, parse_entries, redis_hash
+from deployments.environment import REDIS_URL_ENV
+from deployments.keys import KeyEntry, digest, new_key, parse_entries, redis_hash, stored_entries
 from policies.errors import ConfigError, StateStoreError
-
-REDIS_TIMEOUT_S = 5.0
+from router.redis_store import CALL_TIMEOUT_S, tls_options
 
 _EPILOG = """\
 examples:
@@ -50,22 +52,25 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action.add_argument("--redis-ca-certs", metavar="FILE", help="CA certificates of a Redis at rediss://")
 
 
-def _connect(ca_certs: str | None) -> "redis.Redis":
-    url = os.environ.get("SLUICE_REDIS_URL")
+@contextmanager
+def _redis(ca_certs: str | None) -> Iterator["redis.Redis"]:
+    url = os.environ.get(REDIS_URL_ENV)
     if url is None:
-        raise ConfigError("SLUICE_REDIS_URL must name the Redis that the application uses")
-    if ca_certs and not url.startswith("rediss://"):
-        raise ConfigError("--redis-ca-certs is given, but SLUICE_REDIS_URL does not begin with rediss://")
-    tls: dict[str, Any] = {"ssl_ca_certs": ca_certs} if ca_certs else {}
-    return redis.Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S, **tls)
+        raise ConfigError(f"{REDIS_URL_ENV} must name the Redis that the application uses")
+    tls = tls_options(url, ca_certs)
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=CALL_TIMEOUT_S, **tls)
+    except ValueError as error:
+        raise ConfigError(f"{REDIS_URL_ENV} is not a Redis URL: {error}") from error
+    try:
+        with client:
+            yield client
+    except redis.RedisError as error:
+        raise StateStoreError(f"Redis: {error}") from error
 
 
 def _stored(client: "redis.Redis", application: str) -> list[KeyEntry]:
-    try:
-        raws = cast(list[bytes], client.hvals(redis_hash(application)))
-    except redis.RedisError as error:
-        raise StateStoreError(f"Redis: {error}") from error
-    return [entry for raw in raws for entry in parse_entries(f"[{raw.decode()}]", "a key in Redis")]
+    return [entry for raw in cast(list[bytes], client.hvals(redis_hash(application))) for entry in stored_entries(raw)]
 
 
 def make(options: argparse.Namespace) -> None:
@@ -77,24 +82,24 @@ def make(options: argparse.Namespace) -> None:
     entry = json.dumps(fields)
     parse_entries(f"[{entry}]", "the new key")
     if options.store:
-        try:
-            _connect(options.redis_ca_certs).hset(redis_hash(options.application), fields["sha256"], entry)
-        except redis.RedisError as error:
-            raise StateStoreError(f"Redis: {error}") from error
+        with _redis(options.redis_ca_certs) as client:
+            client.hset(redis_hash(options.application), fields["sha256"], entry)
     print(key)
     if not options.store:
         print(f"- {entry}")
 
 
 def show(options: argparse.Namespace) -> None:
-    for entry in sorted(_stored(_connect(options.redis_ca_certs), options.application), key=lambda e: e.name):
+    with _redis(options.redis_ca_certs) as client:
+        entries = _stored(client, options.application)
+    for entry in sorted(entries, key=lambda e: e.name):
         print(json.dumps(entry.model_dump(mode="json", exclude_none=True)))
 
 
 def forget(options: argparse.Namespace) -> None:
-    client = _connect(options.redis_ca_certs)
-    found = [entry.sha256 for entry in _stored(client, options.application) if entry.name == options.name]
-    if not found:
-        raise ConfigError(f"no key of {options.name!r} in Redis")
-    client.hdel(redis_hash(options.application), *found)
+    with _redis(options.redis_ca_certs) as client:
+        found = [entry.sha256 for entry in _stored(client, options.application) if entry.name == options.name]
+        if not found:
+            raise ConfigError(f"no key of {options.name!r} in Redis")
+        client.hdel(redis_hash(options.application), *found)
     print(f"removed {len(found)} key{'s' * (len(found) > 1)} of {options.name}")

@@ -44,7 +44,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from deployments.environment import NIXL_DELAY_ENV, take_all_cores
+from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
@@ -57,8 +57,6 @@ from router.timing import HttpContext, RequestTiming, current
 from router.wire import Buffer
 
 ENGINE_VERSION = f"vllm-{vllm.__version__}"
-# Set in the environment of engine replicas: tells `register_plugin` that it runs under one.
-REPLICA_ENV = "SLUICE_REPLICA"
 
 # Any architecture that vLLM's registry holds, for models that it does not.
 STAND_IN = "LlamaForCausalLM"

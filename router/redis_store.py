@@ -32,6 +32,8 @@ from router.state_store import (
 from router.wire import PROTOCOL
 
 CALL_TIMEOUT_S = 5.0
+# What a call raises when Redis is away. RuntimeError is uvloop's, of a write to a connection that has just broken.
+AWAY = (RedisError, OSError, RuntimeError)
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
@@ -49,6 +51,19 @@ def state_version() -> str:
     return hashlib.sha256(scripts + str(PROTOCOL).encode()).hexdigest()[:12]
 
 
+def tls_options(url: str, ca_certs: str | None) -> dict[str, Any]:
+    """What a client of redis-py takes besides its URL.
+
+    Raises:
+        ConfigError: there are certificates, but no TLS.
+    """
+    if ca_certs and not url.startswith("rediss://"):
+        raise ConfigError(
+            "CA certificates are given, but the URL of Redis does not begin with rediss://: nothing would be encrypted"
+        )
+    return {"ssl_ca_certs": ca_certs} if ca_certs else {}
+
+
 def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
     """A client for redis://, rediss:// (TLS) or unix://.
 
@@ -58,11 +73,7 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
     Raises:
         ConfigError: the URL cannot be parsed, or has certificates but no TLS.
     """
-    if ca_certs and not url.startswith("rediss://"):
-        raise ConfigError(
-            "redis_ca_certs is set, but redis_url does not begin with rediss://: nothing would be encrypted"
-        )
-    tls: dict[str, Any] = {"ssl_ca_certs": ca_certs} if ca_certs else {}
+    tls = tls_options(url, ca_certs)
     try:
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -143,18 +154,14 @@ class RedisStateStore:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await call()
-        except (
-            RedisError,
-            OSError,
-            RuntimeError,
-        ) as error:  # the last is uvloop's, of a connection that has just broken
+        except AWAY as error:
             if "READONLY" in str(error):
                 await self._look_for_the_primary()
             raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
 
     async def _look_for_the_primary(self) -> None:
         """The old one may live on as a replica, with all its connections: new ones go where the name leads."""
-        with contextlib.suppress(RedisError, OSError):  # of ends that are broken; the next call tells
+        with contextlib.suppress(*AWAY):  # of ends that are broken; the next call tells
             await self._redis.connection_pool.disconnect()
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
@@ -265,7 +272,7 @@ class RedisStateStore:
                     yield [_notice(*told) for told in _notice_decoder.decode(message["data"])]
         finally:
             # The connection is broken when we come here after an error; there is nothing more to lose by closing it.
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*AWAY):
                 await cast(Awaitable[None], pubsub.aclose())  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from deployments import cli
@@ -189,6 +190,41 @@ async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
     await client.aclose()
 
 
+async def test_a_malformed_key_in_redis_does_not_keep_others_from_being_listed_and_removed(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    capsys.readouterr()
+    client = connect(redis_url)
+    await client.hset(redis_hash(namespace), mapping={"x": "{name: [", "y": b"\xff"})
+    cli.main(["keys", "list", "--application", namespace])
+    assert json.loads(capsys.readouterr().out)["name"] == "a"
+    cli.main(["keys", "remove", "a", "--application", namespace])
+    assert set(await client.hkeys(redis_hash(namespace))) == {b"x", b"y"}
+    await client.aclose()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://127.0.0.1:port/0"])
+def test_what_is_no_url_of_a_redis_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", url)
+    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL is not a Redis URL"):
+        cli.main(["keys", "list"])
+
+
+async def test_a_redis_that_goes_away_between_two_calls_is_an_error_in_words(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise redis.ConnectionError("broken")
+
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    monkeypatch.setattr(redis.Redis, "hdel", away)
+    with pytest.raises(SystemExit, match="Redis: broken"):
+        cli.main(["keys", "remove", "a", "--application", namespace])
+
+
 def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_REDIS_URL", "redis://127.0.0.1:1/0")
     with pytest.raises(SystemExit, match="Redis"):
@@ -202,5 +238,19 @@ async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> Non
     client = connect("redis://127.0.0.1:1/0")
     keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
     with pytest.raises(StateStoreError):
+        await keys.reload()
+    await client.aclose()
+
+
+async def test_a_connection_that_broke_a_moment_ago_leaves_the_keys_as_they_are(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(name: str) -> None:  # as uvloop refuses it
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    client = connect(redis_url)
+    monkeypatch.setattr(client, "hvals", write)
+    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
+    with pytest.raises(StateStoreError, match="keys in Redis: unable to perform"):
         await keys.reload()
     await client.aclose()
