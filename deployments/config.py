@@ -14,6 +14,7 @@ import json
 import os
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 from math import prod
@@ -277,7 +278,7 @@ class EngineSection(Section):
         return host
 
 
-def least_replicas(group: EngineSection | PrefillSection) -> int:
+def least_replicas(group: EngineSection | PrefillSection | RouterSection) -> int:
     """How many there are at the start, and of a group that is scaled at any time."""
     return group.autoscaling.min_replicas if group.autoscaling else group.replicas
 
@@ -697,10 +698,30 @@ class AppConfig(ModelSection):
         return sum(map(least_replicas, groups)) + sum(section.own_replicas for section in self.classes.values())
 
     @property
-    def gpus(self) -> float:
-        """Of all replicas of all models, at the start."""
-        engines = sum(each.engine_replicas * each.engine.num_gpus for each in self.each_model())
-        return engines + self.predictor.own_replicas * self.predictor.num_gpus
+    def resources(self) -> dict[str, float]:
+        """What all replicas of all models take at the start of Ray's resources, by their names."""
+        groups = [
+            (least_replicas(self.router), {"CPU": self.router.num_cpus}),
+            (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
+        ]
+        for each in self.each_model():
+            groups += each._engine_groups()
+        taken: defaultdict[str, float] = defaultdict(float)
+        for replicas, resources in groups:
+            for name, amount in resources.items():
+                taken[name] += replicas * amount
+        return dict(taken)
+
+    def _engine_groups(self) -> list[tuple[int, dict[str, float]]]:
+        """Of this model: how many replicas, and what each of them takes."""
+        engine, prefill = self.engine, self.engine.prefill
+        cores_and_gpus = {"CPU": engine.num_cpus, "GPU": engine.num_gpus}
+        reading = least_replicas(prefill) if prefill else 0
+        groups = [(self.engine_replicas - reading, cores_and_gpus | engine.resources)]
+        if prefill:
+            placed = engine.resources if prefill.resources is None else prefill.resources
+            groups.append((reading, cores_and_gpus | placed))
+        return groups
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.

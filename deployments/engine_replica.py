@@ -20,6 +20,7 @@ from deployments.environment import check_build, nixl_env
 from deployments.heavy_imports import heavy_imports
 from deployments.logs import last_error, log_as_json
 from deployments.loopback import keep_to_loopback
+from deployments.redis_server import redis_ready
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ConfigError, EngineStartError, ReplicaLostError
 from router.redis_store import RedisStateStore, connect
@@ -67,8 +68,7 @@ class EngineReplica:
         self._config, self._role, self._resources = config, role, AsyncExitStack()
         log_as_json()
         keep_to_loopback()
-        if redis_server is not None:
-            await redis_server.ready.remote()
+        await redis_ready(redis_server)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
             _require_nixl()

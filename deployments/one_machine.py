@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -171,7 +170,7 @@ def _application(config: AppConfig) -> Iterator[None]:
 
     from deployments.app import build
 
-    _check_gpus(config)
+    _check_resources(config)
     models = config.each_model()
     replicas = sum(each.engine_replicas for each in models)
     names = ", ".join(each.public_name for each in models)
@@ -183,15 +182,20 @@ def _application(config: AppConfig) -> Iterator[None]:
     yield
 
 
-def _check_gpus(config: AppConfig) -> None:
-    """Ray would wait for ever for GPUs that this machine does not have."""
+def _check_resources(config: AppConfig) -> None:
+    """Ray would wait for ever for what this machine does not have."""
     import ray
 
-    present = ray.cluster_resources().get("GPU", 0.0)
-    if config.gpus > present:
+    present = ray.cluster_resources()
+    lacking = [
+        f"{amount:g} of {name}, this machine has {present.get(name, 0.0):g}"
+        for name, amount in config.resources.items()
+        if amount > present.get(name, 0.0)
+    ]
+    if lacking:
         raise StartError(
-            f"the replicas need {config.gpus:g} GPUs, this machine has {present:g}: "
-            "set --engine-replicas, --num-gpus or predictor.num_gpus"
+            f"the replicas need {'; '.join(lacking)}: set --engine-replicas, --num-gpus, or num_gpus, num_cpus and "
+            "resources of engine, router and predictor"
         )
 
 
@@ -236,9 +240,11 @@ def _wait_until_healthy(url: str) -> None:
             with no_proxy.open(f"{url}/health", timeout=5) as response:
                 if response.status == 200:
                     return
-        except (urllib.error.URLError, OSError) as error:
-            if time.monotonic() > give_up_s:
-                raise StartError(f"{url}/health does not answer: {error}") from error
+                why = f"status {response.status}"
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() > give_up_s:
+            raise StartError(f"{url}/health does not answer as it should: {why}")
         time.sleep(0.2)
 
 

@@ -20,6 +20,7 @@ from deployments.keys import RELOAD_S, KeyRing
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.model_switch import ModelSwitch
+from deployments.redis_server import redis_ready
 from deployments.shared_call import SharedCall
 from policies.errors import StateStoreError
 from router.background import BackgroundTasks
@@ -58,8 +59,7 @@ class Router:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
-        if self._redis_server is not None:
-            await self._redis_server.ready.remote()
+        await redis_ready(self._redis_server)
         apps: dict[str, FastAPI] = {}
         for front_end in self._front_ends:
             app = await front_end.start(self._resources)

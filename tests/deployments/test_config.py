@@ -255,7 +255,7 @@ def test_the_examples_for_serve_deploy_are_valid(example: str, gpus: int) -> Non
     text = (Path(config_module.__file__).with_name("configs") / example).read_text()
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     assert application.import_path == "deployments.app:build"
-    assert AppConfig.model_validate(application.args).gpus == gpus
+    assert AppConfig.model_validate(application.args).resources["GPU"] == gpus
 
 
 def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
@@ -276,10 +276,25 @@ def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas
     large = {"model": "n", "engine": {"num_gpus": 4}, "vllm_args": ["--tensor-parallel-size", "4"]}
     engines = {"engine": {"replicas": 2, "num_gpus": 1}, "more_models": [large]}
     predictor = {"kind": "bert", "replicas": 3, "num_gpus": 0.5}
-    assert config(**engines).gpus == 6
-    assert config(**engines, predictor=predictor).gpus == 7.5
+    assert config(**engines).resources["GPU"] == 6
+    assert config(**engines, predictor=predictor).resources["GPU"] == 7.5
     for elsewhere in ({"place": "router"}, {"kind": "histogram"}):
-        assert config(**engines, predictor=predictor | elsewhere).gpus == 6
+        assert config(**engines, predictor=predictor | elsewhere).resources["GPU"] == 6
+
+
+def test_what_the_replicas_take_is_that_of_each_group_times_its_number_at_the_start() -> None:
+    made = config(
+        engine={
+            "replicas": 2,
+            "num_cpus": 3,
+            "resources": {"rack": 1},
+            "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}, "resources": {"other": 0.5}},
+        },
+        classes={"standard": {"own_replicas": 1}},
+        router={"num_cpus": 2, "autoscaling": {"min_replicas": 3, "max_replicas": 4}},
+        predictor={"kind": "bert", "num_cpus": 4},
+    )
+    assert made.resources == {"CPU": 3 * 2 + 4 + 5 * 3, "GPU": 0, "rack": 3, "other": 1}
 
 
 def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:

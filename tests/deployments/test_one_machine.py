@@ -8,15 +8,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
+from deployments import one_machine
 from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
@@ -35,7 +39,15 @@ from deployments.environment import (
     serve_env,
     take_all_cores,
 )
-from deployments.one_machine import VLLM_TITLE, StartError, _engines_undisturbed, check_address, fresh_run_dir
+from deployments.one_machine import (
+    VLLM_TITLE,
+    StartError,
+    _check_resources,
+    _engines_undisturbed,
+    _wait_until_healthy,
+    check_address,
+    fresh_run_dir,
+)
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
@@ -207,6 +219,34 @@ def test_a_lock_that_leads_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_host_that_is_not_here_is_refused_before_anything_starts(host: str) -> None:
     with pytest.raises(StartError, match="cannot serve on"):
         check_address(host, 8000)
+
+
+@pytest.mark.timeout(30)
+def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+    monkeypatch.setattr(one_machine, "READY_TIMEOUT_S", 0.1)
+    with HTTPServer(("127.0.0.1", 0), Empty) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        with pytest.raises(StartError, match="status 204"):
+            _wait_until_healthy(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def test_more_than_the_machine_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
+    _check_resources(AppConfig.model_validate({"model": "m", "engine": {"num_cpus": 3}}))
+    for engine, why in (
+        ({"num_cpus": 3.5}, "4.5 of CPU, this machine has 4:"),
+        ({"resources": {"rack": 1}}, "1 of rack, this machine has 0:"),
+        ({"num_gpus": 1, "replicas": 2}, "2 of GPU, this machine has 0:"),
+    ):
+        with pytest.raises(StartError, match=why):
+            _check_resources(AppConfig.model_validate({"model": "m", "engine": engine}))
 
 
 def test_the_example_reaches_every_interface_by_loopback() -> None:
