@@ -18,7 +18,7 @@ import psutil
 
 from deployments.config import AppConfig
 from deployments.environment import address, cores_beside_engines, one_machine_env, serve_env
-from policies.errors import SluiceError
+from policies.errors import ApplicationStartError
 
 READY_TIMEOUT_S = 60.0
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
@@ -28,27 +28,25 @@ VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins wit
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
-class StartError(SluiceError):
-    """The application could not start; the message says why and what to do."""
-
-
 def check_address(host: str, port: int) -> str:
     """Returns the host as a number, of IPv4 or IPv6.
 
     Raises:
-        StartError: this machine has no such address, or something listens there already; that is named where the system
-            tells.
+        ApplicationStartError: this machine has no such address, or something listens there already; that is named
+            where the system tells.
     """
     try:
         (family, _, _, _, found), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise StartError(f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?") from error
+        raise ApplicationStartError(
+            f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?"
+        ) from error
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(found)
         except OSError as error:
-            raise StartError(
+            raise ApplicationStartError(
                 f"cannot serve on {address(host, port)}: {error.strerror}{_holder(port)}. "
                 "Is Sluice running there already? Stop it, or choose another address with --port."
             ) from error
@@ -67,14 +65,16 @@ def fresh_run_dir(port: int) -> Path:
     """A folder of this user and port, emptied: logs of the last run stay until the next one.
 
     Raises:
-        StartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or another process
-            that called this for the port lives.
+        ApplicationStartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or
+            another process that called this for the port lives.
     """
     run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")
     if len(str(run_dir)) > MAX_RUN_DIR_CHARS:
-        raise StartError(f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp")
+        raise ApplicationStartError(
+            f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
+        )
     if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
-        raise StartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
+        raise ApplicationStartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
     _claim(run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(mode=0o700)
@@ -87,18 +87,18 @@ def _claim(run_dir: Path) -> None:
     An address in use does not say it all: while Sluice starts it listens nowhere, and then on one of several hosts.
 
     Raises:
-        StartError: another process holds it, or its file is not ours.
+        ApplicationStartError: another process holds it, or its file is not ours.
     """
     file = run_dir.with_name(f"{run_dir.name}.lock")
     try:
         lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise StartError(f"{file}: {error.strerror}. Remove it, or set TMPDIR to another folder") from error
+        raise ApplicationStartError(f"{file}: {error.strerror}. Remove it, or set TMPDIR to another folder") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise StartError(
+        raise ApplicationStartError(
             f"Sluice is running there already, or starting: its files are in {run_dir}. "
             "Stop it, or choose another port with --port."
         ) from error
@@ -111,10 +111,12 @@ def prepare(host: str, port: int) -> Path:
     late, it would listen on every interface.
 
     Raises:
-        StartError: the address is taken, the folder is not ours or in use, or Ray has been imported.
+        ApplicationStartError: the address is taken, the folder is not ours or in use, or Ray has been imported.
     """
     if "ray" in sys.modules:
-        raise StartError("Ray has been imported before its environment was set: it would listen on every interface")
+        raise ApplicationStartError(
+            "Ray has been imported before its environment was set: it would listen on every interface"
+        )
     number = check_address(host, port)
     run_dir = fresh_run_dir(port)
     say(f"logs: {run_dir}/ray/session_latest/logs")
@@ -130,7 +132,7 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[
     """The application, ready, for the time of the block, after `prepare`; yields its address.
 
     Raises:
-        StartError: it does not come up.
+        ApplicationStartError: it does not come up.
     """
     with _ray(run_dir, port), _application(config):
         url = f"http://{address(host, port)}"
@@ -178,7 +180,7 @@ def _application(config: AppConfig) -> Iterator[None]:
         try:
             serve.run(build(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
-            raise StartError(f"{error}\n{_why(config.name)}") from error
+            raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
     yield
 
 
@@ -193,7 +195,7 @@ def _check_resources(config: AppConfig) -> None:
         if amount > present.get(name, 0.0)
     ]
     if lacking:
-        raise StartError(
+        raise ApplicationStartError(
             f"the replicas need {'; '.join(lacking)}: set --engine-replicas, --num-gpus, or num_gpus, num_cpus and "
             "resources of engine, router and predictor"
         )
@@ -244,7 +246,7 @@ def _wait_until_healthy(url: str) -> None:
         except OSError as error:
             why = str(error)
         if time.monotonic() > give_up_s:
-            raise StartError(f"{url}/health does not answer as it should: {why}")
+            raise ApplicationStartError(f"{url}/health does not answer as it should: {why}")
         time.sleep(0.2)
 
 

@@ -5,6 +5,7 @@ SluiceError
 ├── InputError         (also ValueError)  a value handed to a function is out of its domain
 ├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
 ├── ReplicaLostError                      an engine replica went away with requests on board
+├── ApplicationStartError                 `sluice serve` could not start
 ├── EngineStartError                      an engine did not come up
 ├── EngineCallError                       an engine refused a control call
 ├── PredictorError                        the learned length predictor cannot be reached or has failed
@@ -39,6 +40,10 @@ class AdmissionError(SluiceError):
 
 class ReplicaLostError(SluiceError):
     """An engine replica stopped answering while it held requests."""
+
+
+class ApplicationStartError(SluiceError):
+    """The application could not start; the message says why and what to do."""
 
 
 class EngineStartError(SluiceError):

@@ -41,13 +41,13 @@ from deployments.environment import (
 )
 from deployments.one_machine import (
     VLLM_TITLE,
-    StartError,
     _check_resources,
     _engines_undisturbed,
     _wait_until_healthy,
     check_address,
     fresh_run_dir,
 )
+from policies.errors import ApplicationStartError
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
@@ -77,10 +77,11 @@ listen stats
 # Takes the folder of a port, leaves a process of its own behind, prints the pid of that, and waits to be killed.
 HOLDER = """
 import subprocess, sys, time
-from deployments.one_machine import StartError, fresh_run_dir
+from deployments.one_machine import fresh_run_dir
+from policies.errors import ApplicationStartError
 try:
     run_dir = fresh_run_dir(int(sys.argv[1]))
-except StartError as error:
+except ApplicationStartError as error:
     sys.exit(str(error))
 (run_dir / "log").touch()
 nowhere = subprocess.DEVNULL
@@ -160,7 +161,7 @@ def test_an_address_in_use_is_named_in_brackets() -> None:
         holder.bind(("::1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(StartError, match=rf"cannot serve on \[::1\]:{port}: .*--port"):
+        with pytest.raises(ApplicationStartError, match=rf"cannot serve on \[::1\]:{port}: .*--port"):
             check_address("::1", port)
 
 
@@ -208,7 +209,7 @@ def test_a_lock_that_leads_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
     lock = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}.lock")
     lock.symlink_to(tmp_path / "elsewhere")
     try:
-        with pytest.raises(StartError, match=rf"{lock}: .*TMPDIR"):
+        with pytest.raises(ApplicationStartError, match=rf"{lock}: .*TMPDIR"):
             fresh_run_dir(port)
         assert not (tmp_path / "elsewhere").exists()
     finally:
@@ -217,7 +218,7 @@ def test_a_lock_that_leads_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["fe80::nonsense", "192.0.2.1"])
 def test_a_host_that_is_not_here_is_refused_before_anything_starts(host: str) -> None:
-    with pytest.raises(StartError, match="cannot serve on"):
+    with pytest.raises(ApplicationStartError, match="cannot serve on"):
         check_address(host, 8000)
 
 
@@ -232,7 +233,7 @@ def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyP
     with HTTPServer(("127.0.0.1", 0), Empty) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
-        with pytest.raises(StartError, match="status 204"):
+        with pytest.raises(ApplicationStartError, match="status 204"):
             _wait_until_healthy(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
 
@@ -245,7 +246,7 @@ def test_more_than_the_machine_has_is_refused_by_name(monkeypatch: pytest.Monkey
         ({"resources": {"rack": 1}}, "1 of rack, this machine has 0:"),
         ({"num_gpus": 1, "replicas": 2}, "2 of GPU, this machine has 0:"),
     ):
-        with pytest.raises(StartError, match=why):
+        with pytest.raises(ApplicationStartError, match=why):
             _check_resources(AppConfig.model_validate({"model": "m", "engine": engine}))
 
 
