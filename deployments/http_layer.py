@@ -1,4 +1,4 @@
-"""What Sluice adds around vLLM's HTTP application: limits, request ids, classes, timing, and two pages.
+"""What Sluice adds around vLLM's HTTP application: keys, limits, classes, timing and the log of requests.
 
 `Server-Timing` splits a response's time so far, in milliseconds: `queue` is the wait for a replica's slot, `engine` the
 time from slot to the latest token, network included, `framework` the rest: parsing, tokenizing, formatting. A streamed
@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from deployments.keys import KeyRing
 from policies.errors import AdmissionError, InputError
@@ -67,8 +68,11 @@ class SluiceMiddleware:
         self._classes, self._default_class = frozenset(classes), default_class
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket: nobody would ask it for a key
+            await WebSocketClose()(scope, receive, send)
             return
         headers = Headers(scope=scope)
         tenant = self._tenant(headers)

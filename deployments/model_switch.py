@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -119,8 +118,9 @@ async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
         else:
             reply.body += message.get("body", b"")
 
-    async def nothing() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
+    async def nothing_more() -> Message:
+        """Until the answer is there, and whoever listens for a disconnect is stopped."""
+        return await asyncio.Future()
 
-    await app(dict(scope), nothing, keep)
+    await app(dict(scope), _replayed(b"", nothing_more), keep)
     return reply

@@ -396,15 +396,22 @@ async def test_a_stream_starts_with_its_first_chunk_and_not_later() -> None:
     assert [sent.get_nowait()["body"] for _ in range(sent.qsize())] == [b"second", b""]
 
 
-async def test_what_is_not_http_passes_untouched() -> None:
+async def test_the_start_and_the_end_of_the_server_pass_untouched_and_websockets_do_not() -> None:
     seen: list[Scope] = []
+    sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope)
 
+    async def send(message: Message) -> None:
+        sent.append(message)
+
     scope: Scope = {"type": "lifespan"}
-    await wrapped(app)(scope, nothing_more, nothing_more)  # type: ignore[arg-type]
+    await wrapped(app)(scope, nothing_more, send)
+    assert (seen, sent) == ([scope], [])
+    await wrapped(app)({"type": "websocket", "path": "/v1/realtime", "headers": []}, nothing_more, send)
     assert seen == [scope]
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 # The log

@@ -1,5 +1,6 @@
 """Several models behind one address, with small applications in the place of vLLM's."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
@@ -133,3 +135,23 @@ async def test_under_a_prefix_pages_are_merged_as_well() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as client:
         assert len((await client.get("/v1/models")).json()["data"]) == 3
         assert (await client.get("/health")).status_code == 503
+
+
+async def test_an_application_that_listens_for_a_disconnect_hears_nothing_while_pages_are_merged() -> None:
+    heard: list[str] = []
+
+    async def listening(scope: Scope, receive: Receive, send: Send) -> None:
+        async def listen() -> None:
+            while True:
+                heard.append((await receive())["type"])
+                await asyncio.sleep(0)
+
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(0.01)
+        listener.cancel()
+        await Response()(scope, receive, send)
+
+    transport = httpx.ASGITransport(ModelSwitch({"a": listening}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+        assert (await client.get("/health")).status_code == 200
+    assert heard == ["http.request"]
