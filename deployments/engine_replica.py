@@ -40,7 +40,7 @@ def _require_nixl() -> None:
 def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
     """A cache that is read with another layout is garbage, and nobody would notice.
 
-    Whoever registers second sees the other: so nobody of an unequal pair stays.
+    Whoever registers second sees the other: so no unequal pair stays.
 
     Raises:
         ConfigError: a replica of the other group differs.
@@ -90,11 +90,7 @@ class EngineReplica:
             await self._engine.load_adapters()
         await self._relay.start(host)
         if config.engine.prefill is not None:
-            try:
-                check_pairs(self._relay.info, await self._others.replica_infos(), role)
-            except ConfigError:
-                await self._resources.aclose()  # else routers would go on finding it
-                raise
+            await self._check_pairs()
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
     async def _load(self) -> Any:
@@ -113,6 +109,19 @@ class EngineReplica:
         from deployments.transformers_engine import TransformersEngine
 
         return await asyncio.to_thread(TransformersEngine, args, self._config.gang, asyncio.get_running_loop())
+
+    async def _check_pairs(self) -> None:
+        """Where its pair differs, or nobody can tell, this replica leaves: else routers would go on finding it.
+
+        Raises:
+            ConfigError: as `check_pairs`.
+            StateStoreError: the shared state does not answer.
+        """
+        try:
+            check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
+        except BaseException:
+            await self._resources.aclose()
+            raise
 
     def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
         """Of the engine that is loaded; it listens once it is started."""

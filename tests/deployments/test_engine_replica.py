@@ -1,6 +1,8 @@
 """Two groups of engine replicas: only equals read each other's KV caches."""
 
+import asyncio
 import sys
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -9,7 +11,7 @@ import pytest
 from deployments.config import AppConfig
 from deployments.engine_replica import EngineReplica, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env
-from policies.errors import ConfigError, EngineStartError
+from policies.errors import ConfigError, EngineStartError, StateStoreError
 from router.state_store import ReplicaInfo
 
 
@@ -53,3 +55,23 @@ async def test_an_engine_that_does_not_start_says_why(monkeypatch: pytest.Monkey
     replica: Any = SimpleNamespace(_config=AppConfig(model="m"), _role="decode")
     with pytest.raises(EngineStartError, match="did not start: ValueError: no memory left"):
         await EngineReplica._load(replica)
+
+
+@pytest.mark.parametrize("error", [ConfigError, StateStoreError, asyncio.CancelledError])
+async def test_a_replica_whose_pair_cannot_be_checked_leaves(error: type[BaseException]) -> None:
+    left: list[str] = []
+
+    async def leave() -> None:
+        left.append("left")
+
+    async def fails() -> NoReturn:
+        raise error("no answer")
+
+    replica: Any = SimpleNamespace(
+        _relay=SimpleNamespace(info=info("")), _others=SimpleNamespace(replica_infos=fails), _role="decode",
+        _resources=AsyncExitStack(),
+    )  # fmt: skip
+    replica._resources.push_async_callback(leave)
+    with pytest.raises(error):
+        await EngineReplica._check_pairs(replica)
+    assert left
