@@ -13,7 +13,7 @@ from typing import Any
 from policies.errors import InputError
 from predictor.samples import open_text
 
-WHOLE = (["stop"], ["length"])
+WHOLE = (["stop"], ["length"], ["repetition"])
 
 
 def export(logs: Iterable[Path], prompts: Path, out: Path) -> int:

@@ -11,8 +11,15 @@ RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 
 
+WHOLE = ("stop", "length", "repetition")
+"""How an answer ends that nothing broke off: by itself, at its limit, or where its client bounds repetitions."""
+
+
 class Output(Protocol):
-    """One request's share of an engine step. str(finish_reason) is "stop", "length", "abort" or "error"."""
+    """One request's share of an engine step.
+
+    str(finish_reason) is one of WHOLE, "abort" or "error".
+    """
 
     request_id: str
     new_token_ids: list[int]

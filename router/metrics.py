@@ -42,7 +42,7 @@ class RouterMetrics:
         self._of_class: dict[str, ClassMetrics] = {}
         self.requests = self._counter(
             "requests",
-            "Requests ended, by outcome: stop, length, cancelled, error, refused.",
+            "Requests ended, by outcome: stop, length, repetition, cancelled, error, refused.",
             "slo_class",
             "bin",
             "outcome",

@@ -32,7 +32,7 @@ from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import TicketWriter
 from router.clock import SharedClock
-from router.codec import EngineCodec, Output
+from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.connections import Connections
 from router.local_capacity import LocalCapacity
@@ -592,7 +592,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _count(self, entry: _Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
-        if outcome in ("stop", "length"):
+        if outcome in WHOLE:
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
             is_cut = outcome == "length"
             self._classifier.observe(entry.slo_class, entry.timing.output_tokens, entry.foresight, is_cut=is_cut)

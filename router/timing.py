@@ -13,7 +13,7 @@ class RequestTiming:
     """One engine request: seconds on the router's clock, None until it happened.
 
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
-    outcome is how it ended, as it is counted: stop, length, cancelled, error or refused.
+    outcome is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused.
     """
 
     received_s: float

@@ -166,6 +166,7 @@ class FakeEngine:
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
         self.loses_caches = self.transfers_hang = False
+        self.finish_reason = "length"
         self._held: dict[str, FakeRequest] = {}
         self._states: dict[str, tuple[int, int]] = {}  # digest of all tokens so far, tokens generated
         self._work = asyncio.Event()
@@ -224,7 +225,7 @@ class FakeEngine:
             self._forget(request.request_id)
         leaves = request.leaves_cache and finished and not self.loses_caches
         cache = {"digest": digest(request.prompt, self.salt)} if leaves else None
-        return FakeOutput(request.request_id, [token], "length" if finished else None, cache)
+        return FakeOutput(request.request_id, [token], self.finish_reason if finished else None, cache)
 
     def _forget(self, request_id: str) -> None:
         self._held.pop(request_id, None)

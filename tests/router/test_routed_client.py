@@ -324,6 +324,17 @@ async def test_every_request_gets_its_exact_tokens(service: Service) -> None:
     assert front_end.count("output_tokens_total", slo_class="standard") == 800
 
 
+@pytest.mark.parametrize("reason", ["stop", "length", "repetition"])
+async def test_an_answer_is_timed_and_learned_from_whatever_its_end(service: Service, reason: str) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.finish_reason = reason
+    answer = await front_end.ask(request())
+    await until(lambda: answer.outcome == reason)
+    assert front_end.count("requests_total", slo_class="standard", bin="0", outcome=reason) == 1
+    assert front_end.count("e2e_seconds_count", slo_class="standard") == 1
+    await until(lambda: front_end.client._classifier._seen == 1)  # type: ignore[attr-defined]
+
+
 async def test_no_engine_gets_more_than_its_slots(service: Service) -> None:
     for _ in range(2):
         await service.replica(slots=2)
