@@ -53,10 +53,11 @@ local function save_ticket(id, ticket)
   redis.call('HSET', P .. ':tickets', id, cmsgpack.pack(ticket))
 end
 
--- Sums of floats: at zero tickets they start afresh, so that rounding never piles up.
+-- Sums of floats: at zero tickets they go, so that rounding never piles up and nothing is left of them.
 local function add_counted(count_key, sum_key, field, change, seconds)
   if redis.call('HINCRBY', P .. count_key, field, change) == 0 then
-    redis.call('HSET', P .. sum_key, field, '0')
+    redis.call('HDEL', P .. count_key, field)
+    redis.call('HDEL', P .. sum_key, field)
   else
     redis.call('HINCRBYFLOAT', P .. sum_key, field, seconds)
   end
@@ -244,10 +245,10 @@ local function note_start(ticket)
     if latest > ticket[ARRIVAL] then
       local longest = tonumber(redis.call('GET', P .. ':overtaken') or '0')
       if latest - ticket[ARRIVAL] > longest then
-        redis.call('SET', P .. ':overtaken', latest - ticket[ARRIVAL])
+        redis.call('SET', P .. ':overtaken', latest - ticket[ARRIVAL], 'KEEPTTL')
       end
     else
-      redis.call('SET', P .. ':started', ticket[ARRIVAL])
+      redis.call('SET', P .. ':started', ticket[ARRIVAL], 'KEEPTTL')
     end
   end
 end

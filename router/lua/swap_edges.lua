@@ -17,7 +17,7 @@ local function argv_between(first, last)
 end
 
 local bins, buckets = argv_between(3, 2 + bin_edges), argv_between(3 + bin_edges, #ARGV)
-redis.call('SET', P .. ':edges', cmsgpack.pack({ version + 1, bins, buckets }))
+redis.call('SET', P .. ':edges', cmsgpack.pack({ version + 1, bins, buckets }), 'KEEPTTL')
 
 -- policies.multi_bin.MultiBin.assign, policies.buckets.AdaptiveBuckets.assign: the inner edges at or below the tokens.
 local function range_of(tokens, edges)

@@ -1,19 +1,23 @@
 """What is Redis' own; what every store does stands in contracts/test_state_stores.py."""
 
 import asyncio
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
+from policies.admission import Limits, Quota
 from policies.errors import ConfigError, StateStoreError
 from router import redis_store
 from router.redis_store import RedisStateStore, connect
-from router.state_store import Ticket
+from router.state_store import FinishedLength, ReplicaInfo, Ticket
 from tests.gate import Gate
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+INFO = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, engine_version="v", model="m", max_model_len=64)
 
 
 @pytest.mark.parametrize("url", ["http://host", "host:6379", "redis://host:port/0"])
@@ -127,3 +131,37 @@ async def test_scripts_are_found_again_after_redis_forgot_them(
     await admin.script_flush()
     assert await store.locate(["x"]) == [""]
     await admin.aclose()
+
+
+WEEK_S = 7 * 86_400
+
+
+async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: str, namespace: str) -> None:
+    client = connect(redis_url)
+    store = RedisStateStore(client, namespace)
+
+    async def left_s() -> dict[str, int]:
+        keys = [key async for key in client.scan_iter(f"{store._prefix}:*")]
+        return {key.decode().rpartition("}:")[2]: await client.ttl(key) for key in keys}
+
+    limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=1.0, burst=9.0),))
+    for life in range(2):
+        await store.enqueue(replace(TICKET, request_id="first", arrival_s=2.0 * life), limits)
+        await store.enqueue(replace(TICKET, request_id="then", arrival_s=3.0 * life + 1.0, deadline_key=-1.0))
+        await store.register_replica(INFO, 1)
+        await store.release(INFO.replica_id, ["then"])
+        await store.exchange_lengths(0, [FinishedLength("standard", 7)], 8)
+        await store.swap_edges(life, [0.0, 10.0 + life, math.inf])
+        await store.publish_metrics("a", b"page", 60.0)
+        if life == 0:
+            await store.beat_router("a", 60.0)
+        await store.release(INFO.replica_id, ["first"])
+        await store.drop_replica(INFO.replica_id)
+    await store.remove_router("a")
+    left = await left_s()
+    assert {"lengths", "lengths_total", "edges", "started", "overtaken"} <= left.keys()
+    assert all(0 < seconds <= WEEK_S for seconds in left.values()), left
+    await client.expire(f"{store._prefix}:edges", 60)
+    await store.beat_router("a", 60.0)
+    assert (await left_s())["edges"] > WEEK_S - 60, "a router that lives renews them"
+    await store.close()
