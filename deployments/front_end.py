@@ -210,15 +210,10 @@ class FrontEnd:
         return {
             "model": self.name,
             "routers": snapshot.routers,
-            "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
-            "waiting_s": round(snapshot.waiting_s, 4),
+            **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
             "bin_edges_tokens": _as_json(self.routed.bin_edges),
             "bucket_edges_tokens": _as_json(self.routed.bucket_edges),
-            "replicas": {
-                replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
-                for replica_id, load in snapshot.replicas.items()
-            },
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
 
@@ -229,7 +224,7 @@ def _as_json(edges: Sequence[float]) -> list[float | None]:
 
 def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        "waiting": {f"{name}:{bucket}": count for (name, bucket), count in snapshot.lanes.items()},
+        "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
         "waiting_s": round(snapshot.waiting_s, 4),
         "replicas": {
             replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
