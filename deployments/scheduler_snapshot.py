@@ -15,7 +15,7 @@ Most steps change little: every decode is one token further and a few prompts ha
 track of here; request objects are read again only after anything else (a preemption, a budget that cut decodes off).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -126,10 +126,11 @@ class _Batch:
 class SnapshotTaker:
     """Takes snapshots of one scheduler; keeps a place for each request that runs and a view for each that was shown."""
 
-    def __init__(self, scheduler: Scheduler, slots: int, max_batch_tokens: int, class_names: tuple[str | None, ...]):
+    def __init__(self, scheduler: Scheduler, max_batch_tokens: int) -> None:
+        """Call `adopt` before the first snapshot."""
         self._scheduler = scheduler
-        self.slots, self.max_batch_tokens = slots, max_batch_tokens
-        self._class_index = {name: index for index, name in enumerate(class_names)}
+        self.slots, self.max_batch_tokens = 0, max_batch_tokens
+        self._class_index: dict[str | None, int] = {}
         self._groups = max(1, len(scheduler.kv_cache_config.kv_cache_groups))
         # With these vLLM takes computed tokens back, and a step is not one token for each.
         self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
@@ -143,9 +144,10 @@ class SnapshotTaker:
         self._ending: set[Request] = set()
         self._decoding = 0  # how many of the last snapshot could decode
 
-    def use_classes(self, class_names: Mapping[str | None, int]) -> None:
-        """Class indices for requests seen from now on and for those seen before."""
-        self._class_index = dict(class_names)
+    def adopt(self, slots: int, class_names: Sequence[str | None]) -> None:
+        """The most that may run, and the classes, for requests seen from now on and for those seen before."""
+        self.slots = slots
+        self._class_index = {name: index for index, name in enumerate(class_names)}
         self._views.clear()
         self._head, self._batch, self._fresh = _NOBODY, _Batch(), False
 

@@ -90,11 +90,6 @@ class SluiceScheduler(AsyncScheduler):
         """What the plug-in does and why, for people and monitoring."""
         return {"mode": self.settings.mode}
 
-    @property
-    def batch_size(self) -> int:
-        """Requests that may be in the engine at once as things stand, without queueing in it."""
-        return self._stock_limits[0]
-
     def _adopt(self, settings: SchedulerSettings) -> None:
         policy = None if settings.mode == "stock" else self._policy_of(settings)
         self.settings = settings
@@ -151,17 +146,15 @@ class _PlannedScheduler(SluiceScheduler):
         fresh = self._policy is None
         self._policy = policy
         slots = min(self._stock_limits[0], self.settings.max_batch_size or self._stock_limits[0])
-        names = self.settings.class_names
         if fresh:
-            self._taker = SnapshotTaker(self, slots, self._stock_limits[1], names)
+            self._taker = SnapshotTaker(self, self._stock_limits[1])
             self._steps: deque[_Step] = deque()
             self._finished: list[FinishedRequest] = []
             self._last_end_s = self.clock.now()
             self._now_s = self._last_end_s
             if self.policy == SchedulingPolicy.FCFS:
                 self._requeue(DeadlineQueue(self._deadline_s))
-        self._taker.slots = slots
-        self._taker.use_classes({name: index for index, name in enumerate(names)})
+        self._taker.adopt(slots, self.settings.class_names)
         self._snapshot: Snapshot | None = None
         self._plan: StepPlan | None = None
 
@@ -173,10 +166,6 @@ class _PlannedScheduler(SluiceScheduler):
             **self.telemetry.of_policy(self._policy, snapshot.state),
             **self.telemetry.of_steps(),
         }
-
-    @property
-    def batch_size(self) -> int:
-        return self._offered(self._taken(self.clock.now()))
 
     def _offered(self, snapshot: Snapshot) -> int:
         """Routers count every request that they sent, also those which stand in no batch."""

@@ -165,7 +165,7 @@ def test_streaming_input_sessions_hold_their_slot_and_nobody_else(depth: int, se
     for _ in range(1500):
         engine.step()
     assert all(answer.ended for answer in engine.answers.values())
-    assert engine.scheduler.batch_size == 4  # a router counts the two that wait
+    assert engine.scheduler.status()["batch_size"] == 4  # a router counts the two that wait
     for name in ("s0", "s1"):
         tokens = engine.answers[name].tokens
         engine.add(name, 30, 7, resumable=True)
