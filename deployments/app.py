@@ -1,6 +1,6 @@
 """`deployments.app:build`, what `serve deploy` names: from a checked configuration to the application.
 
-The environment is read here and nowhere else.
+What the environment says of Redis, of API keys and of requests' limits is read here alone, and handed to the replicas.
 """
 
 import os

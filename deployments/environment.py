@@ -117,7 +117,7 @@ def check_build(num_gpus: float) -> None:
 def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:
     """Where an engine's NIXL connector listens: for handshakes on this address, for caches on that address' device.
 
-    Neither asks for a password, so like Ray's own ports they belong into a closed network.
+    Neither asks for a password, so like Ray's own ports they belong in a closed network.
     """
     env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(host))}
     if on_cpu:

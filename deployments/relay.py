@@ -35,7 +35,6 @@ from router.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
-STREAM_LIMIT_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
 MAX_ENDED = 100_000  # while the shared state is away; what ends beyond is found by the leases
 # While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
@@ -213,7 +212,7 @@ class Relay:
         Raises:
             StateStoreError: the shared state cannot be reached.
         """
-        self._server = await asyncio.start_server(self._serve, bind_host, self.info.port, limit=STREAM_LIMIT_BYTES)
+        self._server = await asyncio.start_server(self._serve, bind_host, self.info.port, limit=wire.STREAM_LIMIT_BYTES)
         self.info = msgspec.structs.replace(self.info, port=self._server.sockets[0].getsockname()[1])
         self._background.spawn(self._pump(), "pump")
         self._background.repeat(self._release, 0, "release")

@@ -3,7 +3,7 @@
     vllm serve MODEL --scheduler-cls deployments.vllm_scheduler.SluiceScheduler \\
         --additional-config '{"sluice": {"mode": "auto"}}'
 
-vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs into live control.
+vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in live control.
 """
 
 from collections.abc import Mapping

@@ -47,6 +47,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
+from deployments.scheduler_settings import KEY
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
@@ -167,7 +168,7 @@ class VllmCodec:
         )
 
     def with_ticket(self, request: EngineCoreRequest, ticket: Ticket) -> EngineCoreRequest:
-        """Of a copy: several requests of one prompt may share their sampling parameters."""
+        """In a copy, for several requests of one prompt may share their sampling parameters."""
         if request.sampling_params is None:
             return request
         metadata = RequestMetadata(
@@ -511,10 +512,6 @@ class VllmEngine:
         return int(self._config.model_config.max_model_len)
 
     @property
-    def model(self) -> str:
-        return str(self._config.model_config.model)
-
-    @property
     def max_batch_tokens(self) -> int:
         """Most tokens of one step."""
         return int(self._config.scheduler_config.max_num_batched_tokens)
@@ -598,7 +595,7 @@ def _logprobs_lists(found: Logprobs) -> LogprobsLists:
 def calibration_engine(model: str, vllm_args: Sequence[str], scheduler_cls: str) -> LLMEngine:
     """An engine in this process, one step at a time, under the scheduler plug-in. Raises ConfigError."""
     argv = ["--model", model, *vllm_args, "--disable-log-stats", "--no-async-scheduling", "--no-enable-prefix-caching"]
-    settings = json.dumps({"sluice": {"mode": "mixed", "admission": "slots"}})
+    settings = json.dumps({KEY: {"mode": "mixed", "admission": "slots"}})
     args = parse_vllm_args([*argv, "--scheduler-cls", scheduler_cls, "--additional-config", settings])
     return LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
 

@@ -12,7 +12,6 @@ from router import wire
 from router.state_store import ReplicaInfo
 
 CONNECT_TIMEOUT_S = 5.0
-STREAM_LIMIT_BYTES = 16 << 20
 
 OnOutputs = Callable[["ReplicaConnection", Sequence[wire.Buffer]], Awaitable[None]]
 
@@ -37,7 +36,7 @@ class ReplicaConnection:
         """
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(info.host, info.port, limit=STREAM_LIMIT_BYTES)
+                reader, writer = await asyncio.open_connection(info.host, info.port, limit=wire.STREAM_LIMIT_BYTES)
         except OSError as error:
             raise ReplicaLostError(f"replica {info.replica_id} at {info.host}:{info.port}: {error!r}") from error
         connection = cls(info, reader, writer)
@@ -66,7 +65,7 @@ class ReplicaConnection:
         """Read until the replica goes away. Returns on a clean or broken end alike; both mean that it is lost.
 
         Raises:
-            ProtocolError: the replica sent something malformed.
+            ProtocolError, msgspec.MsgspecError: the replica sent something malformed.
         """
         try:
             while True:

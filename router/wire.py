@@ -33,6 +33,7 @@ from policies.errors import ProtocolError
 
 PROTOCOL = 3
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
+STREAM_LIMIT_BYTES = 16 << 20  # that either end reads ahead
 MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_TIMEOUT_S = 10.0
 PEER_TIMEOUT_S = 30  # whole seconds, as the kernel takes them

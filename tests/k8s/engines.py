@@ -1,6 +1,6 @@
 """Two Helm engines that know nothing of each other: the Helm 3 command, and Helm 4's library.
 
-Helm 4 runs in a process of its own (this file as a script), for its Go runtime does not belong into pytest's.
+Helm 4 runs in a process of its own (this file as a script), for its Go runtime does not belong in pytest's.
 """
 
 import hashlib
