@@ -133,8 +133,6 @@ class EngineReplica:
                 replica_id=serve.get_replica_context().replica_id.unique_id,
                 host=host,
                 port=0,
-                engine_version=self._engine.engine_version,
-                model=self._engine.model,
                 max_model_len=self._engine.max_model_len,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,

@@ -108,9 +108,9 @@ class RowsCache:
     def places(self) -> list[Place]:
         return [Place(self.cache, row, self.columns - length) for row, length in enumerate(self.lengths.tolist())]
 
-    def mask(self, new_columns: int = 1) -> torch.Tensor:
-        """Which columns are tokens and not padding, those to come included: bool, shape (rows, columns + new)."""
-        columns = torch.arange(self.columns + new_columns, device=self.lengths.device)
+    def mask(self) -> torch.Tensor:
+        """Which columns are tokens and not padding, the one to come included: bool, shape (rows, columns + 1)."""
+        columns = torch.arange(self.columns + 1, device=self.lengths.device)
         return columns >= (self.columns - self.lengths)[:, None]
 
     def grown(self) -> None:

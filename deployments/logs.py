@@ -15,7 +15,7 @@ _TAIL_BYTES = 64 << 10
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 
 
-def log_as_json(level: int = logging.INFO) -> None:
+def log_as_json() -> None:
     """Set up our packages' loggers in this process; other libraries' loggers stay as they are."""
     # Not sys.stderr: Ray Serve puts its own logger there, which holds up to 1000 lines back, and they are lost with the
     # process.
@@ -24,7 +24,7 @@ def log_as_json(level: int = logging.INFO) -> None:
     for package in OUR_PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(logging.INFO)
 
 
 def last_error(log: Path, *, within_s: float = 2.0) -> str | None:

@@ -70,10 +70,6 @@ class PredictorReplica:
     async def score(self, prompt: str) -> float:
         return await self._batcher.score(prompt)
 
-    async def counts(self) -> dict[str, int]:
-        counts = self._batcher.counts
-        return {name: getattr(counts, name) for name in counts.__slots__}
-
 
 def predictor_application(section: PredictorSection) -> Application:
     """To bind into the router's arguments."""

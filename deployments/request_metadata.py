@@ -1,8 +1,9 @@
 """What Sluice tells an engine about a request: one mapping under `sluice` in SamplingParams.extra_args.
 
-vLLM lets HTTP clients put flat values into extra_args (`vllm_xargs`), never a mapping: so nobody outside can claim a
-class or a deadline. Everything is optional, and what cannot be read counts as missing: a request is served all the
-same, only later or with a wider guess.
+A router writes it over whatever its client put there: nobody outside can claim a class or a deadline. Under plain
+`vllm serve` with the plug-in, clients can by /inference/v1/generate, which takes extra_args as they are; vLLM's other
+routes take flat values only (`vllm_xargs`), never a mapping. Everything is optional, and what cannot be read counts as
+missing: a request is served all the same, only later or with a wider guess.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,13 @@ KEY = "sluice"
 class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Attributes:
     slo_class: the service class.
-    predicted_output_tokens: the predictor's estimate at `quantile`, None for its mean.
+    predicted_output_tokens: the predictor's mean.
     bin_index: the bin of predicted output length.
     deadline_s: the router's virtual deadline, on the shared store's clock (Unix time); least goes first.
     """
 
     slo_class: str | None = None
     predicted_output_tokens: float | None = None
-    quantile: float | None = None
     bin_index: int | None = None
     deadline_s: float | None = None
 

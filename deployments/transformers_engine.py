@@ -56,7 +56,7 @@ class TransformersEngine:
         Raises:
             ConfigError: Transformers cannot load the model, or it cannot be run in batches.
         """
-        self.codec, self.model = VllmCodec(), str(args.model)
+        self.codec = VllmCodec()
         loaded = load(
             args.model,
             dtype=args.dtype,

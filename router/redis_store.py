@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import ConfigError, StateStoreError
+from predictor.learned import Scored
 from router.state_store import (
     Assignment,
     FinishedLength,
@@ -43,12 +44,14 @@ _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
 
 @cache
 def state_version() -> str:
-    """Of the tables and of what is read from them: it changes with the scripts and with the relay's protocol.
+    """Of the tables and of what is read from them: it changes with the scripts, with the fields of what those keep
+    unread, and with the relay's protocol.
 
     In a rolling update of Sluice itself old and new routers are up at once; they must not read each other's tables.
     """
     scripts = b"".join(path.read_bytes() for path in sorted(_LUA.glob("*.lua")))
-    return hashlib.sha256(scripts + str(PROTOCOL).encode()).hexdigest()[:12]
+    kept = (ReplicaInfo.__struct_fields__, FinishedLength._fields, Scored._fields)
+    return hashlib.sha256(scripts + repr((PROTOCOL, *kept)).encode()).hexdigest()[:12]
 
 
 def tls_options(url: str, ca_certs: str | None) -> dict[str, Any]:

@@ -571,7 +571,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_tokens(self, entry: _Entry[RequestT], count: int, now_s: float) -> None:
         timing = entry.timing
         if timing.last_token_s is None:
-            timing.first_token_s = now_s
             entry.metrics.ttft_s.observe(now_s - timing.received_s)
         else:
             entry.metrics.itl_s.observe(now_s - timing.last_token_s)

@@ -86,8 +86,6 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     replica_id: str
     host: str
     port: int
-    engine_version: str
-    model: str
     max_model_len: int
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None

@@ -19,7 +19,6 @@ class RequestTiming:
     received_s: float
     submitted_s: float
     assigned_s: float | None = None
-    first_token_s: float | None = None
     last_token_s: float | None = None
     output_tokens: int = 0
     outcome: str | None = None

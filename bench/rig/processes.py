@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from bench.rig.null_engine import VERSION, NullBatch, NullCodec, NullEngine, NullRequest
+from bench.rig.null_engine import NullBatch, NullCodec, NullEngine, NullRequest
 from deployments.embedded_redis import die_with_parent
 from deployments.relay import Relay, RelayConfig
 from policies.multi_bin import MultiBin, MultiBinConfig
@@ -110,9 +110,7 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
 
 async def _serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s: float) -> None:
     store = RedisStateStore(connect(url), namespace)
-    info = ReplicaInfo(
-        replica_id="null", host="127.0.0.1", port=0, engine_version=VERSION, model="null", max_model_len=1 << 20
-    )
+    info = ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=1 << 20)
     relay = Relay(
         engine=NullEngine(slots=slots, ttft_s=ttft_s, interval_s=interval_s),
         store=store,

@@ -57,8 +57,6 @@ async def serve(options: argparse.Namespace) -> None:
             replica_id=options.id,
             host=options.host,
             port=options.port,
-            engine_version="fake-1",
-            model="none",
             max_model_len=1 << 20,
             gang_max_wait_s=options.gang_max_wait_s,
             silence_s=SILENCE_S,

@@ -43,8 +43,6 @@ def info(
         replica_id=replica_id,
         host="127.0.0.1",
         port=1,
-        engine_version="fake-1",
-        model="m",
         max_model_len=64,
         classes=classes,
         gang_max_wait_s=gang_max_wait_s,

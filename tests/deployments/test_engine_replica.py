@@ -20,8 +20,6 @@ def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
         replica_id=replica_id,
         host="127.0.0.1",
         port=1,
-        engine_version="v",
-        model="m",
         max_model_len=1,
         kv_layout=kv_layout,
     )

@@ -31,8 +31,6 @@ class Store(MemoryStateStore):
             replica_id=replica_id,
             host="127.0.0.1",
             port=1,
-            engine_version="v",
-            model="m",
             max_model_len=max_model_len,
             classes=classes,
         )

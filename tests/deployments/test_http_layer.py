@@ -119,7 +119,6 @@ async def served(request: Request) -> PlainTextResponse:
             received_s=made.received_s,
             submitted_s=submitted_s,
             assigned_s=submitted_s + 0.3,
-            first_token_s=submitted_s + 0.4,
             last_token_s=submitted_s + 0.8,
             output_tokens=7,
             outcome="stop",

@@ -57,7 +57,6 @@ async def test_a_deployed_replica_scores_as_the_router_itself_would() -> None:
     batcher = await asyncio.to_thread(local_batcher, SECTION)
     remote, local = await RemoteScorer(handle).score(prompt), await batcher.score(prompt)
     assert remote == pytest.approx(local, abs=1e-4)
-    assert (await handle.counts.remote())["prompts"] == 1
     await batcher.close()
 
 

@@ -50,8 +50,6 @@ class Replica:
             replica_id="r",
             host="127.0.0.1",
             port=0,
-            engine_version="fake-1",
-            model="none",
             max_model_len=64,
             gang_max_wait_s=gang_max_wait_s,
         )

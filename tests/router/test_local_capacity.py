@@ -12,9 +12,7 @@ def ticket(name: str) -> Ticket:
 
 async def test_a_gang_replica_goes_on_taking_whole_batches_and_what_has_waited_long_enough() -> None:
     clock, local = ManualClock(), LocalCapacity(lambda: clock.now())
-    info = ReplicaInfo(
-        replica_id="r", host="h", port=1, engine_version="v", model="m", max_model_len=8, gang_max_wait_s=5.0
-    )
+    info = ReplicaInfo(replica_id="r", host="h", port=1, max_model_len=8, gang_max_wait_s=5.0)
     load = ReplicaLoad(slots=4, running=0, outstanding_s=0.0, gang=True)
     await local.begin([info], Snapshot(replicas={"r": load}, routers=2), {}, {})
     assert await local.due("a") == []

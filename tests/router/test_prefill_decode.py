@@ -89,8 +89,6 @@ class Service:
                 replica_id=f"{pool}{len(self.pools[pool])}",
                 host="127.0.0.1",
                 port=0,
-                engine_version="fake-1",
-                model="none",
                 max_model_len=4096,
                 silence_s=5.0,
             ),

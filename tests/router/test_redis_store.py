@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +12,14 @@ from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from policies.admission import Limits, Quota
 from policies.errors import ConfigError, StateStoreError
+from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, connect
 from router.state_store import FinishedLength, ReplicaInfo, Ticket
 from tests.gate import Gate
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-INFO = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, engine_version="v", model="m", max_model_len=64)
+INFO = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, max_model_len=64)
 
 
 @pytest.mark.parametrize("url", ["http://host", "host:6379", "redis://host:port/0"])
@@ -165,3 +167,18 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
     await store.beat_router("a", 60.0)
     assert (await left_s())["edges"] > WEEK_S - 60, "a router that lives renews them"
     await store.close()
+
+
+def test_tables_are_apart_for_versions_that_write_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {redis_store.state_version.__wrapped__()}
+    more = [
+        ("ReplicaInfo", SimpleNamespace(__struct_fields__=(*ReplicaInfo.__struct_fields__, "new"))),
+        ("FinishedLength", SimpleNamespace(_fields=(*FinishedLength._fields, "new"))),
+        ("Scored", SimpleNamespace(_fields=(*Scored._fields, "new"))),
+        ("PROTOCOL", redis_store.PROTOCOL + 1),
+    ]
+    for name, other in more:
+        with monkeypatch.context() as changed:
+            changed.setattr(redis_store, name, other)
+            versions.add(redis_store.state_version.__wrapped__())
+    assert len(versions) == 1 + len(more)

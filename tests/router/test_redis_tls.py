@@ -125,9 +125,7 @@ async def test_tickets_and_notices_travel_over_tls(tls_url: str, authority: Auth
     notices = store.notices("a")
     assert await anext(notices) == []
     assert await store.enqueue(TICKET) == []
-    info = ReplicaInfo(
-        replica_id="r", host="127.0.0.1", port=1, secret=b"s", engine_version="v", model="m", max_model_len=8
-    )
+    info = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, secret=b"s", max_model_len=8)
     await store.register_replica(info, 1, [])
     async with asyncio.timeout(30):
         assert await anext(notices) == [Assignment("x", "r")]

@@ -192,7 +192,7 @@ class Service:
         relay = Relay(
             engine=engine,
             store=self._stores[-1],
-            info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", version, silence_s), classes=classes),
+            info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", silence_s), classes=classes),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
         )
         await relay.start("127.0.0.1")
@@ -263,13 +263,11 @@ def _nothing_in(snapshot: Snapshot) -> bool:
     return not snapshot.waiting and not any(load.running for load in snapshot.replicas.values())
 
 
-def _info(replica_id: str, version: str = "fake-1", silence_s: float = 3600.0, port: int = 0) -> ReplicaInfo:
+def _info(replica_id: str, silence_s: float = 3600.0, port: int = 0) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id=replica_id,
         host="127.0.0.1",
         port=port,
-        engine_version=version,
-        model="none",
         max_model_len=4096,
         silence_s=silence_s,
     )
@@ -384,7 +382,7 @@ async def test_a_replica_that_hangs_up_as_it_is_greeted_costs_nobody_an_answer(s
 
     async def welcome_and_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await wire.accept_router(
-            reader, writer, secret=info.secret, replica_id=info.replica_id, engine_version=info.engine_version
+            reader, writer, secret=info.secret, replica_id=info.replica_id, engine_version="fake-1"
         )
         writer.close()
 
