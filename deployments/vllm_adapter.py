@@ -312,7 +312,6 @@ class RoutedEngineCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if request.resumable:
             raise GracefulHTTPError("streaming input is not supported: no router keeps it", HTTPStatus.NOT_IMPLEMENTED)
-        request = _without_transfer(request)
         now_s = time.monotonic()
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
@@ -382,14 +381,13 @@ class RoutedEngineCore(EngineCoreClient):
         """Nothing to do: the application closes the routed client."""
 
 
-def _without_transfer(request: EngineCoreRequest) -> EngineCoreRequest:
+def _without_transfer(params: SamplingParams) -> SamplingParams:
     """Without what its client would tell a KV connector."""
-    params = request.sampling_params
-    if params is None or not params.extra_args or TRANSFER_KEY not in params.extra_args:
-        return request
+    if not params.extra_args or TRANSFER_KEY not in params.extra_args:
+        return params
     params = params.clone()
     params.extra_args = {name: value for name, value in params.extra_args.items() if name != TRANSFER_KEY} or None
-    return replace(request, sampling_params=params)
+    return params
 
 
 def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
@@ -444,6 +442,16 @@ class RoutedAsyncLLM(AsyncLLM):
                 raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
         if self._routed.is_cut_off:
             raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *others: Any, **settings: Any) -> Any:
+        """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""
+        if isinstance(params, SamplingParams):
+            params = _without_transfer(params)
+        return await super().add_request(request_id, prompt, params, *others, **settings)
+
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: what a client says of caches reaches no engine. vLLM sends a request here that the engine ends
+        without an output: its slot would never come back."""
 
     async def _add_request(self, request: EngineCoreRequest, prompt: str | None, *others: Any) -> None:
         """vLLM enters a request in its tables before it hands it on, and leaves it there when that fails."""

@@ -171,9 +171,9 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
     assert codec.splits(asked)
     assert not codec.splits(request_with(sampling_params=SamplingParams(prompt_logprobs=1)))
     assert not codec.splits(request_with(prompt_token_ids=None))
-    forged = request_with(sampling_params=SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1}))
-    assert _without_transfer(forged).sampling_params.extra_args == {"mine": 1}
-    assert _without_transfer(asked) is asked
+    forged = SamplingParams(extra_args={TRANSFER_KEY: {"remote_host": "x"}, "mine": 1})
+    assert _without_transfer(forged).extra_args == {"mine": 1}
+    assert _without_transfer(sampling) is sampling
 
 
 def test_adapters_are_told_apart_within_32_bits() -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from deployments import app
+from deployments.config import DEMO_ARGS, DEMO_MODEL
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
 from policies.errors import AdmissionError
@@ -20,37 +21,62 @@ from router.timing import RequestTiming
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 OF_THE_NODE = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+# One that makes vLLM's front end tell its engine of transfers, and counts of cached tokens.
+OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details"]
 ROOM = {"standard": 4096, "narrow": 50}
 
 
 class Routed:
-    """As far as a request gets that is refused."""
+    """What it is told to raise, it raises for every request; else it answers with two tokens."""
 
     is_cut_off = False
+
+    def __init__(self) -> None:
+        self.raises: Exception | None = None
+        self.asked: list[Any] = []
+        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
 
     def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
         if requests > ROOM[slo_class]:
             timing.outcome = "refused"
             raise AdmissionError("no room", retry_after_s=6.5)
 
+    async def submit(self, request: Any, **_: Any) -> None:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.metrics.stats import PrefillStats
+
+        if self.raises is not None:
+            raise self.raises
+        self.asked.append(request)
+        stats = PrefillStats(num_prompt_tokens=1)
+        done = EngineCoreOutput(request.request_id, [300, 301], finish_reason=FinishReason.STOP, prefill_stats=stats)
+        await self._outputs.put(EngineCoreOutputs(outputs=[done]))
+
+    async def cancel(self, request_ids: list[str], outcome: str) -> None:
+        """Nothing of it is left."""
+
     async def next_outputs(self) -> Any:
-        await asyncio.Event().wait()
+        return await self._outputs.get()
 
 
 @pytest.fixture
-async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+def routed() -> Routed:
+    return Routed()
+
+
+@pytest.fixture
+async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[httpx.AsyncClient]:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
-    from deployments.config import DEMO_ARGS, DEMO_MODEL
     from deployments.vllm_adapter import RoutedAsyncLLM, parse_vllm_args
 
     for name, value in OF_THE_NODE.items():
         monkeypatch.setenv(name, value)
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
-    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
-    llm = RoutedAsyncLLM(args, Routed())  # type: ignore[arg-type]
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
+    llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
     served = build_app(args, ("generate",), llm.model_config)
     await init_app_state(llm, served.state, args, ("generate",))
     served.state.server = SimpleNamespace()
@@ -78,6 +104,31 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         assert (full.status_code, full.headers["retry-after"]) == (429, "7")
         assert full.json()["error"]["message"] == "no room"
         assert vars(caplog.records[-1])["outcomes"] == ["refused"]
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4},
+    "/v1/messages": {"model": str(DEMO_MODEL), "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+}
+
+
+async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(
+    client: httpx.AsyncClient, routed: Routed
+) -> None:
+    forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": 999}}
+    for answers in (1, 2):
+        done = await client.post("/v1/completions", json={**BODIES["/v1/completions"], **forged, "n": answers})
+        assert "999" not in str(done.json()["usage"])
+    assert [request.sampling_params.extra_args for request in routed.asked] == [None] * 3
+
+
+async def test_for_a_request_that_vllm_refuses_no_other_takes_a_slot(client: httpx.AsyncClient, routed: Routed) -> None:
+    """To tell a KV connector of it vLLM sends one that the engine would end without a word."""
+    refused = {"model": "nobody", "kv_transfer_params": {"do_remote_prefill": True}}
+    assert (await client.post("/v1/completions", json={**BODIES["/v1/completions"], **refused})).status_code == 404
+    assert not routed.asked
 
 
 async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_response(
