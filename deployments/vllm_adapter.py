@@ -63,6 +63,8 @@ ENGINE_VERSION = f"vllm-{vllm.__version__}"
 STAND_IN = "LlamaForCausalLM"
 # vLLM's name for what a KV connector is told of a request. It names addresses to read from: never a client's to say.
 TRANSFER_KEY = "kv_transfer_params"
+# In it, of how much of the prompt the replica that read it had a cache.
+HITS_KEY = "remote_prefill_cached_tokens"
 
 # Sampling that looks back over the tokens generated so far: after a resume those stand in the prompt, where it does not
 # look (or, for prompt logprobs, where it must not). A repetition penalty looks at prompt and answer alike.
@@ -269,6 +271,11 @@ class VllmCodec:
         params = request.sampling_params.clone()
         params.extra_args = {**(params.extra_args or {}), TRANSFER_KEY: dict(cache)}
         return replace(request, sampling_params=params)
+
+    def note_hits(self, output: Any, cache: Mapping[str, Any]) -> None:
+        """As vLLM's output processor does where the client brings the cache."""
+        if output.prefill_stats is not None and isinstance(cached := cache.get(HITS_KEY), int):
+            output.prefill_stats.num_cached_tokens = cached
 
     def without_fetching(
         self, request: EngineCoreRequest, request_id: str, cache: Mapping[str, Any]

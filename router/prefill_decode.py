@@ -55,6 +55,9 @@ class SplitCodec(EngineCodec[RequestT, OutputsT], Protocol[RequestT, OutputsT]):
     def with_cache(self, request: RequestT, cache: Cache) -> RequestT:
         """The request, to be decoded from that cache."""
 
+    def note_hits(self, output: Output, cache: Cache) -> None:
+        """Let its first output say of how much of the prompt the prefill replica had a cache: it was given all."""
+
     def without_fetching(self, request: RequestT, request_id: str, cache: Cache) -> RequestT:
         """A request of that id that ends at once, and tells whoever keeps the cache that nobody will fetch it."""
 
@@ -250,7 +253,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         self._split_metrics, self._split_config = split_metrics, split_config
         self._splits: dict[str, _Split[RequestT]] = {}
         self._offers: dict[str, _Offer] = {}
-        self._offered: dict[str, tuple[ReplicaConnection, float]] = {}
+        self._offered: dict[str, tuple[ReplicaConnection, float, Cache]] = {}
         self._context_tokens: float | None = None
 
     async def start(self) -> None:
@@ -407,9 +410,16 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             self._fall_back(entry.request_id, "expired")
             self._let_go(entry.request, entry.request_id, offer)
             return super()._encoded(entry, connection)
-        self._offered[entry.request_id] = connection, now_s
+        self._offered[entry.request_id] = connection, now_s, offer.cache
         self._split_metrics.hand_overs.inc()
         return self._codec.encode_request(self._split_codec.with_cache(entry.request, offer.cache))
+
+    def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
+        offered = self._offered.get(output.request_id)
+        if offered is not None and offered[0] is connection:
+            del self._offered[output.request_id]
+            self._split_codec.note_hits(output, offered[2])
+        return super()._account(connection, output, now_s)
 
     def _cancel(self, entries: Iterable[_Entry[RequestT]], outcome: str) -> None:
         ended = list(entries)
@@ -446,9 +456,9 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
     def _restart_stalled(self) -> None:
         """Requests whose cache does not arrive: a transfer from a replica that has died need not end by itself."""
         oldest_s = self._clock.now() - self._split_config.stalled_s
-        for request_id, (connection, offered_s) in list(self._offered.items()):
+        for request_id, (connection, offered_s, _) in list(self._offered.items()):
             entry = self._entries.get(request_id)
-            if entry is None or entry.connection is not connection or entry.sent:
+            if entry is None or entry.connection is not connection:
                 del self._offered[request_id]
             elif offered_s < oldest_s:
                 del self._offered[request_id]

@@ -56,6 +56,7 @@ class FakeOutput(msgspec.Struct):
     new_token_ids: list[int]
     finish_reason: str | None = None
     cache: dict[str, int] | None = None
+    hits: int | None = None
 
 
 class FakeBatch(msgspec.Struct):
@@ -142,6 +143,10 @@ class FakeCodec:
     def with_cache(self, request: FakeRequest, cache: Mapping[str, int]) -> FakeRequest:
         return msgspec.structs.replace(request, cache=dict(cache))
 
+    def note_hits(self, output: Output, cache: Mapping[str, int]) -> None:
+        assert isinstance(output, FakeOutput)
+        output.hits = cache["hits"]
+
     def without_fetching(self, request: FakeRequest, request_id: str, cache: Mapping[str, int]) -> FakeRequest:
         return msgspec.structs.replace(request, request_id=request_id, cache=dict(cache), fetches=False)
 
@@ -224,7 +229,7 @@ class FakeEngine:
         if finished:
             self._forget(request.request_id)
         leaves = request.leaves_cache and finished and not self.loses_caches
-        cache = {"digest": digest(request.prompt, self.salt)} if leaves else None
+        cache = {"digest": digest(request.prompt, self.salt), "hits": len(request.prompt) // 2} if leaves else None
         return FakeOutput(request.request_id, [token], self.finish_reason if finished else None, cache)
 
     def _forget(self, request_id: str) -> None:

@@ -176,6 +176,22 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
     assert _without_transfer(sampling) is sampling
 
 
+def test_an_answer_to_a_prompt_that_was_read_elsewhere_tells_what_was_cached_there() -> None:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.metrics.stats import PrefillStats
+
+    from deployments.vllm_adapter import VllmCodec
+
+    codec = VllmCodec()
+    output = EngineCoreOutput("a", [7], prefill_stats=PrefillStats(num_prompt_tokens=64, num_cached_tokens=64))
+    codec.note_hits(output, {"remote_port": 1})
+    assert output.prefill_stats is not None
+    assert output.prefill_stats.num_cached_tokens == 64
+    codec.note_hits(output, {"remote_prefill_cached_tokens": 16})
+    assert output.prefill_stats.num_cached_tokens == 16
+    codec.note_hits(EngineCoreOutput("a", [8]), {"remote_prefill_cached_tokens": 16})
+
+
 def test_adapters_are_told_apart_within_32_bits() -> None:
     """As vLLM's model runner for GPUs keeps them."""
     from deployments.vllm_adapter import lora_id

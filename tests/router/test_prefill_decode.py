@@ -63,6 +63,7 @@ class Answer:
         self.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
         self.tokens: list[int] = []
         self.outcome: str | None = None
+        self.hits: list[int | None] = []
 
 
 class Service:
@@ -146,6 +147,7 @@ class Service:
                 answer = self.answers[output.request_id]
                 assert answer.outcome is None, "an output after the last one"
                 answer.tokens += output.new_token_ids
+                answer.hits.append(output.hits)
                 answer.outcome = output.finish_reason
 
     async def ask(
@@ -233,6 +235,17 @@ async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(servic
     assert service.count("hand_overs") == service.count("split_decisions", why="split") == 20
     assert service.count("prefill_tokens") == sum(len(answer.asked.prompt) for answer in answers)
     assert service.count("output_tokens", slo_class="standard") == 400  # the prefill's own token is no answer
+
+
+async def test_an_answer_tells_once_what_its_prefill_replica_had_cached(service: Service) -> None:
+    """Its own engine takes all of the prompt for cached."""
+    await service.replica("prefill")
+    await service.replica("decode")
+    await service.start()
+    split, short = [await service.ask(LONG + 10, max_tokens=4), await service.ask(LONG - 1, max_tokens=4)]
+    await service.finish([split, short])
+    assert split.hits == [(LONG + 10) // 2, None, None, None]
+    assert set(short.hits) == {None}
 
 
 async def test_short_prompts_go_straight_to_where_they_are_decoded(service: Service) -> None:
