@@ -462,6 +462,15 @@ _OF_VLLMS_SERVER = {
 }  # fmt: skip
 
 
+# What vLLM's front end does by statistics that are off here, or by a queue of its own.
+_NOT_IN_ROUTERS = {
+    "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
+    "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
+    "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
+    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
+}
+
+
 # Whoever sets these counts on another placement, precision or adapters of the model than the Transformers engine has.
 _NOT_FOR_TRANSFORMERS = {
     "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
@@ -545,6 +554,8 @@ class ModelSection(Section):
                 raise ValueError(
                     f"{name} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
                 )
+            if name in _NOT_IN_ROUTERS:
+                raise ValueError(f"{name} {_NOT_IN_ROUTERS[name]}")
         return argv
 
     @model_validator(mode="after")

@@ -137,6 +137,10 @@ def test_a_default_class_that_does_not_exist_is_refused() -> None:
         (["--max-model-len", "8", "--enable-ssl-refresh"], "own server"),
         (["--uds", "/tmp/socket"], "own server"),
         (["--headless"], "own server"),
+        (["--otlp-traces-endpoint", "http://collector:4317"], "--otlp-traces-endpoint needs vLLM's own statistics"),
+        (["--collect-detailed-traces=all"], "which routers do not have"),
+        (["--enable-per-request-metrics"], "Server-Timing"),
+        (["--max_num_queued_tokens", "9"], "max_waiting and max_wait_s"),
     ],
 )
 def test_arguments_for_vllm_that_have_a_setting_of_their_own_or_no_effect_are_refused(
