@@ -32,7 +32,9 @@ from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -90,7 +92,7 @@ class _Refusing(FlexibleArgumentParser):
 
 
 def parse_vllm_args(argv: Sequence[str]) -> Namespace:
-    """The arguments of `vllm serve`, checked.
+    """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
 
     Raises:
         ConfigError: unknown or wrong arguments.
@@ -100,6 +102,10 @@ def parse_vllm_args(argv: Sequence[str]) -> Namespace:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vllm_args: {error}") from error
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     return args
 
 

@@ -1,5 +1,6 @@
 """What the codec for vLLM does to vLLM's own structures."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +139,25 @@ def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
     assert codec.resumable(request_with())
     assert not codec.resumable(request_with(prompt_embeds=torch.zeros(3, 2)))
     assert not codec.resumable(request_with(sampling_params=forced))
+
+
+@pytest.mark.parametrize("kind", ["tool", "reasoning"])
+def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path: Path) -> None:
+    """As vLLM's own server does, which does not run here."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    from deployments.config import DEMO_MODEL
+    from deployments.vllm_adapter import parse_vllm_args
+
+    plugin = tmp_path / f"sluice_{kind}_plugin.py"
+    base, manager = f"{kind.title()}Parser", f"{kind.title()}ParserManager"
+    where = "vllm.tool_parsers" if kind == "tool" else "vllm.reasoning"
+    registered = f"@{manager}.register_module('mine-{kind}')\nclass Mine({base}): pass\n"
+    plugin.write_text(f"from {where} import {base}, {manager}\n{registered}")
+    parse_vllm_args(["--model", str(DEMO_MODEL), f"--{kind}-parser-plugin", str(plugin)])
+    found: Any = ToolParserManager.get_tool_parser if kind == "tool" else ReasoningParserManager.get_reasoning_parser
+    assert found(f"mine-{kind}").__name__ == "Mine"
 
 
 def test_a_resumed_answer_tells_the_experts_of_no_token_twice() -> None:
