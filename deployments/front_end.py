@@ -62,7 +62,9 @@ class FrontEnd:
             from deployments.vllm_adapter import (
                 ENGINE_VERSION,
                 RoutedAsyncLLM,
+                VllmCodec,
                 as_front_end_of_any_model,
+                has_logits_processors,
                 parse_vllm_args,
             )
 
@@ -74,7 +76,7 @@ class FrontEnd:
         args.max_model_len = await self._max_model_len()
         learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
         self._max_batch_tokens = args.max_num_batched_tokens or MAX_BATCH_TOKENS
-        self.routed = self._routed_client(learned)
+        self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
         self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
@@ -92,10 +94,8 @@ class FrontEnd:
         if self._llm.errored:
             raise SluiceError(f"the front end of {self.name} reads no more outputs")
 
-    def _routed_client(self, learned: LearnedPredictor | None) -> RoutedClient[Any, Any]:
-        from deployments.vllm_adapter import VllmCodec
-
-        config, codec = self._config, VllmCodec()
+    def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> RoutedClient[Any, Any]:
+        config = self._config
         options: dict[str, Any] = {
             "router_id": uuid.uuid4().hex[:12],
             "door": Door({name: section.limits() for name, section in config.classes.items()}),

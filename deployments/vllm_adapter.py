@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
+from importlib.metadata import entry_points
 from multiprocessing import connection, parent_process
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -44,6 +45,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
@@ -109,6 +111,11 @@ def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     return args
 
 
+def has_logits_processors(args: Namespace) -> bool:
+    """Other than vLLM's own: named in the arguments, or installed for every vLLM."""
+    return bool(args.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
+
+
 def as_front_end_of_any_model(args: Namespace) -> Namespace:
     """The same arguments for a front end whose engines are not vLLM: it must not refuse a model that vLLM cannot run.
 
@@ -157,7 +164,11 @@ class VllmCodec:
 
     engine_version = ENGINE_VERSION
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumes: bool = True) -> None:
+        """Args:
+        resumes: False where what engines sample may look back over the tokens of any answer, as logits processors may.
+        """
+        self._resumes = resumes
         self._encoder = MsgpackEncoder()
         self._outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
         self._request_decoder = MsgpackDecoder(EngineCoreRequest)
@@ -210,7 +221,7 @@ class VllmCodec:
     def drop_first(self, output: Any, tokens: int) -> None:
         rest = len(output.new_token_ids) - tokens
         output.new_token_ids = output.new_token_ids[tokens:]
-        output.new_prompt_logprobs_tensors = None  # they came with the first token
+        output.new_prompt_logprobs_tensors = output.prompt_token_id_logprobs = None  # they came with the first token
         if output.new_logprobs is not None:
             output.new_logprobs = output.new_logprobs.slice_request(tokens, rest)
         if output.new_sampling_mask is not None:  # vLLM cannot slice what is of one token
@@ -222,10 +233,12 @@ class VllmCodec:
         """Where the continuation does not depend on which tokens were prompt."""
         params = request.sampling_params
         return (
-            request.prompt_token_ids is not None
+            self._resumes
+            and request.prompt_token_ids is not None
             and request.prompt_embeds is None
             and not request.mm_features
             and params is not None
+            and params.prompt_logprob_token_ids is None
             and not without_metadata(params.extra_args)
             and all(getattr(params, name) == getattr(_DEFAULTS, name) for name in _LOOKS_BACK)
         )
@@ -261,6 +274,7 @@ class VllmCodec:
             and request.lora_request is None
             and params is not None
             and params.prompt_logprobs is None
+            and params.prompt_logprob_token_ids is None
         )
 
     def prefill_of(self, request: EngineCoreRequest) -> EngineCoreRequest:

@@ -33,6 +33,7 @@ def request_with(**changes: Any) -> Any:
 
 
 def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
+    import torch
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
@@ -45,6 +46,7 @@ def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
         new_logprobs=LogprobsLists(rows, rows / 10, rows[:, 0], None),
         new_sampling_mask=SamplingMaskLists(np.array([7, 8, 9, 10]), np.array([0, 1, 2, 4])),
         routed_experts=np.arange(6),  # of four tokens of a prompt, and of two of the answer
+        prompt_token_id_logprobs=torch.zeros(2, 2),
     )
     VllmCodec().drop_first(output, 2)
     assert output.new_token_ids == [9]
@@ -53,6 +55,7 @@ def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
     assert output.new_logprobs.sampled_token_ranks.tolist() == [4]
     assert output.new_sampling_mask.to_nested_list() == [[9, 10]]
     assert output.routed_experts.tolist() == [5]
+    assert output.prompt_token_id_logprobs is None
     VllmCodec().drop_first(output, 1)
     assert (output.new_token_ids, output.new_sampling_mask, output.routed_experts.tolist()) == ([], None, [])
 
@@ -136,9 +139,29 @@ def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
     from deployments.vllm_adapter import VllmCodec
 
     codec, forced = VllmCodec(), SamplingParams(max_tokens=9, trace_decode_token_ids=[4, 5, 6])
+    scored = SamplingParams(max_tokens=9, prompt_logprob_token_ids=np.array([[1, 2], [3, 4]], dtype=np.int32))
     assert codec.resumable(request_with())
     assert not codec.resumable(request_with(prompt_embeds=torch.zeros(3, 2)))
     assert not codec.resumable(request_with(sampling_params=forced))
+    assert not codec.resumable(request_with(sampling_params=scored))
+    assert not codec.splits(request_with(sampling_params=scored))
+
+
+def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may look at the answer so far, also without arguments of the request."""
+    from importlib.metadata import EntryPoint
+
+    from deployments import vllm_adapter
+    from deployments.config import DEMO_MODEL
+    from deployments.vllm_adapter import VllmCodec, has_logits_processors, parse_vllm_args
+
+    plain = parse_vllm_args(["--model", str(DEMO_MODEL)])
+    assert not has_logits_processors(plain)
+    assert has_logits_processors(parse_vllm_args(["--model", str(DEMO_MODEL), "--logits-processors", "mine:Processor"]))
+    installed = EntryPoint("mine", "mine:Processor", "vllm.logits_processors")
+    monkeypatch.setattr(vllm_adapter, "entry_points", lambda group: [installed] if group == installed.group else [])
+    assert has_logits_processors(plain)
+    assert not VllmCodec(resumes=False).resumable(request_with())
 
 
 @pytest.mark.parametrize("kind", ["tool", "reasoning"])
