@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from deployments.keys import KeyRing
-from policies.errors import AdmissionError, InputError
+from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
 
@@ -36,6 +36,7 @@ MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
+HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
@@ -83,6 +84,9 @@ class SluiceMiddleware:
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
             await _until_client_leaves(refusal or self._app, scope, self._limited(receive), exchange.send)
+        except Exception:
+            if not await exchange.broke_off():
+                raise
         finally:
             if route_path(scope) not in UNLOGGED_PATHS:
                 _log(scope, exchange)
@@ -163,7 +167,8 @@ def too_many(refused: AdmissionError) -> Response:
 
 
 class _Exchange:
-    """One response on its way out: holds its start back until the first piece of body, then adds our headers.
+    """One response on its way out: holds its start back until the first piece of body, of a stream until a request of
+    it is queued, then adds our headers.
 
     So a request that was refused a place in the queue is answered as that, with its status, also where vLLM has begun a
     stream for it already.
@@ -172,6 +177,7 @@ class _Exchange:
     def __init__(self, send: Send, context: HttpContext, request_id: str) -> None:
         self._send = send
         self._start: Message | None = None
+        self._held: list[Message] = []
         self._refused = False
         self.context, self.request_id = context, request_id
         self.status = 0
@@ -182,21 +188,48 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        if self._start is not None and self.context.refused is not None:
-            await self._refuse(self.context.refused)
-            return
         if self._start is not None:
-            start, self._start = self._start, None
-            self.status = start["status"]
-            MutableHeaders(scope=start)["Server-Timing"] = self.server_timing()
-            await self._send(start)
+            if (refusal := self.context.refusal) is not None:
+                await self._refuse(refusal)
+                return
+            if self._may_be_refused(self._start, message):
+                self._held.append(message)
+                return
+            await self._begin(self._start)
         await self._send(message)
 
-    async def _refuse(self, refused: AdmissionError | InputError) -> None:
+    async def broke_off(self) -> bool:
+        """The application has failed. True when its client got a refusal for that; else it got what was held."""
+        if self._start is None:
+            return False
+        if (refusal := self.context.refusal) is None:
+            if self._held:
+                await self._begin(self._start)
+            return False
+        await self._refuse(refusal)
+        return True
+
+    def _may_be_refused(self, start: Message, message: Message) -> bool:
+        """It is of a stream, and not its end, that no engine request stands behind yet."""
+        if self.context.queued or len(self._held) == HELD_PIECES or not message.get("more_body", False):
+            return False
+        return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+    async def _begin(self, start: Message) -> None:
+        self._start, self.status = None, start["status"]
+        MutableHeaders(scope=start)["Server-Timing"] = self.server_timing()
+        await self._send(start)
+        held, self._held = self._held, []
+        for message in held:
+            await self._send(message)
+
+    async def _refuse(self, refused: SluiceError) -> None:
         if isinstance(refused, InputError):
             response: Response = error_response(400, str(refused), "BadRequest")
-        else:
+        elif isinstance(refused, AdmissionError):
             response = too_many(refused)
+        else:
+            response = error_response(503, str(refused), "ServiceUnavailable")
         self._start, self._refused, self.status = None, True, response.status_code
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})

@@ -352,6 +352,7 @@ class RoutedEngineCore(EngineCoreClient):
                 tenant=context.tenant,
                 question=self._question(request, context),
             )
+            context.queued = True
         except AdmissionError as error:
             context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
@@ -359,6 +360,7 @@ class RoutedEngineCore(EngineCoreClient):
             context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
         except StateStoreError as error:
+            context.refused = error
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:

@@ -393,6 +393,8 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             )
         except Exception as error:  # of whatever kind: whoever waits must hear of it
             logger.error("request %s failed: %r", request_id, error)
+            if isinstance(error, StateStoreError):
+                split.timing.unserved = error
             self._offers.pop(request_id, None)
             await self._outputs.put(self._codec.failed(request_id))
         finally:

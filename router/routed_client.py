@@ -644,7 +644,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         unsent = [entry for entry in self._entries.values() if entry.connection is None]
         for entry in unsent:
             if entry.waiting_since_s < oldest_s:
-                self._fail(entry, f"no replica took it within {self._config.max_wait_s} s")
+                entry.timing.unserved = ReplicaLostError(f"no replica took it within {self._config.max_wait_s} s")
+                self._fail(entry, str(entry.timing.unserved))
 
     async def _look_after_waiting(self) -> None:
         """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import http_layer
 from deployments.http_layer import SluiceMiddleware, split_time
 from deployments.keys import KeyRing, digest
-from policies.errors import AdmissionError
+from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
 from router.timing import HttpContext, RequestTiming, current
 
 LIMIT = 1000
@@ -142,11 +142,30 @@ async def refused_in_a_stream(request: Request) -> StreamingResponse:
     return StreamingResponse(stream(), media_type="text/event-stream")
 
 
+async def queued_in_vain(request: Request) -> StreamingResponse:
+    """As a request for which no replica came."""
+    unserved = ReplicaLostError("no replica took it")
+
+    async def stream() -> AsyncIterator[bytes]:
+        context().timings.append(RequestTiming(received_s=0.0, submitted_s=0.0, unserved=unserved))
+        yield b'data: {"error": ...}'
+
+    context().queued = True
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+async def state_away(request: Request) -> JSONResponse:
+    context().refused = StateStoreError("Redis is away")
+    return JSONResponse({}, 500)
+
+
 PATHS = {
     "/": what_it_got,
     "/served": served,
     "/broken": broken,
     "/refused": refused_in_a_stream,
+    "/in-vain": queued_in_vain,
+    "/state-away": state_away,
     "/health": what_it_got,
 }
 
@@ -274,6 +293,12 @@ async def test_a_refusal_is_a_refusal_also_where_a_stream_had_begun(client: http
     assert response.json()["error"]["message"] == "no room"
 
 
+@pytest.mark.parametrize(("path", "why"), [("/in-vain", "no replica took it"), ("/state-away", "Redis is away")])
+async def test_what_cannot_be_served_now_gets_503_in_words(client: httpx.AsyncClient, path: str, why: str) -> None:
+    response = await client.post(path)
+    assert (response.status_code, response.json()["error"]["message"]) == (503, why)
+
+
 async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
     assert (await client.post("/", content=b"x" * LIMIT)).json()["bytes"] == LIMIT
     assert (await client.post("/", content=chunks(LIMIT))).json()["bytes"] == LIMIT
@@ -393,6 +418,59 @@ async def test_a_stream_starts_with_its_first_chunk_and_not_later() -> None:
     go_on.set()
     await serving
     assert [sent.get_nowait()["body"] for _ in range(sent.qsize())] == [b"second", b""]
+
+
+def events(pieces: list[bytes], *, then: str) -> ASGIApp:
+    """Pieces that vLLM sends before it asks the engine, and what that says `then`."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+            if then == "refused":
+                context().refused = AdmissionError("no room", 6.2)
+            if then == "queued":
+                context().queued = True
+                yield b"first token"
+                yield b"second token"
+            elif then != "ended":
+                raise RuntimeError("the response has started already")
+
+        await StreamingResponse(body(), media_type="text/event-stream")(scope, receive, send)
+
+    return app
+
+
+async def sent_by(app: ASGIApp) -> list[Message]:
+    """What its client gets, whether it ends with an error or not."""
+    sent = list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await asyncio.gather(wrapped(app)(dict(SCOPE), nothing_more, send), return_exceptions=True)
+    return sent
+
+
+async def test_a_stream_that_is_refused_after_its_first_events_is_answered_as_that() -> None:
+    start, body = await sent_by(events([b"created", b"in progress"], then="refused"))
+    assert start["status"] == 429
+    assert dict(start["headers"])[b"retry-after"] == b"7"
+    assert json.loads(body["body"])["error"]["message"] == "no room"
+
+
+@pytest.mark.parametrize(
+    ("then", "rest"), [("queued", [b"first token", b"second token", b""]), ("ended", [b""]), ("broken", [])]
+)
+async def test_what_was_held_of_a_stream_comes_once_it_is_known_how_it_goes_on(then: str, rest: list[bytes]) -> None:
+    start, *pieces = await sent_by(events([b"created", b"in progress"], then=then))
+    assert start["status"] == 200
+    assert [piece["body"] for piece in pieces] == [b"created", b"in progress", *rest]
+
+
+async def test_no_more_than_a_few_events_are_held() -> None:
+    start, *pieces = await sent_by(events([b"event"] * 9, then="refused"))
+    assert (start["status"], len(pieces)) == (200, 9)
 
 
 async def test_the_start_and_the_end_of_the_server_pass_untouched_and_websockets_do_not() -> None:

@@ -15,7 +15,7 @@ from deployments import app
 from deployments.config import DEMO_ARGS, DEMO_MODEL
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
-from policies.errors import AdmissionError
+from policies.errors import AdmissionError, StateStoreError
 from router.timing import RequestTiming
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -112,6 +112,27 @@ BODIES = {
     "/v1/responses": {"input": "a", "max_output_tokens": 4},
     "/v1/messages": {"model": str(DEMO_MODEL), "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
 }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_request_that_may_not_queue_gets_its_status_streamed_or_not(
+    client: httpx.AsyncClient, routed: Routed, path: str, stream: bool
+) -> None:
+    for error, status in ((AdmissionError("the rate is spent", 7.0), 429), (StateStoreError("Redis is away"), 503)):
+        routed.raises = error
+        response = await client.post(path, json={**BODIES[path], "stream": stream})
+        assert (response.status_code, response.json()["error"]["message"]) == (status, str(error))
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_streams_that_may_queue_come_whole(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={**BODIES[path], "stream": True})
+    assert response.status_code == 200
+    assert "00" in response.text
+    if path == "/v1/responses":
+        assert "response.created" in response.text
+        assert "response.completed" in response.text
 
 
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(

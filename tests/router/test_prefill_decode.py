@@ -7,13 +7,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from itertools import count
+from typing import Any
 
 import pytest
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
-from policies.errors import AdmissionError, ConfigError
+from policies.errors import AdmissionError, ConfigError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
@@ -246,6 +247,28 @@ async def test_an_answer_tells_once_what_its_prefill_replica_had_cached(service:
     await service.finish([split, short])
     assert split.hits == [(LONG + 10) // 2, None, None, None]
     assert set(short.hits) == {None}
+
+
+async def test_a_request_that_cannot_queue_once_its_prompt_is_read_says_why(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.replica("prefill")
+    await service.start()
+
+    async def away(*_: object) -> None:
+        raise StateStoreError("Redis is away")
+
+    asked_at_the_door = service.client._passes_the_door
+
+    async def passes(*asked: Any) -> bool:
+        passed = await asked_at_the_door(*asked)
+        monkeypatch.setattr(service.client._store, "enqueue", away)
+        return passed
+
+    monkeypatch.setattr(service.client, "_passes_the_door", passes)
+    answer = await service.ask()
+    await until(lambda: answer.outcome == "error")
+    assert "Redis is away" in str(answer.timing.unserved)
 
 
 async def test_short_prompts_go_straight_to_where_they_are_decoded(service: Service) -> None:

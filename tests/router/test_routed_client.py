@@ -56,6 +56,7 @@ class Answer:
         self.asked, self._max_tokens = asked, asked.max_tokens
         self.tokens: list[int] = []
         self.outcome: str | None = None
+        self.timing: RequestTiming
 
     @property
     def expected(self) -> list[int]:
@@ -73,8 +74,8 @@ class FrontEnd:
     async def ask(self, asked: FakeRequest, slo_class: str = "standard", tenant: Tenant | None = None) -> Answer:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
-        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class=slo_class, timing=timing, tenant=tenant)
+        answer.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
+        await self.client.submit(asked, slo_class=slo_class, timing=answer.timing, tenant=tenant)
         return answer
 
     async def ask_many(self, number: int, max_tokens: int = 20, *, replays: bool = False) -> list[Answer]:
@@ -583,6 +584,7 @@ async def test_a_request_that_no_replica_takes_fails_in_the_end(service: Service
     front_end = await service.front_end(max_wait_s=0.2)
     answer = await front_end.ask(request())
     await until(lambda: answer.outcome == "error")
+    assert str(answer.timing.unserved) == "no replica took it within 0.2 s"
     await service.is_empty()
 
 
