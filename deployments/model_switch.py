@@ -70,7 +70,17 @@ def _name(body: bytes) -> str | None:
     try:
         return _named.decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _name_by_python(body)
+
+
+def _name_by_python(body: bytes) -> str | None:
+    """vLLM reads bodies as Python does, which allows NaN, half of a surrogate pair, a byte order mark."""
+    try:
+        read = json.loads(body)
+    except (ValueError, RecursionError):
         return None  # whoever gets it says what is wrong with it
+    name = read.get("model") if isinstance(read, dict) else None
+    return name if isinstance(name, str) else None
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:

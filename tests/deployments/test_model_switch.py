@@ -86,9 +86,25 @@ async def test_without_a_name_the_first_model_answers(client: httpx.AsyncClient)
     assert (await client.get("/version")).json() == {"by": "a"}
 
 
-@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"model": 1}', b"not JSON", b'{"x": ' + b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b'{"model": "\xff"}', b'{"model": 1}', b"[NaN]", b"not JSON", b'{"x": ' + b"[" * 100_000]
+)
 def test_a_body_that_names_nobody_is_the_first_models_to_refuse(body: bytes) -> None:
     assert _name(body) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "b", "top_p": NaN}',
+        b'{"model": "b", "top_p": -Infinity}',
+        b'{"model": "b", "prompt": "\\ud800"}',
+        b'\xef\xbb\xbf{"model": "b"}',
+        '{"model": "b"}'.encode("utf-16"),
+    ],
+)
+def test_a_body_names_the_model_that_vllm_reads_in_it(body: bytes) -> None:
+    assert (_name(body), json.loads(body)["model"]) == ("b", "b")
 
 
 async def test_an_unknown_name_gets_404(client: httpx.AsyncClient) -> None:
