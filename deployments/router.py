@@ -67,6 +67,7 @@ class Router:
             # First in the list: vLLM's own /metrics shows one process alone.
             app.router.routes.insert(0, Route("/metrics", self._metrics_page))
             app.router.routes.insert(0, Route("/sluice/status", self._status_page))
+            app.router.routes.insert(0, Route("/scale_elastic_ep", _no_scaling, methods=["POST"]))
         return SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
             max_body_bytes=self._config.router.max_body_bytes,
@@ -124,3 +125,9 @@ class Router:
 
     async def __del__(self) -> None:
         await self._resources.aclose()
+
+
+async def _no_scaling(request: Request) -> Response:
+    """vLLM's front end would speak for one engine, and scale none."""
+    why = "a request scales no engines: engine.replicas and engine.autoscaling say how many there are"
+    return error_response(501, why, "NotImplementedError")

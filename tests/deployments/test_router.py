@@ -5,7 +5,9 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
@@ -50,6 +52,25 @@ async def test_many_who_ask_for_the_metrics_at_once_cost_one_page(router: Any) -
     pages = await asyncio.gather(*(router._metrics_page(ASKED) for _ in range(50)))
     assert router._front_ends[0].asked == 1
     assert {b'sluice_replicas_lost_total{model="m",router="a"} 1.0' in page.body for page in pages} == {True}
+
+
+async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> None:
+    """vLLM's own route says that it has scaled to one engine."""
+    vllms = FastAPI()
+
+    @vllms.post("/scale_elastic_ep")
+    async def scale() -> str:
+        return "Scaled to 1 data parallel engines"
+
+    async def start(resources: object) -> FastAPI:
+        return vllms
+
+    router._front_ends = [SimpleNamespace(start=start, names=("m",))]
+    served = await router.__serve_build_asgi_app__()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+        response = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
+    assert response.status_code == 501
+    assert "engine.replicas" in response.json()["error"]["message"]
 
 
 async def test_what_one_process_counts_is_told_apart_from_what_the_next_scrape_may_meet(router: Any) -> None:
