@@ -24,6 +24,7 @@ from policies.clock import Clock
 from policies.errors import (
     AdmissionError,
     InputError,
+    ReplicaLostError,
     SluiceError,
     StateStoreError,
 )
