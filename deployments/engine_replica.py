@@ -134,6 +134,7 @@ class EngineReplica:
                 host=host,
                 port=0,
                 max_model_len=self._engine.max_model_len,
+                max_batch_tokens=self._engine.max_batch_tokens,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
                 silence_s=config.router.silence_s,

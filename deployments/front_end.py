@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from deployments.vllm_adapter import VllmCodec
 
 REPLICA_POLL_S = 0.2
-MAX_BATCH_TOKENS = 8192  # of a step, for the decision to split, where vllm_args leaves it to vLLM
 
 
 class FrontEnd:
@@ -73,9 +72,10 @@ class FrontEnd:
         args = parse_vllm_args(self._config.vllm_argv())
         if self._config.gang:
             args = as_front_end_of_any_model(args)
-        args.max_model_len = await self._max_model_len()
+        infos = await self._enough_replicas()
+        args.max_model_len = min(info.max_model_len for info in infos)
+        self._max_batch_tokens = min(info.max_batch_tokens for info in infos)
         learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
-        self._max_batch_tokens = args.max_num_batched_tokens or MAX_BATCH_TOKENS
         self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
@@ -137,8 +137,8 @@ class FrontEnd:
             **answering,
         )
 
-    async def _max_model_len(self) -> int:
-        """As the replicas settled it. Until enough of this model are there, a redeploy leaves the old routers on."""
+    async def _enough_replicas(self) -> list[ReplicaInfo]:
+        """For what they settled on. Until enough of this model are there, a redeploy leaves the old routers on."""
         start_timeout_s = self._config.engine.start_timeout_s
         give_up_s = time.monotonic() + start_timeout_s
         while not await self._are_enough(infos := await self._store.replica_infos()):
@@ -147,7 +147,7 @@ class FrontEnd:
             await asyncio.sleep(REPLICA_POLL_S)
         if not infos:
             raise ReplicaLostError(f"no engine replica of {self.name} within {start_timeout_s} s")
-        return min(info.max_model_len for info in infos)
+        return infos
 
     async def _are_enough(self, infos: Sequence[ReplicaInfo]) -> bool:
         """Half of those that serve all classes, for every request comes to them from now on; one where other routers

@@ -65,6 +65,7 @@ class TransformersEngine:
             flash_attention=gang.flash_attention,
         )
         self.max_model_len = _max_model_len(loaded.config.get_text_config(), args.max_model_len)
+        self.max_batch_tokens = gang.max_pass_tokens
         self._gang, self._loop = gang, loop
         self._model = GangModel(loaded, gang.prefill_config())
         self._capacity_tokens = gang.kv_cache_tokens or _cache_tokens(self._model)

@@ -36,6 +36,7 @@ from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -126,6 +127,11 @@ def as_front_end_of_any_model(args: Namespace) -> Namespace:
     if not set(own.architectures or ()) & set(ModelRegistry.get_supported_archs()):
         args.hf_overrides = {**(args.hf_overrides or {}), "architectures": [STAND_IN]}
     return args
+
+
+def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:
+    """As `vllm serve` makes it: slots and the tokens of a step that nobody set are by the use that is named."""
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 # Both sides
@@ -426,7 +432,7 @@ def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     replica, or the next one, cannot resolve.
     """
     engine_args._api_process_count = 2
-    return engine_args.create_engine_config()
+    return engine_config(engine_args)
 
 
 class RoutedAsyncLLM(AsyncLLM):
@@ -526,7 +532,7 @@ class VllmEngine:
 
     def __init__(self, args: Namespace) -> None:
         """Starts the engine and blocks until it is ready: run it in a thread."""
-        self._config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        self._config: VllmConfig = engine_config(AsyncEngineArgs.from_cli_args(args))
         self.codec = VllmCodec()
         self._loras = lora_requests(args)
         self._admits: int | None = None
@@ -634,7 +640,7 @@ def calibration_engine(model: str, vllm_args: Sequence[str], scheduler_cls: str)
     argv = ["--model", model, *vllm_args, "--disable-log-stats", "--no-async-scheduling", "--no-enable-prefix-caching"]
     settings = json.dumps({KEY: {"mode": "mixed", "admission": "slots"}})
     args = parse_vllm_args([*argv, "--scheduler-cls", scheduler_cls, "--additional-config", settings])
-    return LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    return LLMEngine.from_vllm_config(engine_config(AsyncEngineArgs.from_cli_args(args)))
 
 
 # In the engine-core process of a replica

@@ -75,6 +75,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: most tokens of prompt and answer together; an engine may lower the configured value to fit.
+        max_batch_tokens: most tokens of one engine step.
         classes: service classes for which it is reserved; none serves all.
         gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
             only when all are free; one that is not full goes when a request has waited so long (policies.gang).
@@ -87,6 +88,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     max_model_len: int
+    max_batch_tokens: int = 8192
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None
     silence_s: float = 10.0

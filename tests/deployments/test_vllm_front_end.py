@@ -1,18 +1,32 @@
-"""A router's front end around vLLM's own, with a client that stands for the routed one."""
+"""A router's front end around vLLM's own, mostly with a client that stands for the routed one."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.llm_engine import LLMEngine
 
-from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig
+from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
 from deployments.front_end import FrontEnd
 from deployments.router import Router
-from deployments.vllm_adapter import RoutedAsyncLLM, parse_vllm_args
+from deployments.scheduler_settings import SCHEDULER_CLASS
+from deployments.vllm_adapter import (
+    ENGINE_VERSION,
+    RoutedAsyncLLM,
+    VllmEngine,
+    calibration_engine,
+    front_end_config,
+    parse_vllm_args,
+)
 from policies.errors import SluiceError
-from router.redis_store import connect
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -42,3 +56,46 @@ async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     await until(lambda: front_end._llm.output_handler.done())
     with pytest.raises(SluiceError, match="demo"):
         Router.check_health(router)
+
+
+def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's fallback for no use in particular is 128 slots and 2048 tokens on an H100, where `vllm serve` has 1024 and
+    8192. On CPUs the two differ from two workers on."""
+    argv = ["--tensor-parallel-size", "2", "--disable-log-stats"]
+
+    def engine_args() -> AsyncEngineArgs:
+        return AsyncEngineArgs.from_cli_args(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+
+    def limits(config: Any) -> tuple[int, int]:
+        return config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
+
+    served = limits(engine_args().create_engine_config(UsageContext.OPENAI_API_SERVER))
+    assert served != limits(engine_args().create_engine_config())
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
+    monkeypatch.setattr(LLMEngine, "from_vllm_config", lambda config: config)
+    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+    assert (engine.slots, engine.max_batch_tokens) == served
+    assert limits(front_end_config(engine_args())) == served
+    assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
+
+
+async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_url: str, namespace: str) -> None:
+    """vLLM's arguments mostly leave that to the hardware, which a router has not."""
+    config = AppConfig(model="demo", name=namespace, engine=EngineSection(prefill=PrefillSection()))
+    async with AsyncExitStack() as resources:
+        redis = connect(redis_url)
+        resources.push_async_callback(redis.aclose)
+        info = ReplicaInfo(
+            replica_id="r",
+            host="127.0.0.1",
+            port=1,
+            engine_version=ENGINE_VERSION,
+            model="m",
+            max_model_len=2048,
+            max_batch_tokens=300,
+            silence_s=600.0,
+        )
+        await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
+        front_end = FrontEnd(config, redis, None)
+        await front_end.start(resources)
+        assert front_end.routed._policy.config.max_batch_tokens == 300
