@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from deployments.request_metadata import RequestMetadata, metadata_of
+from deployments.scheduler_blocks import pool_share
 from policies.types import BatchState, FloatArray, IntArray, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
@@ -131,7 +132,7 @@ class SnapshotTaker:
         self._scheduler = scheduler
         self.slots, self.max_batch_tokens = 0, max_batch_tokens
         self._class_index: dict[str | None, int] = {}
-        self._groups = max(1, len(scheduler.kv_cache_config.kv_cache_groups))
+        self._pool = pool_share(scheduler)
         # With these vLLM takes computed tokens back, and a step is not one token for each.
         self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
         self._views: dict[Request, RequestView] = {}
@@ -160,15 +161,17 @@ class SnapshotTaker:
         slots = max(1, self.slots - idle)
         waiting, waiting_count = self._waiting(now_s, slots - len(running))
         pool = scheduler.kv_cache_manager.block_pool
+        # vLLM keeps one block for padding.
+        free, total = self._pool.count(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1, running, len(waiting))
         state = BatchState(
             now_s=now_s,
             running=running,
             waiting=waiting,
             waiting_count=waiting_count,
             slots=slots,
-            free_blocks=pool.get_num_free_blocks() // self._groups,
-            total_blocks=(pool.num_gpu_blocks - 1) // self._groups,  # vLLM keeps one block for padding
-            block_size=scheduler.block_size,
+            free_blocks=free,
+            total_blocks=total,
+            block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
         )
         return Snapshot(state, chunks, idle, len(self._ending) + len(scheduler.kv_holding_waiting))

@@ -31,6 +31,7 @@ NOT_IN_POLICIES = {
     "uuid",
 }
 VLLM_PRIVATE = {
+    "deployments/scheduler_blocks.py",
     "deployments/scheduler_queue.py",
     "deployments/scheduler_snapshot.py",
     "deployments/vllm_adapter.py",

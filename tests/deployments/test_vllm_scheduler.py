@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "tight cache": {"blocks": 120},
+    "windows": {"blocks": 200, "windows": (48, 48)},
     "budget below most prompts": {"budget": 64},
     "few slots": {"slots": 4},
     "prefix cache": {"enable_prefix_caching": True},
@@ -407,6 +408,20 @@ def test_the_forecast_keeps_preemptions_near_zero_where_they_are_dear() -> None:
         took_s[mode], preempted[mode] = engine.clock.now(), engine.preempted
     assert preempted["mixed"] < preempted["stock"] / 5
     assert took_s["mixed"] < took_s["stock"]
+
+
+def test_the_forecast_takes_windows_for_what_they_hold() -> None:
+    """Taken to grow with every token, three groups of a window would leave a quarter of the pool for the batch."""
+    rng = random.Random(1)
+    jobs = [(rng.randint(8, 60), rng.randint(200, 900)) for _ in range(160)]
+    batch, preempted = {}, {}
+    for mode in ("stock", "mixed"):
+        engine = VirtualEngine({"mode": mode}, slots=128, blocks=1800, windows=(64, 64, 64), budget=512)
+        run_closed(engine, jobs, clients=128)
+        batch[mode] = sum(log.decodes for log in engine.log) / len(engine.log)
+        preempted[mode] = engine.preempted
+    assert preempted["mixed"] < preempted["stock"] / 5
+    assert batch["mixed"] > 0.7 * batch["stock"]
 
 
 def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:

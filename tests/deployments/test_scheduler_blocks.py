@@ -1,0 +1,46 @@
+"""How much of a pool that layers of several kinds share is there for tokens."""
+
+import numpy as np
+import pytest
+
+from deployments.scheduler_blocks import Group, PoolShare
+from policies.types import RunningRequests
+
+pytestmark = pytest.mark.slow
+
+FULL = Group(16)
+WINDOW = Group(16, most=9, in_flight=32, windowed=True)
+STATE = Group(16_384, most=1)
+
+
+def running(*tokens: int) -> RunningRequests:
+    return RunningRequests.of(prompt_tokens=tokens, output_tokens=np.zeros(len(tokens)))
+
+
+def test_groups_that_grow_share_the_pool_evenly() -> None:
+    assert PoolShare((FULL,)).count(700, 1000, running(100), 3) == (700, 1000)
+    assert PoolShare((FULL, FULL)).count(700, 1000, running(100), 3) == (350, 500)
+    small = PoolShare((FULL, Group(8)))
+    assert (small.block_size, small.count(600, 900, running(), 0)) == (16, (200, 300))
+
+
+def test_long_requests_leave_what_their_windows_do_not_take() -> None:
+    share = PoolShare((FULL, WINDOW))
+    # Two requests hold 100 blocks each, and 9 of the window; a third may come.
+    assert share.count(1000 - 218, 1000, running(1600, 1600), 1) == (941 - 200, 1000 - 3 * 9 - 32)
+
+
+def test_short_requests_count_alike_in_every_group() -> None:
+    share = PoolShare((FULL, WINDOW))
+    assert share.count(1000 - 200, 1000, running(*[16] * 100), 50) == (400, 500)
+
+
+def test_a_state_is_the_same_for_every_request_however_long() -> None:
+    share = PoolShare((FULL, STATE, STATE))
+    assert share.block_size == 16, "and not the least that all blocks divide"
+    assert share.count(1000 - 110 - 20, 1000, running(1600, 32, *[1] * 8), 5) == (970 - 110, 1000 - 15 * 2)
+
+
+def test_a_pool_whose_requests_have_windows_or_states_alone_is_counted_whole() -> None:
+    assert PoolShare((STATE,)).count(90, 100, running(5), 10) == (90, 100)
+    assert PoolShare((WINDOW,)).count(90, 100, running(5), 10) == (90, 100)
