@@ -471,16 +471,23 @@ _NOT_IN_ROUTERS = {
 }
 
 
+# Each multiplies the GPUs of an engine.
+_PARALLEL = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+    ("--data-parallel-size", "-dp"),
+)
+
+
 # Whoever sets these counts on another placement, precision or adapters of the model than the Transformers engine has.
 _NOT_FOR_TRANSFORMERS = {
-    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
+    *(name for names in _PARALLEL for name in names),
     "--enable-expert-parallel", "--quantization", "-q", "--speculative-config", "--scheduler-cls",
     "--additional-config", "--kv-transfer-config", *_LORA_ARGS,
 }  # fmt: skip
 
 
-# Each multiplies the GPUs of an engine.
-_PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
 # With these the arguments do not say how many GPUs an engine has here.
 _PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes", "--data-parallel-size-local", "-dpl"}
 
@@ -597,8 +604,8 @@ class ModelSection(Section):
         gpus = self.engine.num_gpus
         if self.engine.kind == "vllm" and gpus >= 1 and (used := _gpus_used(self.vllm_args)) not in (None, gpus):
             raise ValueError(
-                f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: --tensor-parallel-size times "
-                "--pipeline-parallel-size times --data-parallel-size must be as many"
+                f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: "
+                f"{' times '.join(name for name, _ in _PARALLEL)} must be as many"
             )
         return self
 

@@ -315,6 +315,8 @@ def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
         (1, ["--tensor-parallel-size", "2"], 2),
         (2, ["-tp=2", "--pipeline_parallel_size", "2"], 4),
         (2, ["-tp", "2", "-dp", "2"], 4),
+        (2, ["-tp", "2", "--prefill-context-parallel-size", "2"], 4),
+        (2, ["-pcp", "4"], 4),
     ],
 )
 def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv: list[str], used: int) -> None:
