@@ -509,9 +509,12 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
 
 def _gpus_used(argv: Sequence[str]) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
+    return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
+
+
+def _workers(argv: Sequence[str]) -> int | None:
+    """Parts into which vLLM's arguments split one engine, wherever they run; None where it is for vLLM to complain."""
     given = _options(argv)
-    if given.keys() & _PLACED_ELSEWHERE:
-        return None
     sizes = [next((given[name] for name in names if name in given), "1") for names in _PARALLEL]
     return prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else None
 
@@ -615,6 +618,12 @@ class ModelSection(Section):
         clash = given & {"--kv-transfer-config", "--scheduler-cls", "--additional-config"}
         if self.engine.prefill is not None and clash:
             raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
+        by_file = self.engine.prefill is not None and self.engine.prefill.connector == "file"
+        if by_file and (workers := _workers(self.vllm_args)) not in (None, 1):
+            raise ValueError(
+                f"engine.prefill.connector: file keeps one file for each prompt, and {workers} workers of an engine "
+                "would each write theirs into it: take nixl"
+            )
         return self
 
 

@@ -431,6 +431,15 @@ def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
     assert "engine.prefill.connector" in refused(engine={"prefill": {"connector": "pigeon"}})
 
 
+@pytest.mark.parametrize(
+    "argv", [["-tp", "2"], ["--pipeline-parallel-size=2"], ["-tp", "2", "--distributed-executor-backend", "ray"]]
+)
+def test_workers_that_would_write_their_parts_of_a_cache_into_one_file_are_refused(argv: list[str]) -> None:
+    assert "2 workers" in refused(engine={"prefill": {"connector": "file"}}, vllm_args=argv)[""]
+    config(engine={"prefill": {"connector": "nixl"}}, vllm_args=argv)
+    config(engine={"prefill": {"connector": "file"}}, vllm_args=["-tp", "1"])
+
+
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
     settings = {"scheduler": {"itl_target_s": 0.1, "class_itl_targets_s": {"c": 0.02}}, "prefill": {}}
     classes = {"a": {}, "b": {"itl_s": 0.05}, "c": {"itl_s": 0.07}}
