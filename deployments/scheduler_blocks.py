@@ -66,7 +66,7 @@ class PoolShare:
         for group in filled:
             kept += (len(running) + coming) * (group.most or 0) + group.in_flight
             tokens = running.prompt_tokens + running.output_tokens - running.prefill_tokens_left
-            held += int(np.minimum(-(-tokens // group.block_size), group.most).sum())
+            held += int(np.minimum(-(-tokens // group.block_size), group.most or 0).sum())
         left, used = max(0, total - kept), max(0, total - free - held)
         return int(max(0, left - used) / shares), int(left / shares)
 
