@@ -169,8 +169,7 @@ def report(repeats: list[dict[str, dict[str, float]]]) -> str:
     lines = [f"{'':<18}{'unsplit':>12}{'split':>12}{'split / unsplit, median [least, most]':>42}"]
     for name in ("gap_p50_ms", "gap_p99_ms", "gap_max_ms", "long_ttft_p50_ms"):
         one, two = ([each[system][name] for each in repeats] for system in ("unsplit", "split"))
-        ratio = paired_ratios(two, one)
-        shown = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        shown = f"{paired_ratios(two, one):.2f}"
         lines.append(f"{name:<18}{Spread.of(one).median:>12.1f}{Spread.of(two).median:>12.1f}{shown:>42}")
     return "\n".join(lines)
 

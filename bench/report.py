@@ -99,8 +99,7 @@ def _ratio_cell(ours: Sequence[Run], theirs: Sequence[Run], value: Value) -> str
     our_values, their_values = _values(ours, value), _values(theirs, value)
     if our_values is None or their_values is None or not all(their_values):
         return "-"
-    ratio = paired_ratios(our_values, their_values)
-    return f"×{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"×{paired_ratios(our_values, their_values):.2f}"
 
 
 def _values(runs: Sequence[Run], value: Value) -> list[float] | None:

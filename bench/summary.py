@@ -25,6 +25,10 @@ class Spread:
         """Raises: statistics.StatisticsError: no values."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
+    def __format__(self, each: str) -> str:
+        """Median [least, greatest], every number in the format `each`."""
+        return f"{self.median:{each}} [{self.low:{each}}, {self.high:{each}}]"
+
 
 def paired_ratios(contender: Sequence[float], baseline: Sequence[float]) -> Spread:
     """contender_r / baseline_r for every repeat r, then their median and range.

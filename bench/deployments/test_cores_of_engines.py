@@ -42,8 +42,8 @@ def test_with_and_without_a_core_to_itself(streams: int, requests: int, tmp_path
                 runs[alone].append(load(server, streams, requests, seed=pair))
     print(f"\n{streams} streams, with a core to itself / without, {PAIRS} pairs")
     for name, values in figures(runs[True]).items():
-        print(f"  {name:<16} x{text(paired_ratios(values, figures(runs[False])[name]))}")
-    print(f"  the engine's share of a core: {text(shares(runs[False]))} -> {text(shares(runs[True]))}")
+        print(f"  {name:<16} x{paired_ratios(values, figures(runs[False])[name]):.2f}")
+    print(f"  the engine's share of a core: {shares(runs[False]):.2f} -> {shares(runs[True]):.2f}")
 
 
 def load(server: Server, streams: int, requests: int, seed: int) -> Run:
@@ -67,7 +67,3 @@ def figures(runs: Sequence[Run]) -> dict[str, list[float]]:
 
 def shares(runs: Sequence[Run]) -> Spread:
     return Spread.of([share for _, share in runs])
-
-
-def text(spread: Spread) -> str:
-    return f"{spread.median:.2f} [{spread.low:.2f}, {spread.high:.2f}]"

@@ -33,6 +33,7 @@ from typing import Any
 import pytest
 
 from bench.random_model import write_config
+from bench.summary import Spread
 from deployments.environment import cpu_dtype, cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from simulator.plots import figure, save
@@ -165,9 +166,8 @@ def table(title: str, runs: dict[str, list[Run]]) -> str:
     ]
     for name, found in runs.items():
         all_ratios = ratios(runs, name)
-        spread = f"{statistics.median(all_ratios):.3f} [{all_ratios[0]:.3f}, {all_ratios[-1]:.3f}]"
         figures = [f"{statistics.median(getattr(run, field) for run in found):.3g}" for field in FIGURES]
-        lines.append(f"| {name} | {spread} | {' | '.join(figures)} |")
+        lines.append(f"| {name} | {Spread.of(all_ratios):.3f} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import multiprocessing
 import secrets
-import statistics
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from bench.rig.measurements import Figures, added_time, queued, throughput, ticket_delay
 from bench.rig.processes import in_routers, serve
+from bench.summary import Spread
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 
@@ -40,7 +40,7 @@ def spread(runs: list[Figures]) -> dict[str, str]:
     """Median [least, most] of every figure."""
     names = runs[0].keys()
     values = {name: [run[name] for run in runs] for name in names}
-    return {name: f"{statistics.median(v):,.4g} [{min(v):,.4g}, {max(v):,.4g}]" for name, v in values.items()}
+    return {name: f"{Spread.of(v):,.4g}" for name, v in values.items()}
 
 
 class Rig:

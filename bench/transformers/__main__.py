@@ -31,13 +31,13 @@ from bench.transformers.report import spread, write_runs, write_table
 from deployments.config import DEMO_MODEL
 from deployments.gang_model import PACKED_ROOM, GangModel, load
 from policies.prefill import PrefillConfig, decode_layout
+from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker
 from predictor.samples import Sample, read_samples
 from simulator.plots import draw_lines
 
 Run = dict[str, Any]
 
-DAY_0 = Path(__file__).parents[2] / "predictor" / "day_0"
 POOL = 5000
 SHARES = {"prefill": 0.6, "bins": 0.2, "decode": 0.2}  # of the time
 MEMORY_FROM_BATCH = 32

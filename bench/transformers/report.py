@@ -1,9 +1,10 @@
 """What a part of the bench leaves: its runs as CSV, a table as Markdown, printed as well."""
 
 import csv
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from bench.summary import Spread
 
 
 def write_runs(path: Path, runs: Sequence[Mapping[str, object]]) -> None:
@@ -26,4 +27,4 @@ def spread(values: Iterable[float]) -> str:
     found = list(values)
     if len(found) < 2:
         return f"×{found[0]:.2f}" if found else "-"
-    return f"×{statistics.median(found):.2f} [{min(found):.2f}, {max(found):.2f}]"
+    return f"×{Spread.of(found):.2f}"

@@ -28,3 +28,8 @@ def test_differences_are_taken_within_a_repeat() -> None:
 def test_an_unpaired_repeat_is_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         paired_ratios([1.0, 2.0], [1.0])
+
+
+def test_a_spread_is_shown_as_its_median_with_the_least_and_the_greatest() -> None:
+    assert f"{Spread.of([3.0, 1.0, 2.0]):.1f}" == "2.0 [1.0, 3.0]"
+    assert f"{Spread.of([1234.5]):,.4g}" == "1,234 [1,234, 1,234]"
