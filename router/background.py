@@ -20,10 +20,11 @@ class BackgroundTasks:
         self._failed = failed
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def repeat(self, call: Callable[[], Awaitable[None]], pause_s: float, name: str) -> None:
         """Call it for ever, pausing after each end. Failures do not stop it: without its heartbeat a router is dead."""

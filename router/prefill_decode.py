@@ -27,7 +27,7 @@ from router.classifier import Classified
 from router.codec import EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
 from router.metrics import SplitMetrics
-from router.routed_client import RoutedClient, _Entry
+from router.routed_client import Entry, RoutedClient
 from router.state_store import StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
@@ -291,7 +291,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             return
         split = _Split(request, size.request_id, size.prompt_tokens, slo_class, timing, question)
         self._splits[size.request_id] = split
-        self._background.spawn(self._read_elsewhere(split), "prefill")
+        split.task = self._background.spawn(self._read_elsewhere(split), "prefill")
 
     def _why(self, request: RequestT, size: RequestSize, slo_class: str) -> Why:
         if self._local.in_use or size.max_output_tokens == 1 or not self._split_codec.splits(request):
@@ -355,9 +355,6 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
     # The prefill, and the way from there
 
     async def _read_elsewhere(self, split: _Split[RequestT]) -> None:
-        split.task = asyncio.current_task()
-        if self._splits.get(split.request_id) is not split:
-            return  # cancelled before this began
         began_s = self._clock.now()
         cache = await self._cache(split, began_s)
         now_s = self._clock.now()
@@ -401,7 +398,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             if self._splits.get(request_id) is split:
                 del self._splits[request_id]
 
-    def _encoded(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
+    def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
         """With the cache that was got for it, the first time that it is sent."""
         offer = self._offers.pop(entry.request_id, None)
         self._offered.pop(entry.request_id, None)
@@ -423,7 +420,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             self._split_codec.note_hits(output, offered[2])
         return super()._account(connection, output, now_s)
 
-    def _cancel(self, entries: Iterable[_Entry[RequestT]], outcome: str) -> None:
+    def _cancel(self, entries: Iterable[Entry[RequestT]], outcome: str) -> None:
         ended = list(entries)
         for entry in ended:
             if (offer := self._offers.pop(entry.request_id, None)) is not None:

@@ -77,7 +77,7 @@ class RoutedClientConfig:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry(Generic[RequestT]):
+class Entry(Generic[RequestT]):
     """One request until its end: it is being queued, then waits in its bin, then goes to a replica, then runs there.
 
     Attributes:
@@ -134,7 +134,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
         self._door, self._local = door, LocalCapacity(clock.now)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
-        self._entries: dict[str, _Entry[RequestT]] = {}
+        self._entries: dict[str, Entry[RequestT]] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
         self._connections = Connections(
@@ -248,7 +248,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
         request = self._codec.with_ticket(request, ticket)
-        entry = _Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
+        entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key, entry.foresight = classified.planned_key, foresight
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
@@ -269,7 +269,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
         self._cancel([self._entries[i] for i in dict.fromkeys(request_ids) if i in self._entries], outcome)
 
-    def _cancel(self, entries: Iterable[_Entry[RequestT]], outcome: str) -> None:
+    def _cancel(self, entries: Iterable[Entry[RequestT]], outcome: str) -> None:
         unsent: list[str] = []
         running: defaultdict[ReplicaConnection, list[str]] = defaultdict(list)
         for entry in entries:
@@ -284,7 +284,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if unsent and not self._local.in_use:  # else the shared state is told of all at once when it is back
             self._background.spawn(self._with_retries(lambda: self._store.cancel(unsent)), "cancel")
 
-    def _fail(self, entry: _Entry[RequestT], why: str) -> None:
+    def _fail(self, entry: Entry[RequestT], why: str) -> None:
         logger.error("request %s failed: %s", entry.request_id, why)
         self._cancel([entry], "error")
         self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
@@ -295,7 +295,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     # Tickets
 
-    async def _enqueue(self, entry: _Entry[RequestT], limits: Limits) -> Refusal | None:
+    async def _enqueue(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
         try:
             result = await self._ticket_into_a_store(entry.ticket, limits)
@@ -345,7 +345,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         for assignment in await self._local.ended(request_id, self.router_id):
             self._place(assignment)
 
-    async def _queue_again(self, entry: _Entry[RequestT]) -> None:
+    async def _queue_again(self, entry: Entry[RequestT]) -> None:
         """Back into its bin under its old key, unless it is over by now. Never refused: it was admitted once."""
         if not self._lives(entry):
             return
@@ -373,7 +373,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             else:
                 self._background.spawn(self._connect_and_send(entry, replica_id), "place")
 
-    async def _connect_and_send(self, entry: _Entry[RequestT], replica_id: str) -> None:
+    async def _connect_and_send(self, entry: Entry[RequestT], replica_id: str) -> None:
         try:
             await self._connections.open(replica_id)
         except Exception as error:  # of whatever kind: the request must go on elsewhere
@@ -386,11 +386,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._unplace(entry)
             await self._queue_again(entry)
 
-    def _is_placed(self, entry: _Entry[RequestT], replica_id: str) -> bool:
+    def _is_placed(self, entry: Entry[RequestT], replica_id: str) -> bool:
         """It was given this replica, and is neither sent nor over."""
         return self._lives(entry) and entry.replica_id == replica_id and entry.connection is None
 
-    def _send(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> None:
+    def _send(self, entry: Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
             connection.add(self._encoded(entry, connection))
         except Exception as error:  # too large, or beyond the codec: no other replica could take it either
@@ -403,7 +403,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
 
-    def _encoded(self, entry: _Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
+    def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
         return self._codec.encode_request(entry.request)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
@@ -417,7 +417,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 logger.warning("waiting for the shared state: %s", error)
                 await asyncio.sleep(self._config.heartbeat_s)
 
-    def _note_planned(self, entry: _Entry[RequestT]) -> None:
+    def _note_planned(self, entry: Entry[RequestT]) -> None:
         """In shadow mode: whether the policies would have started another request of this router first."""
         if entry.planned_key is not None:
             waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None)
@@ -474,7 +474,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return False
         return load is None or load.slots == 0
 
-    def _take_back(self, entry: _Entry[RequestT]) -> bool:
+    def _take_back(self, entry: Entry[RequestT]) -> bool:
         """Off a lost replica, ready to be queued again; False when it has been moved too often, and fails."""
         self._unplace(entry)
         entry.moves += 1
@@ -484,7 +484,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._metrics.recovered.labels(self._recover(entry)).inc()
         return True
 
-    def _unplace(self, entry: _Entry[RequestT]) -> None:
+    def _unplace(self, entry: Entry[RequestT]) -> None:
         if entry.connection is not None:  # else it has waited all along
             entry.waiting_since_s = self._clock.now()
         entry.connection = entry.replica_id = None
@@ -502,7 +502,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._recover(entry)
         self._background.spawn(self._recall(entry, connection), "recall")
 
-    async def _recall(self, entry: _Entry[RequestT], connection: ReplicaConnection | None) -> None:
+    async def _recall(self, entry: Entry[RequestT], connection: ReplicaConnection | None) -> None:
         """Queued again only when nothing of it can come any more over a connection that it may be sent over again."""
         if connection is not None:
             try:
@@ -513,7 +513,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 connection.close()
         await self._queue_again(entry)
 
-    def _recover(self, entry: _Entry[RequestT]) -> str:
+    def _recover(self, entry: Entry[RequestT]) -> str:
         """What to send to the next replica; returns the name of the way."""
         if entry.held_back:  # the client has nothing of it
             entry.held_back, entry.sent, entry.timing.output_tokens = [], [], 0
@@ -557,7 +557,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return entry.held_back or (output,)
         return (output,) if entry.held_back is None else ()
 
-    def _take_repeats(self, entry: _Entry[RequestT], output: Output) -> bool:
+    def _take_repeats(self, entry: Entry[RequestT], output: Output) -> bool:
         """Take the tokens that the client has already out of a replayed stream; False when nothing new is left."""
         expected = list(islice(entry.repeats, len(output.new_token_ids)))
         too_short = output.finish_reason is not None and len(expected) < len(entry.repeats)
@@ -569,7 +569,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._codec.drop_first(output, len(expected))
         return bool(output.new_token_ids) or output.finish_reason is not None
 
-    def _note_tokens(self, entry: _Entry[RequestT], count: int, now_s: float) -> None:
+    def _note_tokens(self, entry: Entry[RequestT], count: int, now_s: float) -> None:
         timing = entry.timing
         if timing.last_token_s is None:
             entry.metrics.ttft_s.observe(now_s - timing.received_s)
@@ -589,7 +589,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         why = f"class {slo_class} takes no more for now ({refusal.reason})"
         return AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
 
-    def _count(self, entry: _Entry[RequestT], outcome: str) -> None:
+    def _count(self, entry: Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
         if outcome in WHOLE:
@@ -664,10 +664,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 entry.queueing = True
                 self._background.spawn(self._queue_again(entry), "requeue")
 
-    def _waits(self, entry: _Entry[RequestT]) -> bool:
+    def _waits(self, entry: Entry[RequestT]) -> bool:
         """In its bin, as far as we know."""
         return self._lives(entry) and entry.replica_id is None and not entry.queueing
 
-    def _lives(self, entry: _Entry[RequestT]) -> bool:
+    def _lives(self, entry: Entry[RequestT]) -> bool:
         """Neither over nor cancelled: another of its id may have come since."""
         return self._entries.get(entry.request_id) is entry
