@@ -5,8 +5,10 @@ The name stands in the body, so the body is read before it is passed on. With on
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http_layer import error_response, route_path
 
+logger = logging.getLogger(__name__)
 MODELS_PATH = "/v1/models"
 _OF_THE_BODY = (b"content-length", b"content-type")
 
@@ -32,6 +35,7 @@ class ModelSwitch:
 
     def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
         self._by_name, self._apps = apps, list(dict.fromkeys(apps.values()))
+        self._names = [next(name for name in apps if apps[name] is app) for app in self._apps]
         self._first = self._apps[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,11 +57,18 @@ class ModelSwitch:
             await app(scope, _replayed(body, more), send)
 
     async def _models(self, scope: Scope) -> Response:
-        """Every model's own entry, under the first one's headers: it says which pages of other sites may read them."""
+        """Every model's own entry, but for those that answer with an error, under the headers of the first that does
+        not: they say which pages of other sites may read the list. Where all fail, the first one's answer."""
         replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
-        data = [model for reply in replies for model in json.loads(reply.body)["data"]]
+        for name, reply in zip(self._names, replies, strict=True):
+            if reply.status != HTTPStatus.OK:
+                logger.error("%s is missing in %s: its front end answered %d", name, MODELS_PATH, reply.status)
+        listed = [reply for reply in replies if reply.status == HTTPStatus.OK]
+        if not listed:
+            return _passed_on(replies[0])
+        data = [model for reply in listed for model in json.loads(reply.body)["data"]]
         response = JSONResponse({"object": "list", "data": data})
-        response.raw_headers += [(name, value) for name, value in replies[0].headers if name not in _OF_THE_BODY]
+        response.raw_headers += [(name, value) for name, value in listed[0].headers if name not in _OF_THE_BODY]
         return response
 
     async def _health(self, scope: Scope) -> Response:
@@ -118,8 +129,14 @@ class _Reply:
     body: bytes = b""
 
 
+def _passed_on(reply: _Reply) -> Response:
+    response = Response(reply.body, reply.status)
+    response.raw_headers = reply.headers
+    return response
+
+
 async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
-    """One application's answer to a request without a body."""
+    """One application's answer to a request without a body; 500 when it raises instead."""
     reply = _Reply()
 
     async def keep(message: Message) -> None:
@@ -132,5 +149,9 @@ async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
         """Until the answer is there, and whoever listens for a disconnect is stopped."""
         return await asyncio.Future()
 
-    await app(dict(scope), _replayed(b"", nothing_more), keep)
+    try:
+        await app(dict(scope), _replayed(b"", nothing_more), keep)
+    except Exception:  # of whatever kind: the other models answer all the same
+        logger.exception("a front end failed on %s", scope["path"])
+        reply.status = HTTPStatus.INTERNAL_SERVER_ERROR
     return reply

@@ -19,7 +19,7 @@ from deployments.model_switch import ModelSwitch, _name
 LIMIT = 100_000
 
 
-def model_app(name: str, *, healthy: bool = True) -> FastAPI:
+def model_app(name: str, *, healthy: bool = True, lists: str = "well") -> FastAPI:
     app = FastAPI()
     app.add_middleware(CORSMiddleware, allow_origins=["*"])
 
@@ -31,8 +31,12 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
         return JSONResponse({"by": name, "prompt_chars": len(body["prompt"])})
 
     @app.get("/v1/models")
-    async def models() -> dict[str, object]:
-        return {"object": "list", "data": [{"id": name}]}
+    async def models() -> Response:
+        if lists == "raises":
+            raise RuntimeError(name)
+        if lists == "error":
+            return JSONResponse({"error": {"message": f"{name} is out of order"}}, 503)
+        return JSONResponse({"object": "list", "data": [{"id": name}]})
 
     @app.get("/health")
     async def health() -> Response:
@@ -45,8 +49,8 @@ def model_app(name: str, *, healthy: bool = True) -> FastAPI:
     return app
 
 
-def three_models() -> SluiceMiddleware:
-    apps = {name: model_app(name, healthy=name != "c") for name in "abc"}
+def three_models(**lists: str) -> SluiceMiddleware:
+    apps = {name: model_app(name, healthy=name != "c", lists=lists.get(name, "well")) for name in "abc"}
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
     return SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
@@ -121,6 +125,29 @@ async def test_a_body_beyond_the_limit_is_refused_though_its_length_is_not_told(
 
 async def test_all_models_are_listed(client: httpx.AsyncClient) -> None:
     assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["a", "b", "c"]
+
+
+async def models_where(**lists: str) -> httpx.Response:
+    transport = httpx.ASGITransport(three_models(**lists))
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+        return await client.get("/v1/models", headers={"Origin": "https://page.example"})
+
+
+@pytest.mark.parametrize("how", ["error", "raises"])
+@pytest.mark.parametrize("broken", ["a", "b"])
+async def test_a_model_out_of_order_is_missing_in_the_list_and_named_in_the_log(
+    caplog: pytest.LogCaptureFixture, broken: str, how: str
+) -> None:
+    response = await models_where(**{broken: how})
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert [model["id"] for model in response.json()["data"]] == [name for name in "abc" if name != broken]
+    assert f"{broken} is missing in /v1/models" in caplog.text
+
+
+async def test_without_any_model_the_list_is_the_first_one_s_error() -> None:
+    response = await models_where(a="error", b="raises", c="error")
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "a is out of order")
 
 
 async def test_a_page_of_another_site_may_read_the_list(client: httpx.AsyncClient) -> None:
