@@ -47,21 +47,38 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dict[str, str]) -> None:
+def _alerts(rendered: dict[str, str]) -> list[dict[str, Any]]:
     rule = _all(rendered[EVERYTHING], "PrometheusRule")["full"]
-    alerts: list[dict[str, Any]] = rule["spec"]["groups"][0]["rules"]
+    return list(rule["spec"]["groups"][0]["rules"])
+
+
+def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dict[str, str]) -> None:
+    alerts = _alerts(rendered)
     names = {alert["alert"] for alert in alerts}
     assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceHandOversFail", "SluiceRelayFailures"} <= names
+    assert {"SluiceNoEngine", "SluiceNobodyServes"} <= names
     for alert in alerts:
         assert _names_in(alert["expr"]) <= _metric_names()
         assert re.search(r'namespace="prod",pod=~"full-', alert["expr"].replace("{ ", "{"))
         assert alert["annotations"]["summary"]
 
 
+def test_a_model_without_engines_has_routers_and_no_series_of_replicas(rendered: dict[str, str]) -> None:
+    """Which is how its alert tells it from one whose engines are idle."""
+    (expression,) = [rule["expr"] for rule in _alerts(rendered) if rule["alert"] == "SluiceNoEngine"]
+    there, missing = re.findall(r"\bsluice_\w+", expression)
+    idle = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
+    for replicas in ({}, {"r": idle}):
+        page = shared_exposition(Snapshot(replicas=replicas, routers=1)).decode()
+        assert re.search(rf"^{there} 1", page, re.MULTILINE)
+        assert bool(re.search(rf"^{missing}{{", page, re.MULTILINE)) == bool(replicas)
+
+
 def test_alerts_on_single_failures_see_the_first_one(rendered: dict[str, str]) -> None:
     """A labelled counter begins with it, at 1, in which `increase` alone sees no growth."""
-    alerts = _all(rendered[EVERYTHING], "PrometheusRule")["full"]["spec"]["groups"][0]["rules"]
-    grown = {alert["alert"]: alert["expr"] for alert in alerts if re.match(r"increase\(.*\) > 0", alert["expr"])}
+    grown = {
+        alert["alert"]: alert["expr"] for alert in _alerts(rendered) if re.match(r"increase\(.*\) > 0", alert["expr"])
+    }
     assert grown.keys() == {"SluiceBackgroundFailures", "SluiceRelayFailures"}
     for expression in grown.values():
         ((failures, began),) = re.findall(r"^increase\((.+?)\[15m\]\) > 0 or \((.+)\)$", expression)
