@@ -367,7 +367,7 @@ class PromptBuckets:
     def __init__(self, config: AdaptiveBucketsConfig, refit_every: int) -> None:
         if refit_every < 1:
             raise ConfigError(f"refit_every must be >= 1, got {refit_every}")
-        self._buckets, self._refit_every = AdaptiveBuckets(config), refit_every
+        self.config, self._buckets, self._refit_every = config, AdaptiveBuckets(config), refit_every
         self._recent: list[int] = []
 
     @property

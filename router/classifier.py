@@ -113,6 +113,8 @@ class Classifier:
             metrics.registry.register(PredictorMetrics(learned))
         self._unsent: deque[FinishedLength] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
+        # Of routers that bin otherwise, as before and after a redeploy, each kind keeps to edges of its own.
+        self._shape = f"{bins.config} {None if buckets is None else buckets.config}"
         self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
 
     @property
@@ -238,7 +240,8 @@ class Classifier:
     async def _follow_edges(self, store: StateStore) -> None:
         """Put what was fitted here in force, or take what another router was first with."""
         mine = self._bins.edges, self.bucket_edges
-        in_force = await store.swap_edges(self._edges_version, *(mine if mine != self._edges_in_force else ()))
+        new = mine if mine != self._edges_in_force else ()
+        in_force = await store.swap_edges(self._shape, self._edges_version, *new)
         if in_force is None:  # none yet, or the tables were lost
             self._edges_version = 0
             return

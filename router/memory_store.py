@@ -75,7 +75,7 @@ class MemoryStateStore:
         self._notices: dict[str, asyncio.Queue[list[Notice]]] = {}
         self._recallable: set[str] = set()
         self._recalled: set[str] = set()
-        self._edges: LaneEdges | None = None
+        self._edges: dict[str, LaneEdges] = {}  # by shape
         self._spent: dict[str, float] = {}
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[FinishedLength] = []
@@ -344,10 +344,11 @@ class MemoryStateStore:
                 self._forget(place.ticket.request_id)
 
     async def swap_edges(
-        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+        self, shape: str, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
     ) -> LaneEdges | None:
-        if bins and version == (self._edges.version if self._edges else 0):
-            self._edges = LaneEdges(version + 1, tuple(bins), tuple(buckets))
+        in_force = self._edges.get(shape)
+        if bins and version == (in_force.version if in_force else 0):
+            self._edges[shape] = LaneEdges(version + 1, tuple(bins), tuple(buckets))
             for place in self._waiting():
                 predicted, prompt = place.ticket.predicted_output_tokens, place.ticket.prompt_tokens
                 if predicted is not None:
@@ -355,7 +356,7 @@ class MemoryStateStore:
                 if prompt is not None:
                     place.ticket = replace(place.ticket, bucket=bisect_right(buckets[1:-1], prompt))
             self._dispatch("")
-        return self._edges
+        return self._edges.get(shape)
 
     async def exchange_lengths(
         self, seen: int, new: Iterable[FinishedLength], keep: int

@@ -204,9 +204,9 @@ class RedisStateStore:
         return None if reply is None else _strings(reply)
 
     async def swap_edges(
-        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+        self, shape: str, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
     ) -> LaneEdges | None:
-        reply = await self._run("swap_edges", version, len(bins), *map(repr, bins), *map(repr, buckets))
+        reply = await self._run("swap_edges", shape, version, len(bins), *map(repr, bins), *map(repr, buckets))
         return None if reply is None else LaneEdges(int(reply[0]), *(tuple(map(float, edges)) for edges in reply[1:]))
 
     async def drop_replica(self, replica_id: str) -> None:

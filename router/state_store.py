@@ -225,9 +225,11 @@ class StateStore(Protocol):
         """A router left in good order; its tickets that wait are forgotten."""
 
     async def swap_edges(
-        self, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
+        self, shape: str, version: int, bins: Sequence[float] = (), buckets: Sequence[float] = ()
     ) -> LaneEdges | None:
         """Put edges in force that follow on `version`, and move what waits to its new lanes in the same moment.
+
+        For all routers of one `shape`, a text that tells how they bin: those of another have edges of their own.
 
         What this makes a whole gang batch is assigned.
 

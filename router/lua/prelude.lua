@@ -20,7 +20,7 @@
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:spent:<k>     quota k: the time at which it will be whole again
---   P:edges         {version, edges of bins, edges of buckets} in force
+--   P:edges         hash  shape -> {version, edges of bins, edges of buckets} in force
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
 -- is called back.
 --

@@ -1,10 +1,10 @@
--- ARGV: version that new edges follow on, number of edges of bins, edge ... of bins, edge ... of buckets
+-- ARGV: shape, version that new edges follow on, number of edges of bins, edge ... of bins, edge ... of buckets
 -- Put new edges in force and move what waits to its new lanes, unless another router was first; without edges only
 -- read. Returns {version, {edge ...}, {edge ...}} in force, false before the first.
-local current = redis.call('GET', P .. ':edges')
+local current = redis.call('HGET', P .. ':edges', ARGV[1])
 local in_force = current and cmsgpack.unpack(current)
-local version, bin_edges = in_force and in_force[1] or 0, tonumber(ARGV[2])
-if bin_edges == 0 or version ~= tonumber(ARGV[1]) then
+local version, bin_edges = in_force and in_force[1] or 0, tonumber(ARGV[3])
+if bin_edges == 0 or version ~= tonumber(ARGV[2]) then
   return in_force
 end
 
@@ -16,8 +16,8 @@ local function argv_between(first, last)
   return found
 end
 
-local bins, buckets = argv_between(3, 2 + bin_edges), argv_between(3 + bin_edges, #ARGV)
-redis.call('SET', P .. ':edges', cmsgpack.pack({ version + 1, bins, buckets }), 'KEEPTTL')
+local bins, buckets = argv_between(4, 3 + bin_edges), argv_between(4 + bin_edges, #ARGV)
+redis.call('HSET', P .. ':edges', ARGV[1], cmsgpack.pack({ version + 1, bins, buckets }))
 
 -- policies.multi_bin.MultiBin.assign, policies.buckets.AdaptiveBuckets.assign: the inner edges at or below the tokens.
 local function range_of(tokens, edges)

@@ -34,6 +34,7 @@ from router.state_store import (
 )
 
 FOR_EVER_S = 1e6
+SHAPE = "of all routers"
 
 
 def info(
@@ -329,14 +330,22 @@ async def test_one_request_above_the_burst_takes_all_of_it(store: StateStore) ->
 
 
 async def test_new_edges_move_what_waits_and_the_second_router_comes_too_late(store: StateStore) -> None:
-    assert await store.swap_edges(0) is None
+    assert await store.swap_edges(SHAPE, 0) is None
     for name, predicted in (("short", 5.0), ("long", 50.0), ("unknown", None)):
         await store.enqueue(ticket(name, bin_index=1, predicted_output_tokens=predicted))
-    assert await store.swap_edges(0, [0.0, 10.0, 20.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
+    assert await store.swap_edges(SHAPE, 0, [0.0, 10.0, 20.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
     assert (await store.snapshot()).lanes == {("standard", 0): 1, ("standard", 1): 1, ("standard", 2): 1}
-    assert await store.swap_edges(0, [0.0, 1.0, 2.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
-    assert await store.swap_edges(1, [0.0, 60.0, 70.0, math.inf]) == LaneEdges(2, (0.0, 60.0, 70.0, math.inf))
+    assert await store.swap_edges(SHAPE, 0, [0.0, 1.0, 2.0, math.inf]) == LaneEdges(1, (0.0, 10.0, 20.0, math.inf))
+    assert await store.swap_edges(SHAPE, 1, [0.0, 60.0, 70.0, math.inf]) == LaneEdges(2, (0.0, 60.0, 70.0, math.inf))
     assert (await store.snapshot()).lanes == {("standard", 0): 2, ("standard", 1): 1}
+
+
+async def test_routers_that_bin_otherwise_have_edges_of_their_own(store: StateStore) -> None:
+    await store.swap_edges("2 bins", 0, [0.0, 10.0, math.inf])
+    assert await store.swap_edges("3 bins", 0) is None
+    await store.swap_edges("3 bins", 0, [0.0, 5.0, 20.0, math.inf])
+    assert await store.swap_edges("2 bins", 0) == LaneEdges(1, (0.0, 10.0, math.inf))
+    assert await store.swap_edges("3 bins", 0) == LaneEdges(1, (0.0, 5.0, 20.0, math.inf))
 
 
 async def test_the_longest_overtaking_is_told(store: StateStore) -> None:
@@ -431,7 +440,7 @@ async def test_new_edges_that_fill_a_bin_send_its_batch(store: StateStore) -> No
     await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
     await store.enqueue(ticket("a", bin_index=0, predicted_output_tokens=5.0))
     await store.enqueue(ticket("b", bin_index=1, predicted_output_tokens=7.0))
-    await store.swap_edges(0, [0.0, 10.0, math.inf])
+    await store.swap_edges(SHAPE, 0, [0.0, 10.0, math.inf])
     assert await store.locate(["a", "b"]) == ["r", "r"]
 
 
@@ -454,10 +463,12 @@ async def test_new_edges_move_what_waits_to_its_bucket_and_leave_what_has_no_len
     buckets = (0.0, 32.0, math.inf)
     for name, prompt_tokens in (("a", 5), ("b", 31), ("c", 32), ("d", None)):
         await store.enqueue(ticket(name, bucket=1, predicted_output_tokens=9.0, prompt_tokens=prompt_tokens))
-    assert await store.swap_edges(0, [0.0, 5.0, math.inf], buckets) == LaneEdges(1, (0.0, 5.0, math.inf), buckets)
+    assert await store.swap_edges(SHAPE, 0, [0.0, 5.0, math.inf], buckets) == LaneEdges(
+        1, (0.0, 5.0, math.inf), buckets
+    )
     await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
     assert await store.locate(["a", "b", "c", "d"]) == ["r", "r", "", ""]
-    assert await store.swap_edges(1, [0.0, math.inf]) == LaneEdges(2, (0.0, math.inf), ())
+    assert await store.swap_edges(SHAPE, 1, [0.0, math.inf]) == LaneEdges(2, (0.0, math.inf), ())
     await store.release("r", ["a", "b"])
     assert await store.locate(["c", "d"]) == ["", ""]  # one in its only bucket, the other where it was
     assert (await store.snapshot()).lanes == {("standard", 0): 2}
@@ -537,7 +548,7 @@ async def test_its_time_moves_on(store: StateStore) -> None:
 # The two stores side by side
 
 IDS, ROUTERS, REPLICAS = [f"x{n}" for n in range(14)], ["a", "b"], ["p", "q", "r"]
-CLASSES, QUOTAS = ["s", "t"], ["k", "l"]
+CLASSES, QUOTAS, SHAPES = ["s", "t"], ["k", "l"], ["2 bins", "3 bins"]
 # Sums of quarters are exact in binary, so that ties between replicas are ties in both stores.
 quarters = st.integers(0, 12).map(lambda n: n / 4)
 tickets = st.builds(
@@ -606,7 +617,7 @@ steps = st.one_of(
         st.tuples(st.just("beat_router"), router_ids, st.sampled_from([FOR_EVER_S, 0.0])),
         st.tuples(st.just("remove_router"), router_ids),
         st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
-        st.tuples(st.just("swap_edges"), st.integers(0, 2), edges, bucket_edges),
+        st.tuples(st.just("swap_edges"), st.sampled_from(SHAPES), st.integers(0, 2), edges, bucket_edges),
         st.tuples(st.just("exchange_lengths"), st.integers(0, 12), lengths, st.just(4)),
     ),
 )

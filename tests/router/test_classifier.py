@@ -30,6 +30,7 @@ STEP_TIMES = StepTimes(
 )
 
 
+TWO_BINS = MultiBinConfig(bins=2, rule="fixed", initial_edges=(0.0, 50.0, 1000.0), window_requests=MAX_UNSENT_LENGTHS)
 CURVE = Curve(scores=(0.0, 1000.0), means=(0.0, 1000.0), fractions=(), quantiles=())
 
 
@@ -55,12 +56,11 @@ def classifier(
     predictor: LearnedPredictor | None = None,
     buckets: PromptBuckets | None = None,
     mode: Mode = "full",
+    bins: MultiBinConfig = TWO_BINS,
 ) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
-        bins=MultiBin(
-            MultiBinConfig(bins=2, rule="fixed", initial_edges=(0.0, 50.0, 1000.0), window_requests=MAX_UNSENT_LENGTHS)
-        ),
+        bins=MultiBin(bins),
         order=VirtualDeadline(
             VirtualDeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0, work_weight=1.0)
         ),
@@ -238,6 +238,20 @@ async def test_buckets_that_one_router_found_are_in_force_for_all_and_move_what_
     assert busy.bucket_edges == idle.bucket_edges == (0.0, 305.0, math.inf)
     assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (304, 305)] == [0, 1]
     assert (waits.bucket, store._places["x"].ticket.bucket) == (0, 1)
+
+
+async def test_routers_of_other_bins_do_not_overwrite_each_others_edges() -> None:
+    store = MemoryStateStore(time.monotonic)
+    old, new = [
+        classifier(bins=MultiBinConfig(bins=bins, rule="equal_mass", window_requests=64, refit_every=16))
+        for bins in (2, 3)
+    ]
+    for output_tokens in range(16):
+        old.observe("fast", output_tokens)
+    for each in (old, new) * 3:
+        await each.exchange(store, time.monotonic())
+    assert (old._edges_version, new._edges_version) == (1, 1)
+    assert (len(old.bin_edges), len(new.bin_edges)) == (3, 4)
 
 
 async def test_prompts_are_not_told_apart_where_nobody_asked_or_policies_are_off() -> None:
