@@ -262,7 +262,7 @@ class EngineSection(Section):
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
     hang_timeout_s: Seconds = 120.0
-    """An engine that neither steps nor answers for so long is replaced: longer than its longest step."""
+    """An engine that hangs for so long is replaced: longer than its longest step."""
     drain_timeout_s: Seconds = 3600.0
     """How long running requests may go on when a replica is told to leave: at least the longest generation."""
 

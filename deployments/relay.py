@@ -79,7 +79,10 @@ class Engine(Protocol):
     async def next_outputs(self) -> Any: ...
 
     async def status(self) -> dict[str, Any]:
-        """What it says of itself to routers, as far as JSON can."""
+        """What it says of itself to routers, as far as JSON can.
+
+        One that does not wait for the step says in it, as `pass_s`, how long that takes already.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +92,8 @@ class RelayConfig:
     Attributes:
         credit_lookahead: slots offered beyond the engine's own, so that the next request is at hand when one ends.
         heartbeat_s: how often the replica beats.
-        hang_timeout_s: an engine that neither steps nor answers for so long is taken for dead; longer than its longest
-            step, compiling included.
+        hang_timeout_s: an engine that neither steps nor answers for so long, or is at one forward pass, is taken for
+            dead; longer than its longest step, compiling included.
         lease_s: how long an assigned request may take to arrive before its slot is given back.
         step_times: as predicted, for the measured speed; None counts every replica as equally fast.
         prefill_budget_tokens: of a replica that only prefills: tokens of one step, by which it offers slots.
@@ -398,11 +401,14 @@ class Relay:
         asked_s = time.monotonic()
         try:
             async with asyncio.timeout(self._config.hang_timeout_s):
-                await self._engine.status()
+                status = await self._engine.status()
         except TimeoutError:
-            if self._stepped_s < asked_s and self.healthy:
-                logger.error("the engine hangs: no step and no answer for %s s", self._config.hang_timeout_s)
-                self._give_up()
+            hangs = self._stepped_s < asked_s
+        else:
+            hangs = status.get("pass_s", 0.0) > self._config.hang_timeout_s
+        if hangs and self.healthy:
+            logger.error("the engine hangs: no step for %s s", self._config.hang_timeout_s)
+            self._give_up()
 
     def _give_up(self) -> None:
         """Ray Serve replaces a replica that is not healthy; its routers move its requests at once."""

@@ -10,6 +10,7 @@ The front end is vLLM's all the same, so that requests and outputs are vLLM's st
 import asyncio
 import logging
 import threading
+import time
 from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -74,6 +75,8 @@ class TransformersEngine:
         self._waiting: deque[Row] = deque()
         self._cancelled: set[str] = set()
         self._running: list[Row] = []
+        self._pass_began_s = 0.0
+        loaded.register_forward_pre_hook(self._note_pass)
         self._changed = threading.Condition()
         self._closing = self._died = False
         self._outputs: asyncio.Queue[Any] = asyncio.Queue(UNREAD_STEPS)
@@ -125,11 +128,13 @@ class TransformersEngine:
         return batch
 
     async def status(self) -> dict[str, Any]:
+        """It answers while the model computes, and tells for how long that is at its forward pass: `pass_s`."""
         return {
             "running": sum(not row.ended for row in self._running),
             "waiting": len(self._waiting),
             "mode": self._gang.prefill,
             "kv_cache_tokens": self._capacity_tokens,
+            "pass_s": round(time.monotonic() - self._pass_began_s, 3) if self._running else 0.0,
             **asdict(self._runner.counts),
         }
 
@@ -189,10 +194,14 @@ class TransformersEngine:
                 return False
             first = [self._waiting[index] for index in range(min(len(self._waiting), self._gang.batch_size))]
             usual = self._seen.usual_tokens(first)
+            self._note_pass()
             prompts, answers = [row.prompt_tokens for row in first], [self._most_answer(row) for row in first]
             for _ in range(rows_that_fit(prompts, answers, usual, self._capacity_tokens) if first else 0):
                 self._running.append(self._waiting.popleft())
         return True
+
+    def _note_pass(self, *_: Any) -> None:
+        self._pass_began_s = time.monotonic()
 
     def _gather(self) -> None:
         """Until the batch is full, or nothing has come for a moment: its requests may come from several routers."""

@@ -167,6 +167,7 @@ class FakeEngine:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
         self.dead = self.hangs = self.ends = False
+        self.pass_s: float | None = None  # of an engine that answers in the midst of a step
         self.most_held = 0
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
@@ -236,10 +237,11 @@ class FakeEngine:
         self._held.pop(request_id, None)
         self._states.pop(request_id, None)
 
-    async def status(self) -> dict[str, int]:
+    async def status(self) -> dict[str, float]:
         if self.hangs:
             await asyncio.Event().wait()
-        return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots)}
+        passing = {} if self.pass_s is None else {"pass_s": self.pass_s}
+        return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots), **passing}
 
     def pause(self) -> None:
         """Stop stepping, as a hung device does."""

@@ -328,6 +328,24 @@ async def test_an_engine_that_hangs_is_given_up_and_one_that_only_takes_long_is_
     await replica.relay.close()
 
 
+async def test_an_engine_that_answers_beside_a_pass_without_end_is_given_up(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=5.0)
+    await replica.relay.start("127.0.0.1")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x", 10_000)
+    replica.engine.pass_s = 4.9
+    await asyncio.sleep(0.2)
+    assert replica.relay.healthy
+    replica.engine.pass_s = 5.1
+    await until(lambda: not replica.relay.healthy)
+    await reader.ended
+    await replica.relay.drain()
+    await replica.relay.close()
+
+
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
     reader = await replica.reader()
     replica.engine.pause()

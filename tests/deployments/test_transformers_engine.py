@@ -162,6 +162,24 @@ async def test_a_request_aborted_in_prefill_says_nothing_and_in_decode_nothing_m
     assert len(running.tokens["other"]) < 20
 
 
+async def test_its_status_tells_how_long_a_forward_pass_takes_already(
+    held: tuple[Running, threading.Event],
+) -> None:
+    running, go = held
+    assert (await running.engine.status())["pass_s"] == 0.0
+    go.clear()
+    await running.engine.add(asked("x", [1, 2, 3], 40))
+    await running.until(lambda: bool(running.made._running))
+    await asyncio.sleep(0.3)
+    assert (await running.engine.status())["pass_s"] >= 0.2
+    go.set()
+    await running.until(lambda: len(running.tokens["x"]) > 2)
+    go.clear()
+    assert (await running.engine.status())["pass_s"] < 0.2
+    go.set()
+    await running.all_ended(1)
+
+
 async def test_what_waits_for_the_next_batch_can_be_aborted(held: tuple[Running, threading.Event]) -> None:
     running, go = held
     go.clear()
