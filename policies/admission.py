@@ -3,8 +3,8 @@
 A request that will miss its class's limit whatever happens is better refused at once, with the time after which it is
 worth another try, than kept until it times out. No paper of the five treats admission at the door.
 
-The quota is the generic cell rate algorithm (ITU-T I.371, a leaky bucket kept as one number): ``whole_s`` is the time
-at which everything spent will have come back.
+The quota is the generic cell rate algorithm (ITU-T I.371, a leaky bucket): what is owed is the time that everything
+spent takes to come back.
 """
 
 from collections.abc import Iterable
@@ -55,6 +55,18 @@ class Limits:
     quotas: tuple[Quota, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """An allowance that is whole again owed_s after at_s."""
+
+    owed_s: float = 0.0
+    at_s: float = -UNLIMITED
+
+    def rested(self, now_s: float) -> "Spent":
+        """As of now. While a clock was set back nothing comes back, and from there on it does again."""
+        return Spent(max(0.0, self.owed_s - max(0.0, now_s - self.at_s)), now_s)
+
+
 NO_LIMITS = Limits(max_waiting=1 << 31)
 
 
@@ -66,14 +78,14 @@ class Refusal:
     retry_after_s: float
 
 
-def spend(quota: Quota, whole_s: float, now_s: float) -> tuple[float, float]:
-    """Take a quota's cost: when it is whole again afterwards, and the seconds by which that is too late (<= 0: fine).
+def spend(quota: Quota, rested: Spent) -> tuple[Spent, float]:
+    """Take a quota's cost: what is owed afterwards, and the seconds by which that is too much (<= 0: fine).
 
-    whole' = max(now, whole) + cost / per_s, allowed up to now + max(burst, cost) / per_s; a millisecond is no delay.
+    owed' = owed + cost / per_s, allowed up to max(burst, cost) / per_s; a millisecond is no delay.
     """
-    after_s = max(now_s, whole_s) + quota.cost / quota.per_s
-    late_s = after_s - (now_s + max(quota.burst, quota.cost) / quota.per_s)
-    return after_s, late_s if late_s > _ROUNDING_S else min(late_s, 0.0)
+    owed_s = rested.owed_s + quota.cost / quota.per_s
+    late_s = owed_s - max(quota.burst, quota.cost) / quota.per_s
+    return Spent(owed_s, rested.at_s), late_s if late_s > _ROUNDING_S else min(late_s, 0.0)
 
 
 def predicted_wait_s(

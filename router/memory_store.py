@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s, spend
+from policies.admission import NO_LIMITS, Limits, Refusal, Spent, predicted_wait_s, spend
 from policies.gang import GangConfig, LaneView, first_formed
 from policies.placement import pick
 from policies.recall import RecallableView, WaitingView, recalls
@@ -76,7 +76,7 @@ class MemoryStateStore:
         self._recallable: set[str] = set()
         self._recalled: set[str] = set()
         self._edges: dict[str, LaneEdges] = {}  # by shape
-        self._spent: dict[str, float] = {}
+        self._spent: dict[str, Spent] = {}
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
@@ -213,10 +213,12 @@ class MemoryStateStore:
                 self._notices[router_id].put_nowait(notice)
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        had_a_place = ticket.request_id in self._places
+        had = self._places.get(ticket.request_id)
         self._forget(ticket.request_id)
+        if had is not None and had.ticket.router_id == ticket.router_id:
+            limits = NO_LIMITS
         if (refusal := self._refusal(ticket, limits)) is not None:
-            if had_a_place:  # which is another's now
+            if had is not None:  # a place, which is another's now
                 self._dispatch("")
             return refusal
         self._places[ticket.request_id] = _Place(ticket, self._now())
@@ -224,13 +226,15 @@ class MemoryStateStore:
 
     def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         """None spends the quotas."""
-        now_s, whole = self._now(), dict[str, float]()
+        now_s, spent = self._now(), dict[str, Spent]()
         for quota in limits.quotas:
-            whole[quota.name], late_s = spend(quota, self._spent.get(quota.name, -math.inf), now_s)
+            rested = self._spent.get(quota.name, Spent()).rested(now_s)
+            spent[quota.name], late_s = spend(quota, rested)
             if late_s > 0.0:
+                self._spent[quota.name] = rested
                 return Refusal(quota.name, late_s)
         if (refusal := self._no_room(ticket, limits)) is None:
-            self._spent.update(whole)
+            self._spent.update(spent)
         return refusal
 
     def _no_room(self, ticket: Ticket, limits: Limits) -> Refusal | None:

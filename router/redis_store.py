@@ -135,11 +135,16 @@ def _packed_limits(limits: Limits) -> bytes:
 
 
 class RedisStateStore:
-    """Takes the client, does not build it; `namespace` keeps several applications apart in one database."""
+    """Takes the client, does not build it; `namespace` keeps several applications apart in one database.
+
+    What stands before its first colon names the application, for which quotas are counted.
+    """
 
     def __init__(self, client: "redis.Redis", namespace: str) -> None:
         self._redis = client
-        self._prefix = f"{{sluice:{namespace}}}"
+        application, *model = namespace.split(":", 1)
+        self._application = f"{{sluice:{application}}}"  # the braces keep all of its keys in one slot of a cluster
+        self._prefix = ":".join((self._application, *model))
         prelude = (_LUA / "prelude.lua").read_text()
         self._scripts = {
             path.stem: client.register_script(prelude + path.read_text())
@@ -151,7 +156,7 @@ class RedisStateStore:
         return f"{self._prefix}:{name}"
 
     async def _run(self, script: str, *args: str | bytes | int | float) -> Any:
-        return await self._guard(lambda: self._scripts[script](keys=[self._prefix], args=list(args)))
+        return await self._guard(lambda: self._scripts[script](keys=[self._prefix, self._application], args=list(args)))
 
     async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Any:
         try:

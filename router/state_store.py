@@ -169,6 +169,9 @@ class StateStore(Protocol):
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
         """Queue a ticket (again) if the limits allow it, and assign what can be assigned.
 
+        One that its router has queued before was taken then, and has paid: it meets no limits. So a call may be
+        repeated whose reply was lost.
+
         Returns this router's new assignments, often the ticket itself and possibly earlier ones; a Refusal when the
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """

@@ -4,26 +4,38 @@
 local id, ticket, limits = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3])
 local now = now_s()
 
--- policies.admission.spend for every quota; only when all allow it is anything spent.
-local function quotas_allow()
-  local whole = {}
-  for i = 3, #limits do
-    local name, cost, per_s, burst = limits[i][1], limits[i][2], limits[i][3], limits[i][4]
-    local before = tonumber(redis.call('GET', P .. ':spent:' .. name) or '0')
-    local after = math.max(now, before) + cost / per_s
-    local allowed = now + math.max(burst, cost) / per_s
-    if after - allowed > 0.001 then
-      return false, { 0, name, tostring(after - allowed) }
-    end
-    whole[name] = after
-  end
-  return true, whole
+-- policies.admission.Spent.rested: what a quota owes now, in seconds.
+local function rested(name)
+  local raw = redis.call('GET', APPLICATION .. ':spent:' .. name)
+  local owed, at = unpack(raw and cmsgpack.unpack(raw) or { 0, now })
+  return math.max(0, owed - math.max(0, now - at))
 end
 
-local function spend(whole)
-  for name, at in pairs(whole) do
-    local ms = math.min(86400000, math.ceil((at - now) * 1000) + 1)
-    redis.call('SET', P .. ':spent:' .. name, at, 'PX', ms)
+local function owe(name, owed)
+  local ms = math.min(86400000, math.ceil(owed * 1000) + 1)
+  redis.call('SET', APPLICATION .. ':spent:' .. name, cmsgpack.pack({ owed, now }), 'PX', ms)
+end
+
+-- policies.admission.spend for every quota; only when all allow it is anything spent.
+local function quotas_allow()
+  local spent = {}
+  for i = 3, #limits do
+    local name, cost, per_s, burst = limits[i][1], limits[i][2], limits[i][3], limits[i][4]
+    local owed = rested(name)
+    local after = owed + cost / per_s
+    local late = after - math.max(burst, cost) / per_s
+    if late > 0.001 then
+      owe(name, owed) -- as of now: if the clock was set back, it counts from here
+      return false, { 0, name, tostring(late) }
+    end
+    spent[name] = after
+  end
+  return true, spent
+end
+
+local function spend(spent)
+  for name, owed in pairs(spent) do
+    owe(name, owed)
   end
 end
 
@@ -73,6 +85,9 @@ local function refused()
 end
 
 local had_a_place = forget(id)
+if had_a_place and had_a_place[ROUTER] == ticket[ROUTER] then
+  limits = { math.huge, math.huge } -- its reply was lost: it was taken then, and has paid
+end
 
 local function refuse(reply)
   if had_a_place then -- which is another's now
@@ -81,16 +96,16 @@ local function refuse(reply)
   return reply
 end
 
-local allowed, whole = quotas_allow()
+local allowed, spent = quotas_allow()
 if not allowed then
-  return refuse(whole)
+  return refuse(spent)
 end
 local replica = choose(ticket)
 local refusal = not replica and refused()
 if refusal then
   return refuse(refusal)
 end
-spend(whole)
+spend(spent)
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
 if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
   put_on(id, ticket, replica)

@@ -19,14 +19,14 @@
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
---   P:spent:<k>     quota k: the time at which it will be whole again
+--   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:edges         hash  shape -> {version, edges of bins, edges of buckets} in force
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
 -- is called back.
 --
 -- The twin in Python is router/memory_store.py; a contract test runs both over the same histories.
 
-local P = KEYS[1]
+local P, APPLICATION = KEYS[1], KEYS[2]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT = 10, 11, 12, 13
 local REPLICA, SINCE_MS, CHARGE = 14, 15, 16 -- since when it is in its lane, or on its replica

@@ -329,6 +329,22 @@ async def test_one_request_above_the_burst_takes_all_of_it(store: StateStore) ->
     assert isinstance(await store.enqueue(ticket("y"), Limits(max_waiting=9, quotas=(quota,))), Refusal)
 
 
+async def test_a_call_that_is_repeated_because_its_reply_was_lost_is_charged_once(store: StateStore) -> None:
+    limits = Limits(max_waiting=2, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=2.0),))
+    for _ in range(3):
+        assert await store.enqueue(ticket("x"), limits) == []
+    assert await store.enqueue(ticket("y"), limits) == []
+    for _ in range(2):  # though the class is full by now
+        assert await store.enqueue(ticket("x"), limits) == []
+    assert isinstance(await store.enqueue(ticket("z"), limits), Refusal)
+
+
+async def test_an_id_that_another_router_has_queued_is_charged(store: StateStore) -> None:
+    limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=1.0),))
+    assert await store.enqueue(ticket("x", router_id="b"), limits) == []
+    assert isinstance(await store.enqueue(ticket("x"), limits), Refusal)
+
+
 async def test_new_edges_move_what_waits_and_the_second_router_comes_too_late(store: StateStore) -> None:
     assert await store.swap_edges(SHAPE, 0) is None
     for name, predicted in (("short", 5.0), ("long", 50.0), ("unknown", None)):

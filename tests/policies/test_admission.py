@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission import Quota, predicted_wait_s, spend
+from policies.admission import Quota, Spent, predicted_wait_s, spend
 from policies.errors import ConfigError
 
 
@@ -11,20 +11,27 @@ def quota(cost: float = 1.0, per_s: float = 1.0, burst: float = 5.0) -> Quota:
 
 
 def test_a_rested_allowance_gives_its_burst_and_then_one_at_a_time() -> None:
-    whole_s, taken_at = 0.0, []
+    spent, taken_at = Spent(), []
     for tenth in range(1000, 1100):
-        after_s, late_s = spend(quota(), whole_s, tenth / 10)
+        after, late_s = spend(quota(), spent.rested(tenth / 10))
         if late_s <= 0:
-            whole_s = after_s
+            spent = after
             taken_at.append(tenth / 10)
     assert taken_at[:5] == [100.0, 100.1, 100.2, 100.3, 100.4]
     assert taken_at[5:] == [101.0, 102.0, 103.0, 104.0, 105.0, 106.0, 107.0, 108.0, 109.0]
 
 
 def test_what_comes_too_early_is_told_how_much() -> None:
-    assert spend(quota(cost=5.0), 100.0, 100.0) == (105.0, 0.0)
-    assert spend(quota(cost=2.0), 105.0, 100.0)[1] == 2.0
-    assert spend(quota(cost=2.0), 105.0, 102.0)[1] == 0.0
+    spent, late_s = spend(quota(cost=5.0), Spent().rested(100.0))
+    assert (spent, late_s) == (Spent(5.0, 100.0), 0.0)
+    assert spend(quota(cost=2.0), spent.rested(100.0))[1] == 2.0
+    assert spend(quota(cost=2.0), spent.rested(102.0))[1] == 0.0
+
+
+def test_a_clock_that_was_set_back_neither_gives_nor_locks_out() -> None:
+    spent = Spent(owed_s=5.0, at_s=3700.0).rested(100.0)
+    assert spent == Spent(5.0, 100.0)
+    assert spent.rested(102.0) == Spent(3.0, 102.0)
 
 
 @given(
@@ -32,23 +39,23 @@ def test_what_comes_too_early_is_told_how_much() -> None:
     pauses=st.lists(st.floats(0.0, 3.0), min_size=50, max_size=50),
 )
 def test_never_more_than_burst_and_rate_allow(costs: list[float], pauses: list[float]) -> None:
-    now_s = whole_s = spent = 0.0
+    now_s, allowance, taken = 0.0, Spent(), 0.0
     for cost, pause_s in zip(costs, pauses, strict=False):
         now_s += pause_s
-        after_s, late_s = spend(quota(cost=cost), whole_s, now_s)
+        after, late_s = spend(quota(cost=cost), allowance.rested(now_s))
         if late_s <= 0:
-            whole_s, spent = after_s, spent + cost
-        assert spent <= 5.0 + now_s + 1.1e-3  # its own rounding
+            allowance, taken = after, taken + cost
+        assert taken <= 5.0 + now_s + 1.1e-3  # its own rounding
 
 
 @pytest.mark.parametrize("now_s", [1.76e9 + 0.123456, 1.79e9 + 0.9])
 def test_a_minutes_worth_may_be_taken_at_once_at_any_rate(now_s: float) -> None:
     for rate in (*range(1, 400), 5000):
-        allowance, whole_s = quota(per_s=rate / 60, burst=float(rate)), 0.0
+        allowance, spent = quota(per_s=rate / 60, burst=float(rate)), Spent()
         for _ in range(rate):
-            whole_s, late_s = spend(allowance, whole_s, now_s)
+            spent, late_s = spend(allowance, spent.rested(now_s))
             assert late_s <= 0.0
-        assert spend(allowance, whole_s, now_s)[1] > 0.0
+        assert spend(allowance, spent.rested(now_s))[1] > 0.0
 
 
 def test_a_wait_is_the_work_ahead_over_the_pace_of_all_replicas() -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
-from policies.admission import Limits, Quota
+from policies.admission import Limits, Quota, Refusal
 from policies.errors import ConfigError, StateStoreError
 from predictor.learned import Scored
 from router import redis_store
@@ -107,6 +108,39 @@ async def test_namespaces_do_not_mix(redis_url: str, namespace: str) -> None:
     assert [(await store.snapshot()).waiting for store in stores] == [1, 0]
     for store in stores:
         await store.close()
+
+
+ONE_A_MINUTE = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=1 / 60, burst=1.0),))
+
+
+async def test_models_of_one_application_share_a_quota_and_other_applications_do_not(
+    redis_url: str, namespace: str
+) -> None:
+    first, second, other = (
+        RedisStateStore(connect(redis_url), name)
+        for name in (f"{namespace}:model", f"{namespace}:another:prefill", f"{namespace}-2:model")
+    )
+    assert await first.enqueue(TICKET, ONE_A_MINUTE) == []
+    assert isinstance(await second.enqueue(TICKET, ONE_A_MINUTE), Refusal)
+    assert await other.enqueue(TICKET, ONE_A_MINUTE) == []
+    for store in (first, second, other):
+        await store.close()
+
+
+async def test_a_clock_of_redis_that_is_set_back_locks_nobody_out(redis_url: str, namespace: str) -> None:
+    store, admin = RedisStateStore(connect(redis_url), namespace), connect(redis_url)
+    assert await store.enqueue(TICKET, ONE_A_MINUTE) == []
+    key = f"{{sluice:{namespace}}}:spent:k"
+    for set_back_s, owed_s in ((0.0, 60.0), (3600.0, 60.0), (-40.0, 20.0)):  # the last lets time pass
+        kept = await admin.get(key)
+        assert isinstance(kept, bytes)
+        owed, at_s = msgspec.msgpack.decode(kept)
+        await admin.set(key, msgspec.msgpack.encode((owed, at_s + set_back_s)))
+        refused = await store.enqueue(replace(TICKET, request_id="y"), ONE_A_MINUTE)
+        assert isinstance(refused, Refusal)
+        assert refused.retry_after_s == pytest.approx(owed_s, abs=10.0)
+    await admin.aclose()
+    await store.close()
 
 
 async def test_a_cancellation_is_never_lost(new_store: Callable[[], RedisStateStore]) -> None:
