@@ -777,17 +777,23 @@ class AppConfig(ModelSection):
     def engine_argv(self, role: Role = "decode") -> list[str]:
         """The arguments for vLLM on an engine replica."""
         prefill = self.engine.prefill
-        settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
         # What this machine's processor does well is no part of the model's identity: machines may differ in it.
         dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in _options(self.vllm_args) else []
         argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill) if prefill is not None else [])]
-        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
-        if prefill is None and not planned:
+        if (settings := self.scheduler_settings(role)) is None:
             return argv
-        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
-        settings = settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
         told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
         return [*argv, "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
+
+    def scheduler_settings(self, role: Role = "decode") -> SchedulerSettings | None:
+        """Of an engine replica; None where it runs vLLM's own scheduler, or none."""
+        prefill = self.engine.prefill
+        settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
+        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
+        if prefill is None and not planned:
+            return None
+        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
+        return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
 
     def _transfer_argv(self, prefill: PrefillSection) -> list[str]:
         """Both sides get the same: which one moves what is said with each request."""

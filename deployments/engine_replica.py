@@ -18,6 +18,7 @@ from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
 from deployments.environment import check_build, nixl_env
 from deployments.heavy_imports import heavy_imports
+from deployments.live_control import LiveControl
 from deployments.logs import last_error, log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.redis_server import redis_ready
@@ -83,12 +84,14 @@ class EngineReplica:
         }
         self._store = RedisStateStore(redis, namespaces[role])
         self._others = RedisStateStore(redis, namespaces["decode" if role == "prefill" else "prefill"])
+        self._live_control = LiveControl(self._store, config.scheduler_settings(role), self._engine.control)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._leave)
         await self._engine.status()  # from now on it knows what it would admit
         if config.gang is None:  # the other kind of engine serves none
             await self._engine.load_adapters()
         await self._relay.start(host)
+        self._relay.repeat(self._live_control.follow, "live control")
         if config.engine.prefill is not None:
             await self._check_pairs()
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
@@ -154,8 +157,8 @@ class EngineReplica:
         return fleet_stats(await self._store.snapshot())
 
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change settings of the engine's scheduler between two steps; returns those in force."""
-        return dict(await self._engine.control(changes))
+        """Change settings of the engines' schedulers between two steps; see `LiveControl.change`."""
+        return await self._live_control.change(changes)
 
     def check_health(self) -> None:
         if not self._relay.healthy:

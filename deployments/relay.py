@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -225,6 +225,10 @@ class Relay:
         if self.info.gang_max_wait_s is not None:
             often_s = tick_s(self.info.gang_max_wait_s, self._config.heartbeat_s)
             self._background.repeat(self._ask_for_due, often_s, "gang tick")
+
+    def repeat(self, call: Callable[[], Awaitable[None]], name: str) -> None:
+        """Call it at every heartbeat until this relay closes; failures are counted."""
+        self._background.repeat(call, self._config.heartbeat_s, name)
 
     async def drain(self, serving_s: float = math.inf) -> None:
         """Take no more requests, and return when the last one has ended.

@@ -9,7 +9,7 @@ import contextlib
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from policies.admission import NO_LIMITS, Limits, Refusal, Spent, predicted_wait_s, spend
@@ -80,6 +80,7 @@ class MemoryStateStore:
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
+        self._settings: dict[str, dict[str, bytes]] = {}
         self._metrics: dict[str, tuple[float, bytes]] = {}
 
     def _waiting(self) -> list[_Place]:
@@ -371,6 +372,12 @@ class MemoryStateStore:
         known = seen if seen <= self._lengths_total else 0  # more than there are: of another store's life
         unseen = min(self._lengths_total - known, len(self._lengths))
         return self._lengths_total, self._lengths[len(self._lengths) - unseen :]
+
+    async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
+        self._settings.setdefault(configured, {}).update(changes)
+
+    async def changed_settings(self, configured: str) -> dict[str, bytes]:
+        return dict(self._settings.get(configured, {}))
 
     async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
         self._metrics[router_id] = (self._now() + ttl_s, exposition)

@@ -243,6 +243,15 @@ class RedisStateStore:
         total, unseen = await self._run("exchange_lengths", seen, keep, *packed)
         return total, [_length_decoder.decode(raw) for raw in unseen]
 
+    async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
+        fields: dict[Any, Any] = {f"{configured}:{name}": value for name, value in changes.items()}
+        await self._guard(lambda: cast(Awaitable[Any], self._redis.hset(self._key("settings"), mapping=fields)))
+
+    async def changed_settings(self, configured: str) -> dict[str, bytes]:
+        found = await self._guard(lambda: cast(Awaitable[Any], self._redis.hgetall(self._key("settings"))))
+        fields = ((*field.decode().split(":", 1), value) for field, value in found.items())
+        return {name: value for kind, name, value in fields if kind == configured}
+
     async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
         key = self._key(f"metrics:{router_id}")
         await self._guard(lambda: self._redis.set(key, exposition, px=int(ttl_s * 1000)))

@@ -6,7 +6,7 @@ runs both over the same random histories.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -248,6 +248,12 @@ class StateStore(Protocol):
         `seen` is the count that the last call returned, 0 at first. Returns the new count and the lengths observed
         since, by all routers and oldest first, as far as the window still holds them.
         """
+
+    async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
+        """Keep settings, by name, for whoever was configured in this way."""
+
+    async def changed_settings(self, configured: str) -> dict[str, bytes]:
+        """All that were kept for those who were."""
 
     async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
         """Keep this router's metrics for ttl_s, so that any router can answer for all."""

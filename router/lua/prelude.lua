@@ -20,6 +20,7 @@
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
+--   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
 --   P:edges         hash  shape -> {version, edges of bins, edges of buckets} in force
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
 -- is called back.

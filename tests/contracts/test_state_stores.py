@@ -245,6 +245,13 @@ async def test_metrics_of_living_routers_are_shown(store: StateStore) -> None:
     assert await store.all_metrics() == {"a": b"page of a"}
 
 
+async def test_settings_are_kept_by_name_for_those_configured_alike(store: StateStore) -> None:
+    await store.change_settings("this way", {"mode": b"1", "refill": b"2"})
+    await store.change_settings("this way", {"refill": b"3"})
+    assert await store.changed_settings("this way") == {"mode": b"1", "refill": b"3"}
+    assert await store.changed_settings("another") == {}
+
+
 async def test_a_replica_is_found_as_it_registered(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
     assert await store.replica_info("r") == info("r")

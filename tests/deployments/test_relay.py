@@ -346,6 +346,19 @@ async def test_an_engine_that_answers_beside_a_pass_without_end_is_given_up(
     await replica.relay.close()
 
 
+async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fails(replica: Replica) -> None:
+    calls: list[int] = []
+
+    async def fail() -> None:
+        calls.append(len(calls))
+        raise ConfigError("this engine knows no such class")
+
+    replica.relay.repeat(fail, "live control")
+    await until(lambda: len(calls) > 2)
+    reader = await replica.reader()
+    assert (await reader.connection.call("status", timeout_s=30))["background_failures"]["live control"] > 2
+
+
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
     reader = await replica.reader()
     replica.engine.pause()

@@ -188,6 +188,7 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
         await store.release(INFO.replica_id, ["then"])
         await store.exchange_lengths(0, [FinishedLength("standard", 7)], 8)
         await store.swap_edges("2 bins", life, [0.0, 10.0 + life, math.inf])
+        await store.change_settings("this way", {"mode": b"1"})
         await store.publish_metrics("a", b"page", 60.0)
         if life == 0:
             await store.beat_router("a", 60.0)
@@ -195,7 +196,7 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
         await store.drop_replica(INFO.replica_id)
     await store.remove_router("a")
     left = await left_s()
-    assert {"lengths", "lengths_total", "edges", "started", "overtaken"} <= left.keys()
+    assert {"lengths", "lengths_total", "edges", "settings", "started", "overtaken"} <= left.keys()
     assert all(0 < seconds <= WEEK_S for seconds in left.values()), left
     await client.expire(f"{store._prefix}:edges", 60)
     await store.beat_router("a", 60.0)

@@ -1,0 +1,86 @@
+"""What one engine's scheduler was told reaches the schedulers of all replicas that are configured alike."""
+
+import time
+from typing import Any
+
+import pytest
+
+from deployments.live_control import LiveControl
+from deployments.scheduler_settings import SchedulerSettings
+from policies.errors import ConfigError
+from router.memory_store import MemoryStateStore
+
+CONFIGURED = SchedulerSettings(max_batch_size=64)
+
+
+class Replica:
+    """An engine that checks what it is told as the scheduler does, and knows no classes but its own."""
+
+    def __init__(self, store: MemoryStateStore, configured: SchedulerSettings = CONFIGURED, *classes: str) -> None:
+        self.settings, self.told, self._classes = configured, 0, classes
+        self.live = LiveControl(store, configured, self._control)
+
+    async def _control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        self.told += 1
+        settings = self.settings.changed(changes)
+        if unknown := set(settings.class_itl_targets_s) - set(self._classes):
+            raise ConfigError(f"no such classes: {unknown}")
+        self.settings = settings
+        return settings.model_dump(mode="json")
+
+
+@pytest.fixture
+def store() -> MemoryStateStore:
+    return MemoryStateStore(time.monotonic)
+
+
+async def test_all_replicas_take_over_what_one_was_told_and_so_does_a_later_one(store: MemoryStateStore) -> None:
+    first, second = Replica(store), Replica(store)
+    assert (await first.live.change({"mode": "mixed", "itl_target_s": 0.05}))["mode"] == "mixed"
+    await second.live.follow()
+    await second.live.change({"itl_target_s": None})
+    await first.live.follow()
+    later = Replica(store)
+    await later.live.follow()
+    wanted = CONFIGURED.changed({"mode": "mixed"})
+    assert [each.settings for each in (first, second, later)] == [wanted] * 3
+
+
+async def test_a_change_of_nothing_tells_the_settings_in_force(store: MemoryStateStore) -> None:
+    assert await Replica(store).live.change({}) == CONFIGURED.model_dump(mode="json")
+
+
+async def test_what_has_not_changed_is_told_once(store: MemoryStateStore) -> None:
+    first, second = Replica(store), Replica(store)
+    await first.live.change({"mode": "mixed"})
+    for _ in range(3):
+        await first.live.follow()
+        await second.live.follow()
+    assert (first.told, second.told) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "fast"}, {"speed": 11}, {"mode": "mixed", "refill": 0}])
+async def test_what_is_wrong_is_refused_at_the_door_and_told_to_nobody(
+    store: MemoryStateStore, wrong: dict[str, Any]
+) -> None:
+    first, second = Replica(store), Replica(store)
+    with pytest.raises(ConfigError, match=next(reversed(wrong))):
+        await first.live.change(wrong)
+    await second.live.follow()
+    assert (first.settings, second.settings, second.told) == (CONFIGURED, CONFIGURED, 0)
+
+
+async def test_what_one_engine_alone_refuses_is_said_once(store: MemoryStateStore) -> None:
+    first, second = Replica(store, CONFIGURED, "chat"), Replica(store)
+    await first.live.change({"class_itl_targets_s": {"chat": 0.1}})
+    with pytest.raises(ConfigError, match="chat"):
+        await second.live.follow()
+    await second.live.follow()
+    assert second.told == 1
+
+
+async def test_a_redeploy_with_other_settings_begins_with_those(store: MemoryStateStore) -> None:
+    await Replica(store).live.change({"mode": "mixed"})
+    redeployed = Replica(store, SchedulerSettings(max_batch_size=32))
+    await redeployed.live.follow()
+    assert (redeployed.settings.mode, redeployed.told) == ("auto", 0)
