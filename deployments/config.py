@@ -779,7 +779,7 @@ class AppConfig(ModelSection):
         prefill = self.engine.prefill
         # What this machine's processor does well is no part of the model's identity: machines may differ in it.
         dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in _options(self.vllm_args) else []
-        argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill) if prefill is not None else [])]
+        argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill, role) if prefill is not None else [])]
         if (settings := self.scheduler_settings(role)) is None:
             return argv
         told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
@@ -795,9 +795,10 @@ class AppConfig(ModelSection):
         targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
         return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
 
-    def _transfer_argv(self, prefill: PrefillSection) -> list[str]:
-        """Both sides get the same: which one moves what is said with each request."""
-        settings: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
+        """Both sides get the same but for what they do: caches go from those that prefill to those that decode."""
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        settings: dict[str, Any] = {"kv_role": kv_role, "kv_load_failure_policy": "recompute"}
         if prefill.connector == "nixl":
             settings["kv_connector"] = "NixlConnector"
             settings["kv_connector_extra_config"] = {"kv_lease_duration": int(prefill.keep_s)}

@@ -394,9 +394,10 @@ def argv_of(section: dict[str, Any], role: config_module.Role) -> dict[str, Any]
     return {"transfer": transfer, "scheduler": scheduler, "argv": argv}
 
 
-def test_both_groups_get_the_same_connector_and_schedulers_of_their_own() -> None:
+def test_both_groups_get_the_same_connector_with_its_two_roles_and_schedulers_of_their_own() -> None:
     reading, answering = (argv_of({"scheduler": {"mode": "stock"}, "keep_s": 12}, r) for r in ("prefill", "decode"))
-    assert reading["transfer"] == answering["transfer"]
+    assert reading["transfer"] == answering["transfer"] | {"kv_role": "kv_producer"}
+    assert answering["transfer"]["kv_role"] == "kv_consumer"
     assert reading["transfer"]["kv_connector"] == "NixlConnector"
     assert reading["transfer"]["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert (reading["scheduler"]["mode"], answering["scheduler"]["mode"]) == ("stock", "auto")
