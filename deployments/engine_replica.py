@@ -1,8 +1,8 @@
 """The deployment that runs the model: an engine core and the relay in front of it."""
 
 import asyncio
-import importlib.util
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
@@ -19,7 +19,7 @@ from deployments.config import AppConfig, Role
 from deployments.environment import check_build, nixl_env
 from deployments.heavy_imports import heavy_imports
 from deployments.live_control import LiveControl
-from deployments.logs import last_error, log_as_json
+from deployments.logs import last_error, last_line, log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.redis_server import redis_ready
 from deployments.relay import Relay, RelayConfig
@@ -31,11 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 def _require_nixl() -> None:
-    if importlib.util.find_spec("nixl") is None:
+    """Its backend is a package of its own, for one version of CUDA. Raises ConfigError where either does not import."""
+    try:
+        import nixl  # noqa: F401
+    except ImportError as error:
+        import torch
+
+        cuda = torch.version.cuda or "12"  # without CUDA either backend runs
         raise ConfigError(
-            "engine.prefill.connector: nixl needs the package of that name: "
-            "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1, or set connector: file"
-        )
+            f"engine.prefill.connector: nixl needs the package of that name ({error}): pip install --no-deps "
+            f"nixl==1.5.1 nixl-cu{cuda.split('.')[0]}==1.5.1, or set connector: file"
+        ) from error
 
 
 def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
@@ -72,8 +78,8 @@ class EngineReplica:
         await redis_ready(redis_server)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
-            _require_nixl()
             os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
+            _require_nixl()  # it may read its environment when it is imported
         self._engine = await self._load()
         self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         redis = connect(redis_url, config.redis_ca_certs)
@@ -100,18 +106,30 @@ class EngineReplica:
         with heavy_imports():
             from deployments.vllm_adapter import VllmEngine, parse_vllm_args
 
+        limit_s, gang = self._config.engine.start_timeout_s, self._config.gang
         args = parse_vllm_args(self._config.engine_argv(self._role))
-        if self._config.gang is None:
-            check_build(self._config.engine.num_gpus)
-            try:
-                return await asyncio.to_thread(VllmEngine, args)
-            except RuntimeError as error:  # vLLM's own says "see above", and above is the log of this process
-                log = Path(global_worker.get_err_file_path())
-                why = await asyncio.to_thread(last_error, log)
-                raise EngineStartError(f"the engine did not start: {why or error}") from error
-        from deployments.transformers_engine import TransformersEngine
+        try:
+            async with asyncio.timeout(limit_s):
+                if gang is None:
+                    check_build(self._config.engine.num_gpus)
+                    return await asyncio.to_thread(VllmEngine, args)
+                from deployments.transformers_engine import TransformersEngine
 
-        return await asyncio.to_thread(TransformersEngine, args, self._config.gang, asyncio.get_running_loop())
+                return await asyncio.to_thread(TransformersEngine, args, gang, asyncio.get_running_loop())
+        except TimeoutError as error:
+            for engine_core in multiprocessing.active_children():
+                engine_core.kill()  # vLLM would wait for it without end, in a thread that nothing else ends
+            logs = [Path(path) for path in (global_worker.get_out_file_path(), global_worker.get_err_file_path())]
+            raise EngineStartError(
+                f"the engine did not start within {limit_s:g} s (engine.start_timeout_s); "
+                f"its log ends with: {await asyncio.to_thread(last_line, logs)}"
+            ) from error
+        except RuntimeError as error:  # vLLM's own says "see above", and above is the log of this process
+            if gang is not None:
+                raise
+            log = Path(global_worker.get_err_file_path())
+            why = await asyncio.to_thread(last_error, log)
+            raise EngineStartError(f"the engine did not start: {why or error}") from error
 
     async def _check_pairs(self) -> None:
         """Where its pair differs, or nobody can tell, this replica leaves: else routers would go on finding it.

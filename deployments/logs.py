@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from pythonjsonlogger.json import JsonFormatter
@@ -37,6 +38,13 @@ def last_error(log: Path, *, within_s: float = 2.0) -> str | None:
     while not (found := _ERROR.findall(_end_of(log))) and time.monotonic() < give_up_s:
         time.sleep(0.1)
     return str(found[-1].decode(errors="replace")) if found else None
+
+
+def last_line(logs: Iterable[Path]) -> str:
+    """Of the log that was written last; "" where there is none."""
+    found = max((log for log in logs if log.is_file()), key=lambda log: log.stat().st_mtime, default=None)
+    lines = _end_of(found).decode(errors="replace").splitlines() if found else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _end_of(log: Path) -> bytes:

@@ -1,18 +1,22 @@
 """Two groups of engine replicas: only equals read each other's KV caches."""
 
 import asyncio
+import multiprocessing
 import sys
+import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
-from deployments.config import AppConfig
-from deployments.engine_replica import EngineReplica, check_pairs
+from deployments.config import AppConfig, EngineSection
+from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env
 from policies.errors import ConfigError, EngineStartError, StateStoreError
 from router.state_store import ReplicaInfo
+from tests.waiting import until
 
 
 def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
@@ -73,3 +77,37 @@ async def test_a_replica_whose_pair_cannot_be_checked_leaves(error: type[BaseExc
     with pytest.raises(error):
         await EngineReplica._check_pairs(replica)
     assert left
+
+
+async def test_an_engine_that_never_starts_is_ended_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def hangs(args: object) -> NoReturn:
+        started.append(multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), daemon=True))
+        started[0].start()
+        started[0].join()  # as vLLM waits: without a limit, but until the process ends
+        raise RuntimeError("see root cause above")
+
+    monkeypatch.setitem(
+        sys.modules, "deployments.vllm_adapter", SimpleNamespace(VllmEngine=hangs, parse_vllm_args=list)
+    )
+    monkeypatch.setattr("deployments.engine_replica.last_line", lambda logs: "Loading weights: 3 of 9")
+    replica: Any = SimpleNamespace(
+        _config=AppConfig(model="m", engine=EngineSection(start_timeout_s=1.0)), _role="decode"
+    )
+    with pytest.raises(EngineStartError, match=r"within 1 s \(engine.start_timeout_s\).*Loading weights: 3 of 9"):
+        await EngineReplica._load(replica)
+    await until(lambda: not started[0].is_alive())
+
+
+@pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])
+def test_a_nixl_that_does_not_import_is_named_with_the_backend_that_it_lacks(
+    cuda: str | None, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The package is there, and raises ImportError where that of torch's version of CUDA is missing."""
+    (tmp_path / "nixl.py").write_text("raise ImportError('its backend is not installed')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nixl", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=cuda)))
+    with pytest.raises(ConfigError, match=rf"its backend is not installed.*nixl==1\.5\.1 {backend}==1\.5\.1"):
+        _require_nixl()

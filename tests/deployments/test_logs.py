@@ -1,6 +1,7 @@
 """Log lines reach the process's standard error at once, whatever Ray Serve does with `sys.stderr`."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.logs import last_error
+from deployments.logs import last_error, last_line
 
 SCRIPT = """
 import io, logging, os, sys
@@ -47,3 +48,12 @@ def test_a_log_without_an_error_has_none(tmp_path: Path) -> None:
     assert last_error(tmp_path / "nowhere.err", within_s=0) is None
     (tmp_path / "worker.err").write_text("WARNING no Error: here")
     assert last_error(tmp_path / "worker.err", within_s=0) is None
+
+
+def test_the_last_line_is_that_of_the_log_written_last(tmp_path: Path) -> None:
+    out, err = tmp_path / "worker.out", tmp_path / "worker.err"
+    assert last_line([out, err]) == ""
+    out.write_text("one\ntwo\n\n")
+    err.write_text("other\n")
+    os.utime(err, (1, 1))
+    assert last_line([out, err]) == "two"
