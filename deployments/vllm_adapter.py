@@ -425,13 +425,32 @@ def _without_transfer(params: SamplingParams) -> SamplingParams:
     return params
 
 
+# EPLB wants a size above 1, so they go together.
+_OF_ENGINES_ALONE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "eplb_config",
+    "enable_dbo",
+    "enable_sleep_mode",
+    "enable_cumem_allocator",
+)
+
+
 def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     """As of one front end among several, so that images always travel with their request.
 
     A front end that believes its engine to be the only one sends an image once and its hash from then on, which another
-    replica, or the next one, cannot resolve.
+    replica, or the next one, cannot resolve. What a router's own platform may refuse, for it mostly has no GPU, and
+    what a front end does not use, is left to the engines.
     """
     engine_args._api_process_count = 2
+    defaults = AsyncEngineArgs(model=engine_args.model)
+    for name in _OF_ENGINES_ALONE:
+        setattr(engine_args, name, getattr(defaults, name))
     return engine_config(engine_args)
 
 
@@ -525,14 +544,27 @@ def _note(context: HttpContext, conversations: Iterable[list[Any]], prompts: Ite
 # On an engine replica
 
 
+def _refuse_pooling(config: VllmConfig) -> None:
+    """Raises ConfigError for a model that embeds, classifies or scores: routers serve what generates."""
+    if config.model_config.runner_type == "pooling":
+        raise ConfigError(
+            f"{config.model_config.model} is a pooling model, and Sluice serves models that generate text"
+        )
+
+
 class VllmEngine:
     """vLLM's engine core in a child process, for the relay."""
 
     engine_version = ENGINE_VERSION
 
     def __init__(self, args: Namespace) -> None:
-        """Starts the engine and blocks until it is ready: run it in a thread."""
+        """Starts the engine and blocks until it is ready: run it in a thread.
+
+        Raises:
+            ConfigError: the model does not generate text.
+        """
         self._config: VllmConfig = engine_config(AsyncEngineArgs.from_cli_args(args))
+        _refuse_pooling(self._config)
         self.codec = VllmCodec()
         self._loras = lora_requests(args)
         self._admits: int | None = None

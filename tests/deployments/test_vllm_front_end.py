@@ -24,7 +24,7 @@ from deployments.vllm_adapter import (
     front_end_config,
     parse_vllm_args,
 )
-from policies.errors import SluiceError
+from policies.errors import ConfigError, SluiceError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 from tests.waiting import until
@@ -75,7 +75,6 @@ def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LLMEngine, "from_vllm_config", lambda config: config)
     engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
     assert (engine.slots, engine.max_batch_tokens) == served
-    assert limits(front_end_config(engine_args())) == served
     assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
 
 
@@ -99,3 +98,24 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
         front_end = FrontEnd(config, redis, None)
         await front_end.start(resources)
         assert front_end.routed._policy.config.max_batch_tokens == 300
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--enable-sleep-mode"],
+        ["--enable-cumem-allocator"],
+        ["-tp", "4", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 4}'],
+        ["-tp", "4", "-dcp", "2"],
+    ],
+    ids=" ".join,
+)
+def test_a_router_without_a_gpu_takes_arguments_that_only_engines_with_one_do(argv: list[str]) -> None:
+    args = AsyncEngineArgs.from_cli_args(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, *argv]))
+    assert front_end_config(args).parallel_config.world_size == 1
+
+
+def test_a_model_that_embeds_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="is a pooling model"):
+        VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--runner", "pooling"]))
