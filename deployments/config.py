@@ -476,7 +476,6 @@ _PARALLEL = (
     ("--tensor-parallel-size", "-tp"),
     ("--pipeline-parallel-size", "-pp"),
     ("--prefill-context-parallel-size", "-pcp"),
-    ("--data-parallel-size", "-dp"),
 )
 
 
@@ -489,7 +488,7 @@ _NOT_FOR_TRANSFORMERS = {
 
 
 # With these the arguments do not say how many GPUs an engine has here.
-_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes", "--data-parallel-size-local", "-dpl"}
+_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes"}
 
 
 # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
@@ -555,6 +554,8 @@ class ModelSection(Section):
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         ours = {"--model": "model", "--served-model-name": "served_model_name", "--host": "HTTP options of Serve"}
         ours |= {"--port": "HTTP options of Serve", "--api-server-count": "router.replicas", "--api-key": "keys"}
+        # Of such an engine routers would be offered the slots of one rank: relays ask rank 0.
+        ours |= {"--data-parallel-size": "engine.replicas", "-dp": "engine.replicas"}
         if argv and not argv[0].startswith("-"):
             raise ValueError(f"must begin with an option, got {argv[0]!r}")
         for arg in argv:
