@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
-from deployments.environment import check_build, nixl_env
+from deployments.environment import check_build, nixl_env, set_up_gpu_engine
 from deployments.heavy_imports import heavy_imports
 from deployments.live_control import LiveControl
 from deployments.logs import last_error, last_line, log_as_json
@@ -76,6 +76,8 @@ class EngineReplica:
         log_as_json()
         keep_to_loopback()
         await redis_ready(redis_server)
+        if config.engine.num_gpus:
+            set_up_gpu_engine(config.engine.env)
         host = config.engine.bind_host or ray.util.get_node_ip_address()
         if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
             os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))

@@ -7,8 +7,9 @@ import os
 import random
 import resource
 import shlex
+import shutil
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,6 +113,27 @@ def check_build(num_gpus: float) -> None:
     """Raises ConfigError where an engine is to do without the GPU that the vLLM installed here needs."""
     if num_gpus == 0 and not vllm_is_for_cpus():
         raise ConfigError("engine.num_gpus is 0, and the vLLM installed here is not its CPU build: set engine.num_gpus")
+
+
+def set_up_gpu_engine(own: Mapping[str, str]) -> None:
+    """The environment of this process, before torch is imported, for an engine on GPUs.
+
+    own: what engine.env sets, which stands.
+    """
+    if "OMP_NUM_THREADS" not in own:
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, and vLLM would keep to it where it sets more for loading
+    if not _has_flashinfer_kernels():
+        # vLLM's default sampler would be compiled when the engine warms up, and end it.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _has_flashinfer_kernels() -> bool:
+    """Built in advance, or a compiler for them where FlashInfer looks for one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    folders = f"{home}/bin" if home else f"{os.environ.get('PATH', os.defpath)}:/usr/local/cuda/bin"
+    return (
+        shutil.which("nvcc", path=folders) is not None or importlib.util.find_spec("flashinfer_jit_cache") is not None
+    )
 
 
 def nixl_env(host: str, *, on_cpu: bool) -> dict[str, str]:

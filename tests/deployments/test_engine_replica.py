@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -13,7 +15,7 @@ import pytest
 
 from deployments.config import AppConfig, EngineSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
-from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env
+from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
 from policies.errors import ConfigError, EngineStartError, StateStoreError
 from router.state_store import ReplicaInfo
 from tests.waiting import until
@@ -111,3 +113,26 @@ def test_a_nixl_that_does_not_import_is_named_with_the_backend_that_it_lacks(
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=cuda)))
     with pytest.raises(ConfigError, match=rf"its backend is not installed.*nixl==1\.5\.1 {backend}==1\.5\.1"):
         _require_nixl()
+
+
+def test_an_engine_on_gpus_chooses_its_threads_and_compiles_nothing_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray sets OMP_NUM_THREADS to the CPUs of an actor, and what is set vLLM leaves alone."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "unset")
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    set_up_gpu_engine({"OMP_NUM_THREADS": "1"})
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ.pop("VLLM_USE_FLASHINFER_SAMPLER") == "0"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(0o755)
+    set_up_gpu_engine({})
+    assert not {"OMP_NUM_THREADS", "VLLM_USE_FLASHINFER_SAMPLER"} & os.environ.keys()
+
+
+def test_threads_are_chosen_before_torch_counts_them() -> None:
+    """It reads OMP_NUM_THREADS once, when it is imported."""
+    script = "import sys, deployments.engine_replica; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -37,6 +37,12 @@ def test_the_image_says_how_it_is(file: Path) -> None:
     assert "HEALTHCHECK" in last and "/health" in last
 
 
+def test_the_gpu_image_has_no_compiler_for_the_sampler_that_would_need_one() -> None:
+    last = _stages(next(file for file in FILES if file.name == "Dockerfile.gpu"))[-1]
+    assert "nvcc" not in re.findall(r"^RUN (?:.*\\\n)*.*$", last, re.MULTILINE)[0]
+    assert "VLLM_USE_FLASHINFER_SAMPLER=0" in last
+
+
 @every_file
 def test_nothing_that_builds_is_left(file: Path) -> None:
     last = _stages(file)[-1]
