@@ -4,15 +4,16 @@ Not in the papers: paper 000 trains one predictor for one model. A score ranks p
 depends on the model, its system prompt and its sampling, and is learnt online. The latest requests are sorted by score
 into cells of equal count. In each cell the lengths' law is the product-limit (Kaplan-Meier) estimate, so that answers
 cut at a limit count as longer than that; its mean and its quantiles become the curve's values at the cell's median
-score, and pool-adjacent-violators (isotonic regression) keeps each of them from falling. Between cells the curve is a
-line, outside it is flat. The longest answer of a cell counts as ended even if it was cut (Efron's convention): means
-behind a limit are therefore at most that limit.
+score, and pool-adjacent-violators (isotonic regression) keeps each of them from falling. Cells of one median score are
+one cell, for a score has one value. Between cells the curve is a line, outside it is flat. The longest answer of a cell
+counts as ended even if it was cut (Efron's convention): means behind a limit are therefore at most that limit.
 """
 
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,11 @@ def fit_curve(
     if not scores:
         raise InputError("a curve needs at least one finished request")
     order = np.argsort(scores, kind="stable")
-    cells = np.array_split(order, min(config.max_cells, max(1, len(order) // config.cell_requests)))
     score, tokens, cut = np.asarray(scores, float), np.asarray(output_tokens, float), np.asarray(is_cut, bool)
+    equal_counts = np.array_split(order, min(config.max_cells, max(1, len(order) // config.cell_requests)))
+    cells = [
+        np.concatenate(list(same)) for _, same in groupby(equal_counts, lambda cell: float(np.median(score[cell])))
+    ]
     laws = [_mean_and_quantiles(tokens[cell], cut[cell], config.fractions) for cell in cells]
     counts = np.array([len(cell) for cell in cells], dtype=np.float64)
     columns = [tuple(never_falling(column, counts).tolist()) for column in np.array(laws).T]

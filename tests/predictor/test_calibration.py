@@ -92,6 +92,25 @@ def test_answers_cut_at_a_limit_count_as_longer() -> None:
     assert ignoring.predict(5.0).quantile_tokens[0.5] < 0.7 * truth
 
 
+def test_equal_scores_have_one_law_that_of_all_their_requests() -> None:
+    tokens = np.random.default_rng(6).lognormal(5.0, 1.0, 400).round()
+    curve = fit_curve([0.0] * 400, tokens.tolist(), [False] * 400, CalibratorConfig())
+    assert curve.scores == (0.0,)
+    prediction = curve.predict(0.0)
+    assert prediction.mean_tokens == pytest.approx(tokens.mean())
+    ascending = sorted(tokens)
+    assert prediction.quantile_tokens == {0.1: ascending[39], 0.5: ascending[199], 0.9: ascending[359]}
+
+
+def test_a_prompt_that_many_ask_has_the_mean_of_its_answers() -> None:
+    chance = np.random.default_rng(7)
+    scores = np.concatenate([chance.normal(5.0, 0.5, 1200), np.full(800, 5.0)])
+    tokens = np.exp(scores + chance.normal(0.0, 1.0, 2000))
+    order = chance.permutation(2000)
+    curve = fit_curve(scores[order].tolist(), tokens[order].tolist(), [False] * 2000, CalibratorConfig())
+    assert curve.predict(5.0).mean_tokens == pytest.approx(tokens[scores == 5.0].mean(), rel=0.05)
+
+
 def test_requests_outside_the_window_are_forgotten() -> None:
     calibrator = Calibrator(PRIOR, CalibratorConfig(window_requests=96, refit_every=1))
     for _ in range(96):
