@@ -10,6 +10,7 @@ from typing import Any
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import Order
 from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig
@@ -18,7 +19,7 @@ from policies.types import BatchPolicy, StepTimes
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
-from simulator.gang import GangCluster, GangConfig, GangTimes
+from simulator.gang import GangCluster, GangTimes
 from simulator.requests import Request
 from simulator.router import Router, RouterConfig
 from simulator.workload import Workload
@@ -192,10 +193,12 @@ class GangRun:
         return sum(r.finished_s - r.arrival_s for r in self.requests if r.finished_s is not None) / len(self.requests)
 
 
-def run_gang(config: GangConfig, bins: MultiBinConfig, times: GangTimes, workload: Workload) -> GangRun:
+def run_gang(
+    config: GangConfig, bins: MultiBinConfig, times: GangTimes, workload: Workload, replicas: int = 1
+) -> GangRun:
     """Serve the workload in gang batches to its end."""
     requests = workload.requests()
-    cluster = GangCluster(config, MultiBin(bins), times)
+    cluster = GangCluster(config, MultiBin(bins), times, replicas)
 
     def arrive(request: Request, now_s: float) -> list[Event]:
         events = cluster.arrive(request, now_s)

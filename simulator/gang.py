@@ -1,18 +1,21 @@
 """Gang batches: a batch runs until its longest request ends, as in offline work and plain Transformers serving.
 
-Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1, lines 4
-and 5, and its system model (section 3): bins fill up, full batches wait in one queue, first formed, first served.
-Departures: a bin's batch also goes when its head has waited max_wait_s, or when no arrivals are left (ERRATA 0.12), and
-there may be several servers (0.18).
+Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1. Which
+batch goes next, and when a partial one may, is decided by `policies.gang`, as it is live: a batch that has to wait for
+a replica grows until one is idle, up to its size. When no arrivals are left, what is there goes as it is (ERRATA 0.12).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
-from policies.checks import require_at_least, require_positive
+from policies.checks import require_positive
+from policies.errors import ConfigError
+from policies.gang import GangConfig, LaneView, first_formed
 from policies.multi_bin import MultiBin
 from policies.types import StepTimes
 from simulator.core import Event, Kind
@@ -62,80 +65,47 @@ class PaddedTimes:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GangConfig:
-    """Batches and servers.
-
-    Attributes:
-        batch_size: B.
-        servers: batches that run at once.
-        max_wait_s: a partial batch goes when its head has waited so long; None waits for a full one.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
-
-    batch_size: int = 8
-    servers: int = 1
-    max_wait_s: float | None = None
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "batch_size", "servers")
-        if self.max_wait_s is not None:
-            require_positive(self, "max_wait_s")
-
-
 class GangCluster:
-    """Bins that fill up, a queue of formed batches, and servers that run them.
+    """Bins of waiting requests, and replicas that take whole batches from them, first formed, first served.
 
     Attributes:
+        bins: with the edges in force.
         batches, busy_s: how many ran, and for how long in all.
         wasted_tokens: row-steps after a row had ended.
+
+    Raises:
+        ConfigError: there is no replica.
     """
 
-    def __init__(self, config: GangConfig, bins: MultiBin, times: GangTimes) -> None:
-        self.config = config
+    def __init__(self, config: GangConfig, bins: MultiBin, times: GangTimes, replicas: int = 1) -> None:
+        if replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, got {replicas}")
         self.batches = 0
         self.busy_s = 0.0
         self.wasted_tokens = 0
-        self._bins, self._times = bins, times
-        self._filling: list[list[Request]] = [[] for _ in range(bins.config.bins)]
-        self._formed: deque[list[Request]] = deque()
-        self._idle = config.servers
+        self.bins = bins
+        self._config, self._times = config, times
+        self._waiting: list[deque[Request]] = [deque() for _ in range(bins.config.bins)]
+        self._idle = replicas
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
-        index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
-        filling = self._filling[index]
-        filling.append(request)
-        events = []
-        if len(filling) >= self.config.batch_size:
-            self._form(index)
-            events = self._start(now_s)
-        elif len(filling) == 1 and self.config.max_wait_s is not None:
-            due_s = now_s + self.config.max_wait_s
-            events = [Event(due_s, Kind.TIMER, partial(self._overdue, index, request))]
+        index = self.bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
+        self._waiting[index].append(request)
+        events = self._start(now_s)
+        if request.started_s is None and self._config.max_wait_s < math.inf:
+            # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
+            due_s = math.nextafter(now_s + self._config.max_wait_s, math.inf)
+            events.append(Event(due_s, Kind.TIMER, self._start))
         return events
-
-    def _form(self, index: int) -> None:
-        self._formed.append(self._filling[index])
-        self._filling[index] = []
-
-    def _overdue(self, index: int, head: Request, now_s: float) -> Iterable[Event]:
-        if self._filling[index] and self._filling[index][0] is head:
-            self._form(index)
-        return self._start(now_s)
 
     def flush(self, now_s: float) -> list[Event]:
         """No more arrivals: what is left goes as it is."""
-        for index, filling in enumerate(self._filling):
-            if filling:
-                self._form(index)
+        self._config = replace(self._config, max_wait_s=0.0)
         return self._start(now_s)
 
     def _start(self, now_s: float) -> list[Event]:
         events = []
-        while self._idle and self._formed:
-            batch = self._formed.popleft()
+        while self._idle and (batch := self._next(now_s)):
             self._idle -= 1
             batch_s = self._times.batch_s(batch)
             self.batches += 1
@@ -145,12 +115,25 @@ class GangCluster:
             events.append(Event(now_s + batch_s, Kind.STEP, partial(self._end, batch)))
         return events
 
+    def _next(self, now_s: float) -> list[Request]:
+        """The batch that was formed first, off its bin; empty when none is formed."""
+        lanes = (self._lane(index, now_s) for index, waiting in enumerate(self._waiting) if waiting)
+        if (chosen := first_formed(lanes, self._config)) is None:
+            return []
+        waiting = self._waiting[chosen.bin_index]
+        return [waiting.popleft() for _ in chosen.keys]
+
+    def _lane(self, index: int, now_s: float) -> LaneView:
+        keys = [request.arrival_s for request in islice(self._waiting[index], self._config.size_of(index))]
+        return LaneView(slo_class="", bin_index=index, keys=keys, waited_s=now_s - keys[0])
+
     def _end(self, batch: list[Request], now_s: float) -> Iterable[Event]:
         longest = max(request.output_tokens for request in batch)
+        self.bins.note_time(now_s)
         for request in batch:
             self.wasted_tokens += longest - request.output_tokens
             request.generated_tokens = request.output_tokens
             request.first_token_s = request.last_token_s = request.finished_s = now_s
-            self._bins.observe(request.output_tokens, slo_class=request.slo_class)
+            self.bins.observe(request.output_tokens, slo_class=request.slo_class)
         self._idle += 1
         return self._start(now_s)

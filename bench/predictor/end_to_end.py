@@ -11,6 +11,7 @@ Predictions are kept in FOLDER/predictions.csv and not made again; tables are pr
 
 import argparse
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from policies.bin_edges import optimal_edges
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from predictor.calibration import DAY_0
@@ -32,7 +34,7 @@ from predictor.samples import CHARS_PER_TOKEN, read_samples
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
-from simulator.gang import GangConfig, PaddedTimes
+from simulator.gang import PaddedTimes
 from simulator.plots import figure, save
 from simulator.presets import system
 from simulator.reproduce.common import Setting, saturated, spread, steady_rate, table
@@ -135,7 +137,8 @@ def _gang(answers: Answers, job: tuple[str, int, int]) -> list[float]:
 
 
 def _gang_rate(work: Workload, bins: MultiBinConfig) -> float:
-    return run_gang(GangConfig(batch_size=GANG), bins, PaddedTimes(times=_profile().times), work).throughput
+    full = GangConfig(batch_size=GANG, max_wait_s=math.inf)
+    return run_gang(full, bins, PaddedTimes(times=_profile().times), work).throughput
 
 
 def gang(setting: Setting, answers: Answers) -> FloatArray:

@@ -1,5 +1,6 @@
 """Paper 000 (Guldogan et al., Multi-Bin Batching), figures 3, 4, 6, 8 and 9."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,12 @@ from policies.bin_worth import (
     throughput_uniform,
     throughput_uniform_with_errors,
 )
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import GangRun, run_gang
-from simulator.gang import GangConfig, LengthTimes
+from simulator.gang import LengthTimes
 from simulator.predictors import predicted
 from simulator.reproduce.common import Setting, mean, table
 from simulator.workload import Workload, length_law, poisson, synthetic
@@ -35,6 +37,10 @@ class _Case:
     rate: float
     seed: int
     error: float = 0.0
+
+
+def _full(batch_size: int) -> GangConfig:
+    return GangConfig(batch_size=batch_size, max_wait_s=math.inf)
 
 
 def _edges(inner: Sequence[float]) -> tuple[float, ...]:
@@ -56,7 +62,7 @@ def _uniform(case: _Case) -> Workload:
 
 
 def _run_uniform(case: _Case) -> GangRun:
-    return run_gang(GangConfig(batch_size=128), _uniform_bins(case.k), _TIMES, _uniform(case))
+    return run_gang(_full(128), _uniform_bins(case.k), _TIMES, _uniform(case))
 
 
 def _throughput(case: _Case) -> float:
@@ -151,7 +157,7 @@ def _gsm8k(source: Workload, case: _Case) -> tuple[float, float]:
     work = predicted(source.sample(count, rng).arriving(poisson(case.rate, count, rng)), "oracle", rng)
     edges = tuple(equal_mass_edges(work.output_tokens, case.k).tolist())
     bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=edges)
-    result = run_gang(GangConfig(batch_size=8, servers=8), bins, LengthTimes(s_per_token=0.025), work)
+    result = run_gang(_full(8), bins, LengthTimes(s_per_token=0.025), work, replicas=8)
     return result.throughput, result.mean_latency_s
 
 
@@ -202,5 +208,5 @@ def _exponential(case: _Case) -> tuple[float, float]:
     work = predicted(drawn.arriving(poisson(case.rate, count, rng)), "oracle", rng)
     edges = exponential_edges(case.k, 0.1 / UNIT, 200)
     bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=tuple(edges.tolist()))
-    result = run_gang(GangConfig(batch_size=200), bins, _TIMES, work)
+    result = run_gang(_full(200), bins, _TIMES, work)
     return result.throughput, result.mean_latency_s

@@ -18,13 +18,14 @@ from policies.buckets import (
     BucketServeConfig,
     optimal_bucket_edges,
 )
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import ClusterConfig, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
-from simulator.gang import GangConfig, PaddedTimes
+from simulator.gang import PaddedTimes
 from simulator.reproduce.common import Setting, drawn, mean, table
 from simulator.requests import Request
 from simulator.workload import Workload, mixed, poisson

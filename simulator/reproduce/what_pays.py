@@ -5,6 +5,7 @@ the accuracy of paper 000's Table 1 (`simulator.predictors`). Saturated runs kee
 count the middle 60 % of the requests.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -15,13 +16,14 @@ import numpy as np
 
 from policies.bin_edges import equal_mass_edges, optimal_edges
 from policies.bin_worth import expected_batch_max
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBinConfig
 from policies.step_time import StepTimeConfig
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
-from simulator.gang import GangConfig, LengthTimes
+from simulator.gang import LengthTimes
 from simulator.predictors import predicted
 from simulator.reproduce.common import Setting, drawn, saturated, spread, steady_rate, table
 from simulator.router import RouterConfig
@@ -31,6 +33,7 @@ _ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
 _SETS = ("azure_conv", "azure_code", "lmsys", "deepseek_r1")
 _SLOTS = 128
 _BINS = 4
+_FULL = GangConfig(batch_size=8, max_wait_s=math.inf)
 # Lengths and caches, in tokens, small enough to bind.
 _TIGHT = (
     ("azure_conv", 20_000), ("azure_conv", 40_000), ("azure_conv", 80_000), ("lmsys", 10_000), ("lmsys", 20_000),
@@ -96,7 +99,7 @@ def _gang_rate(work: Workload, past: Workload, k: int, rule: str) -> float:
     sample = past.output_tokens[:8192]
     edges = optimal_edges(sample, k, 8, resolution=512) if rule == "optimal" else equal_mass_edges(sample, k)
     bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
-    return run_gang(GangConfig(batch_size=8), bins, LengthTimes(s_per_token=0.025), work).throughput
+    return run_gang(_FULL, bins, LengthTimes(s_per_token=0.025), work).throughput
 
 
 def gang_low_load(setting: Setting) -> list[str]:
@@ -123,7 +126,7 @@ def _gang_latency(source: Workload, job: tuple[int, float, int]) -> float:
     work = predicted(source.sample(4000, rng).arriving(poisson(rate, 4000, rng)), "oracle", rng)
     edges = equal_mass_edges(source.output_tokens, k)
     bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
-    return run_gang(GangConfig(batch_size=8, servers=64), bins, LengthTimes(s_per_token=0.025), work).mean_latency_s
+    return run_gang(_FULL, bins, LengthTimes(s_per_token=0.025), work, replicas=64).mean_latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,17 @@
 """Gang batches against paper 000's closed forms."""
 
+import math
+
 import numpy as np
 import pytest
 
 from policies.bin_worth import latency_uniform, throughput_uniform
+from policies.errors import ConfigError
+from policies.gang import GangConfig
 from policies.multi_bin import MultiBinConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import GangRun, run_gang
-from simulator.gang import GangConfig, LengthTimes, PaddedTimes
+from simulator.gang import LengthTimes, PaddedTimes
 from simulator.predictors import predicted
 from simulator.requests import Request
 from simulator.workload import Workload, length_law, poisson, synthetic
@@ -28,9 +32,9 @@ def bins(k: int) -> MultiBinConfig:
     return MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
 
 
-def served(k: int, batch_size: int, workload: Workload, **settings: float) -> GangRun:
-    config = GangConfig(batch_size=batch_size, **settings)  # type: ignore[arg-type]
-    return run_gang(config, bins(k), LengthTimes(s_per_token=1 / UNIT), workload)
+def served(k: int, batch_size: int, workload: Workload, replicas: int = 1, max_wait_s: float = math.inf) -> GangRun:
+    config = GangConfig(batch_size=batch_size, max_wait_s=max_wait_s)
+    return run_gang(config, bins(k), LengthTimes(s_per_token=1 / UNIT), workload, replicas)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -41,15 +45,46 @@ def test_throughput_is_that_of_theorem_4_2_within_half_a_percent(k: int) -> None
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_latency_with_servers_to_spare_is_that_of_lemma_5_1(k: int) -> None:
-    result = served(k, 16, uniform(40_000, rate=4.0), servers=1000)
+def test_latency_with_replicas_to_spare_is_that_of_lemma_5_1(k: int) -> None:
+    result = served(k, 16, uniform(40_000, rate=4.0), replicas=1000)
     assert result.mean_latency_s == pytest.approx(latency_uniform(k, 16, 1.0, 20.0, 4.0), rel=0.01)
 
 
 def test_a_partial_batch_goes_when_its_head_has_waited_long_enough() -> None:
-    result = served(2, 64, uniform(50, rate=0.2), servers=50, max_wait_s=3.0)
+    result = served(2, 64, uniform(50, rate=0.2), replicas=50, max_wait_s=3.0)
     assert max((r.started_s or 0.0) - r.arrival_s for r in result.requests) <= 3.0 + 1e-9
     assert all(r.generated_tokens == r.output_tokens for r in result.requests)
+
+
+def lengths(*outputs: int, every_s: float) -> Workload:
+    """Answers of so many tokens, known beforehand, one arriving after another."""
+    tokens = np.array(outputs)
+    arrival_s = every_s * np.arange(len(tokens))
+    return Workload.of("given", arrival_s, tokens, tokens, predicted_output_tokens=tokens.astype(float))
+
+
+def test_a_batch_that_waits_for_a_replica_grows_until_one_is_idle() -> None:
+    """As live: max_wait_s of the second request is over long before the first batch ends, and three more join it."""
+    result = served(1, 8, lengths(20 * UNIT, *[UNIT] * 5, every_s=1.0), max_wait_s=0.5)
+    first, *others = result.requests
+    assert first.started_s == pytest.approx(0.5)
+    assert {request.started_s for request in others} == {first.finished_s}
+    assert result.cluster.batches == 2
+
+
+def test_bins_that_follow_the_load_are_few_while_it_is_low_and_more_when_it_is_high() -> None:
+    settings = MultiBinConfig(bins=8, seconds_per_token=1 / UNIT, batch_size=8, refit_every=64, prior_mean_tokens=UNIT)
+    counts = []
+    for rate in (0.01, 10.0):
+        work, times = uniform(2000, rate), LengthTimes(s_per_token=1 / UNIT)
+        result = run_gang(GangConfig(max_wait_s=math.inf), settings, times, work, replicas=64)
+        counts.append(len(result.cluster.bins.edges) - 1)
+    assert counts[0] < counts[1]
+
+
+def test_without_a_replica_nothing_can_run() -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        served(1, 8, uniform(8, rate=1.0), replicas=0)
 
 
 def test_what_is_left_after_the_last_arrival_is_served_in_partial_batches() -> None:
