@@ -143,8 +143,7 @@ class Batcher:
         while self._waiting and (entry := next(iter(self._waiting.values()))).came_s <= latest_s:
             del self._waiting[entry.key]
             self.counts.given_up += 1
-            entry.score.set_exception(AdmissionError(f"the predictor had no time for it in {self._config.max_age_s} s"))
-            entry.score.exception()  # whoever asked may have left: then nobody else looks at it
+            _fail(entry.score, AdmissionError(f"the predictor had no time for it in {self._config.max_age_s} s"))
 
     async def _run(self, batch: list[_Waiting]) -> None:
         """Score a batch; a failure goes to all who wait for it, not to the next batch."""
@@ -157,7 +156,7 @@ class Batcher:
             scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, prompts)
         except Exception as error:
             for entry in batch:
-                entry.score.set_exception(PredictorError(f"scoring {len(batch)} prompts failed: {error!r}"))
+                _fail(entry.score, PredictorError(f"scoring {len(batch)} prompts failed: {error!r}"))
         else:
             for entry, score in zip(batch, scores.tolist(), strict=True):
                 entry.score.set_result(score)
@@ -187,3 +186,8 @@ class Batcher:
         for future in unscored:
             future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _fail(score: "asyncio.Future[float]", error: Exception) -> None:
+    score.set_exception(error)
+    score.exception()  # whoever asked may have left: then nobody else looks at it

@@ -181,9 +181,10 @@ class LearnedPredictor:
         """
         question = foresight.question
         reference = histogram
-        if foresight.learned is not None and histogram is not None and not is_cut:
+        if foresight.learned is not None and histogram is not None:
             switch = self._learned[question.model, question.slo_class]
-            switch.observe(_judged(foresight.learned, histogram, output_tokens, bin_of))
+            if not is_cut:  # of one that would have been longer the length is not known
+                switch.observe(_judged(foresight.learned, histogram, output_tokens, bin_of))
             reference = foresight.learned if switch.is_on else histogram
         if reference is not None:
             self._judge_claims(question, reference, output_tokens, bin_of)

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -168,6 +169,27 @@ async def test_a_failing_batch_fails_its_callers_and_the_next_one_runs() -> None
         await batcher.score("x")
     assert await batcher.score("y") == 0.0
     await batcher.close()
+
+
+async def test_a_failed_batch_whose_callers_left_leaves_no_error_that_nobody_reads() -> None:
+    model, unread = Model(), list[str]()
+
+    def failing(prompts: Sequence[list[int]]) -> FloatArray:
+        model.score(prompts)
+        raise ValueError("out of memory")
+
+    batcher = Batcher(encode, failing)
+    model.gate.clear()
+    leaving = [asyncio.create_task(batcher.score(prompt)) for prompt in ("a", "b")]
+    await started(model)
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context["message"]))
+    model.gate.set()
+    await batcher.close()
+    gc.collect()
+    assert unread == []
 
 
 async def test_closing_tells_those_who_wait() -> None:

@@ -201,6 +201,16 @@ async def test_a_limit_that_is_always_reached_predicts_and_one_that_is_not_does_
     assert await source_after(learned, question(100, key="roomy", max_output_tokens=4096), 100, times=40) != "limit"
 
 
+async def test_a_limit_that_cuts_half_of_the_answers_is_judged_against_what_is_believed() -> None:
+    """It beats the histogram's 100 tokens, and not the learned predictor, which tells the cut answers from the rest."""
+    learned = predictor()
+    for _ in range(100):
+        for tokens in (1000, 200):
+            foresight = await learned.foresee(question(tokens, key="half", max_output_tokens=500))
+            assert foresight.source != "limit"
+            finish(learned, foresight, min(tokens, 500), is_cut=tokens > 500)
+
+
 async def test_each_system_prompt_has_a_curve_of_its_own_once_it_is_known() -> None:
     learned = predictor()
     asked = {
