@@ -302,16 +302,17 @@ class SlaConstrained:
         )
 
     @property
-    def batch_size(self) -> int:
+    def limit(self) -> int:
+        """B: requests that may run."""
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.batch_size, Limit.SLA)
+        return capped_plan(state, self.limit, Limit.SLA)
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)
         if gap_s:
-            full = result.running_count >= self.batch_size and result.waiting_count > 0
+            full = result.running_count >= self.limit and result.waiting_count > 0
             self._update(gap_s, result.decode_requests, binding=full)
 
     def _update(self, gap_s: float, decode_requests: int, *, binding: bool) -> None:
@@ -362,7 +363,7 @@ class SlaConstrainedLiteral:
         self._window = WindowMean(config.window_steps)
         self.low: float = config.min_batch_size
         self.high: float = config.max_batch_size
-        self.batch_size = floor((self.low + self.high) / 2)
+        self.limit = floor((self.low + self.high) / 2)
 
     def update(self, latency_s: float, batch_size: float) -> None:
         """Lines 3 to 17: one step of the search from the recent mean latency and mean decode batch."""
@@ -374,11 +375,11 @@ class SlaConstrainedLiteral:
         else:
             self.high = min(batch_size + c.alpha // 2, c.max_batch_size)
             self.low = max(batch_size - c.alpha // 2, c.min_batch_size)
-        self.batch_size = floor((self.low + self.high) / 2)
+        self.limit = floor((self.low + self.high) / 2)
 
     def plan(self, state: BatchState) -> StepPlan:
         decoding = state.running_count - state.prefilling_count
-        return capped_plan(state, min(max(self.batch_size, decoding), self.config.max_batch_size), Limit.SLA)
+        return capped_plan(state, min(max(self.limit, decoding), self.config.max_batch_size), Limit.SLA)
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)

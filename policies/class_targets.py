@@ -67,7 +67,7 @@ class ClassTargets:
     def batch_size(self, state: BatchState) -> int:
         """Requests that the strictest class lets run."""
         target = self.strictest_s(state)
-        return state.slots if target is None else min(state.slots, self._batch[target].batch_size)
+        return state.slots if target is None else min(state.slots, self._batch[target].limit)
 
     def plan(self, state: BatchState) -> StepPlan:
         target = self.strictest_s(state)
@@ -78,7 +78,7 @@ class ClassTargets:
 
     def _cap(self, state: BatchState, target: float) -> int:
         """The limit; in a batch beyond it, what runs and who of this target may join from the head of the queue."""
-        limit = self._batch[target].batch_size
+        limit = self._batch[target].limit
         if state.running_count <= limit or len(self._target_s) == 1:
             return limit
         alike = int(np.count_nonzero(self._target_s[state.running.class_index] == target))

@@ -246,9 +246,9 @@ class TestMemoryAware:
 def drive_literal(policy: SlaConstrainedLiteral, updates: int, batch: float | None = None) -> list[int]:
     sizes = []
     for _ in range(updates):
-        used = policy.batch_size if batch is None else batch
+        used = policy.limit if batch is None else batch
         policy.update(seed_latency_s(used), used)
-        sizes.append(policy.batch_size)
+        sizes.append(policy.limit)
     return sizes
 
 
@@ -264,12 +264,12 @@ class TestSlaConstrainedLiteral:
     def test_its_bounds_cross_after_a_small_batch_on_target(self) -> None:
         policy = SlaConstrainedLiteral(SlaConstrainedLiteralConfig(itl_target_s=0.05, min_batch_size=32))
         policy.update(0.05, 5)
-        assert (policy.low, policy.high, policy.batch_size) == (32, 13, 22)
+        assert (policy.low, policy.high, policy.limit) == (32, 13, 22)
 
     def test_it_stops_admission_when_the_bounds_are_closer_than_alpha(self) -> None:
         policy = SlaConstrainedLiteral(SlaConstrainedLiteralConfig(itl_target_s=0.05, max_batch_size=8, alpha=16))
         policy.update(0.01, 1)
-        assert policy.batch_size == 0
+        assert policy.limit == 0
         assert policy.plan(make_state(waiting=1)).admit == ("w0",)
 
     def test_after_a_light_load_the_first_burst_runs_far_over_the_target(self) -> None:
@@ -282,8 +282,8 @@ class TestSlaConstrainedLiteral:
         policy = SlaConstrainedLiteral(SlaConstrainedLiteralConfig(itl_target_s=0.05, tolerance_s=0.001))
         drive_literal(policy, 30)
         violations = 0
-        while seed_latency_s(policy.batch_size) + 0.017 > 0.051:
-            policy.update(seed_latency_s(policy.batch_size) + 0.017, policy.batch_size)
+        while seed_latency_s(policy.limit) + 0.017 > 0.051:
+            policy.update(seed_latency_s(policy.limit) + 0.017, policy.limit)
             violations += 1
         assert violations >= 15
 
@@ -292,10 +292,10 @@ def drive(policy: SlaConstrained, updates: int, *, extra_s: float = 0.0, load: f
     """Latencies seen in each update window, the batch filled up to the limit or the load."""
     latencies = []
     for _ in range(updates):
-        batch = int(min(policy.batch_size, load))
+        batch = int(min(policy.limit, load))
         latencies.append(seed_latency_s(batch) + extra_s)
         for _ in range(policy.config.window_steps):
-            waiting = int(load > policy.batch_size)
+            waiting = int(load > policy.limit)
             policy.observe(decode_result(step_s=latencies[-1], batch=batch, waiting=waiting))
     return latencies
 
@@ -309,35 +309,35 @@ class TestSlaConstrained:
     def test_it_reaches_both_of_its_bounds(self) -> None:
         loose = SlaConstrained(SlaConstrainedConfig(itl_target_s=1.0, max_batch_size=512))
         drive(loose, 60)
-        assert loose.batch_size == 512
+        assert loose.limit == 512
         tight = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.001, min_batch_size=3))
         drive(tight, 60)
-        assert tight.batch_size == 3
+        assert tight.limit == 3
 
     def test_an_upward_shift_is_met_in_a_few_updates(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))
         drive(policy, 20)
-        before = policy.batch_size
+        before = policy.limit
         latencies = drive(policy, 12, extra_s=0.017)
-        assert policy.batch_size < before / 2
+        assert policy.limit < before / 2
         assert sum(latency > 0.052 for latency in latencies) <= 4
 
     def test_a_downward_shift_is_taken_up(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))
         drive(policy, 20, extra_s=0.017)
         drive(policy, 12)
-        assert seed_latency_s(policy.batch_size) == pytest.approx(0.05, rel=0.04)
+        assert seed_latency_s(policy.limit) == pytest.approx(0.05, rel=0.04)
 
     def test_it_learns_nothing_upward_while_the_load_does_not_fill_the_batch(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=32))
         drive(policy, 50, load=10)
-        assert policy.batch_size == 32
+        assert policy.limit == 32
         assert drive(policy, 1)[0] < 0.05
 
     def test_a_latency_on_target_below_the_limit_pulls_the_limit_down(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=400, stride=16))
         drive(policy, 1, load=99)
-        assert policy.batch_size <= 99 + 8 + 1
+        assert policy.limit <= 99 + 8 + 1
 
     def test_prefill_steps_between_two_tokens_count_as_latency(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
@@ -345,7 +345,7 @@ class TestSlaConstrained:
         for _ in range(4):
             policy.observe(prefill)
             policy.observe(decode_result(step_s=0.03, batch=64))
-        assert policy.batch_size < 64
+        assert policy.limit < 64
 
     def test_a_prefill_into_an_empty_engine_delays_nobodys_token(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
@@ -353,7 +353,7 @@ class TestSlaConstrained:
         for _ in range(4):
             policy.observe(alone)
             policy.observe(decode_result(step_s=0.03, batch=64))
-        assert policy.batch_size >= 64
+        assert policy.limit >= 64
 
     @pytest.mark.slow
     def test_an_engine_under_it_holds_the_mean_time_between_tokens(self) -> None:
