@@ -143,6 +143,7 @@ class Engine:
         """Fail: everything it held, oldest first, keeps its tokens, those of the step under way too, but no KV."""
         self._stopped, self._step = True, None
         running = [self._batch.preempt() for _ in range(len(self._batch))][::-1]
+        self._note_lost(running)
         held = running + [request for _, request in self._waiting]
         self._waiting.clear()
         for request in held:
@@ -204,11 +205,15 @@ class Engine:
         for request in lost:
             request.preemptions += 1
             request.key = -inf  # it stays in front
-            self.totals.recomputed_tokens += request.prompt_tokens + request.generated_tokens
             self._waiting.appendleft((request.view(), request))
         if lost:
+            self._note_lost(lost)
             step.preempted += len(lost)
             self._views = None
+
+    def _note_lost(self, requests: list[Request]) -> None:
+        """Their KV is gone and will be computed anew."""
+        self.totals.recomputed_tokens += sum(request.prompt_tokens + request.generated_tokens for request in requests)
 
     def _continue_prompts(self, step: _Step, budget: int) -> int:
         """Chunks of the prompts that were begun, oldest first; without a free block the youngest gives way."""

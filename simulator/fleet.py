@@ -109,8 +109,12 @@ class Fleet:
         self._count(replica_id, now_s)
         events = self._router.lose(replica_id, now_s)
         if failure.replaced_after_s is not None:
-            events.append(Event(now_s + failure.replaced_after_s, Kind.FLEET, self._join))
+            events.append(self._start_later(now_s + failure.replaced_after_s))
         return events
+
+    def _start_later(self, at_s: float) -> Event:
+        self._starting += 1
+        return Event(at_s, Kind.FLEET, self._started)
 
     def _count(self, replica_id: str, now_s: float) -> None:
         self._replica_s += now_s - self._joined_s.pop(replica_id)
@@ -128,8 +132,7 @@ class Fleet:
         wanted = config.wanted(self._router.ongoing)
         events = [Event(now_s + config.interval_s, Kind.FLEET, self._scale)]
         for _ in range(wanted - here):
-            self._starting += 1
-            events.append(Event(now_s + config.start_s, Kind.FLEET, self._started))
+            events.append(self._start_later(now_s + config.start_s))
         self._shrink(here - wanted, now_s)
         return events
 

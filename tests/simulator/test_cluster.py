@@ -198,6 +198,16 @@ def test_a_lost_replica_costs_time_but_no_request() -> None:
     assert hit.makespan_s >= calm.makespan_s
 
 
+def test_what_a_lost_replica_held_counts_as_computed_anew() -> None:
+    given_work = workload(8, 1000.0, seed=4, prompt="constant:100", output="constant:200")
+    roomy = EngineConfig(slots=16, total_blocks=4000)
+    config = ClusterConfig(times=TIMES, engine=roomy, failures=(Failure(replica=0, at_s=1.0, replaced_after_s=0.0),))
+    result = run(config, given_work)
+    assert_all_served(result)
+    lost, new = (engine.totals.recomputed_tokens for engine in result.engines)
+    assert 8 * 100 < lost < 8 * 300 and new == 0
+
+
 def test_without_any_replica_left_requests_wait_for_the_next() -> None:
     given_work = workload(30, 10.0, seed=4)
     hit = run(small("stock", replicas=1, failures=(Failure(replica=0, at_s=1.0, replaced_after_s=30.0),)), given_work)
@@ -211,6 +221,21 @@ def test_scaling_follows_the_load_and_pays_for_fewer_replicas_than_the_most() ->
     assert_all_served(result)
     assert len(result.engines) > 1
     assert result.makespan_s < result.replica_s < 4 * result.makespan_s
+
+
+def test_scaling_starts_no_second_replica_for_one_that_is_being_replaced() -> None:
+    scale = AutoscaleConfig(min_replicas=2, max_replicas=2, interval_s=2.0, start_s=4.0)
+    failure = Failure(replica=0, at_s=5.0, replaced_after_s=10.0)
+    result = run(small("stock", autoscale=scale, failures=(failure,)), workload(300, 10.0, seed=4))
+    assert_all_served(result)
+    assert len(result.engines) == 3
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_batch_policy_can_be_asked_for_credit(batch: str) -> None:
+    """One that cannot say what it would admit offers its slots."""
+    config = small(batch, router=RouterConfig(credit="admitted", classes=3))
+    assert_all_served(run(config, workload(40, 12.0, seed=1)))
 
 
 def test_scaling_down_keeps_those_that_serve_while_others_only_start() -> None:
