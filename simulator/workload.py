@@ -9,7 +9,8 @@ comes from a law.
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -211,7 +212,7 @@ def _opened(path: Path) -> AbstractContextManager[IO[str]]:
 def _json_rows(file: IO[str]) -> Iterator[dict[str, str]]:
     for line in file:
         row = json.loads(line)
-        yield {**row, "prompt_chars": str(len(row.get("prompt", "")))}
+        yield {**row, "prompt_chars": str(len(row["prompt"]))} if "prompt" in row else row
 
 
 def _of_rows(
@@ -242,14 +243,17 @@ def _of_rows(
         _arrivals(table, len(outputs), rng),
         prompts,
         outputs,
-        cached_tokens=_column(table, "reusable_prefix_tokens"),
-        predicted_output_tokens=_column(table, "predicted_output_tokens"),
+        cached_tokens=_column(table, "reusable_prefix_tokens", missing=0.0),
+        predicted_output_tokens=_column(table, "predicted_output_tokens", missing=math.nan),
         slo_class=table[label] if label else None,
     )
 
 
-def _column(table: Mapping[str, list[str]], name: str) -> FloatArray | None:
-    return np.array([float(value) for value in table[name]]) if name in table else None
+def _column(table: Mapping[str, list[str]], name: str, *, missing: float) -> FloatArray | None:
+    """``missing`` where a row has nothing there; None where no row has."""
+    if name not in table:
+        return None
+    return np.array([missing if value in (None, "") else float(value) for value in table[name]])
 
 
 def _lengths(table: Mapping[str, list[str]], what: str, conversion: Conversion) -> IntArray | None:
@@ -299,10 +303,20 @@ def length_law(text: str) -> Law:
     kind, *numbers = text.split(":")
     try:
         given = [float(number) for number in numbers]
-        return _LAWS[kind](*given)
-    except (KeyError, TypeError, ValueError):
+        law = _LAWS[kind](*given)
+        _check_law(given, lambda: law(np.random.default_rng(0), 1))
+        return law
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         known = "constant:N, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEAN:SIGMA"
         raise InputError(f"unknown length law {text!r}; there are {known}") from None
+
+
+def _check_law(given: Sequence[float], draw: Callable[[], FloatArray]) -> None:
+    """Raises ValueError, or what ``draw`` raises, where numbers or one drawn value are negative or not finite."""
+    with np.errstate(all="ignore"):
+        values = [*given, *draw().tolist()]
+    if not all(0.0 <= value < math.inf for value in values):
+        raise ValueError(f"{values} are not all finite and at least 0")
 
 
 _LAWS: dict[str, Callable[..., Law]] = {
@@ -354,8 +368,8 @@ def arrival_law(text: str) -> Callable[[int, Generator], FloatArray]:
         if kind == "all" and not given:
             return lambda count, rng: np.zeros(count)
         law = laws[kind]
-        law(*given, 1, np.random.default_rng(0))
+        _check_law(given, lambda: law(*given, 1, np.random.default_rng(0)))
         return lambda count, rng: law(*given, count, rng)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         known = "poisson:RATE, gamma:RATE:CV, square:LOW:HIGH:PERIOD_S, all, trace"
         raise InputError(f"unknown arrivals {text!r}; there are {known}") from None

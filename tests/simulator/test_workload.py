@@ -96,6 +96,39 @@ def test_a_file_without_outputs_or_prompts_is_refused_with_the_way_out(
         read_workload(path, rng=rng)
 
 
+def test_json_lines_without_prompts_take_the_prompt_tokens_given(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "outputs.jsonl"
+    path.write_text('{"output_tokens": 5}\n')
+    with pytest.raises(InputError, match="--prompt-tokens"):
+        read_workload(path, rng=rng)
+    assert read_workload(path, rng=rng, prompt_tokens=64).prompt_tokens.tolist() == [64]
+    path.write_text('{"prompt_chars": 400, "output_tokens": 5}\n')
+    assert read_workload(path, rng=rng).prompt_tokens.tolist() == [100]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "trace.csv",
+            "prompt_tokens,output_tokens,predicted_output_tokens,reusable_prefix_tokens\n5,10,,\n5,10,12.5,4\n",
+        ),
+        (
+            "trace.jsonl",
+            '{"prompt": "abcd", "output_tokens": 10, "predicted_output_tokens": null}\n'
+            '{"prompt": "abcd", "output_tokens": 10, "predicted_output_tokens": 12.5, "reusable_prefix_tokens": 4}\n',
+        ),
+    ],
+)
+def test_where_a_prediction_or_a_prefix_is_missing_there_is_none(
+    tmp_path: Path, rng: np.random.Generator, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    read = read_workload(tmp_path / name, rng=rng)
+    assert [request.predicted_output_tokens for request in read.requests()] == [None, 12.5]
+    assert read.cached_tokens.tolist() == [0, 4]
+
+
 def test_a_missing_file_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
     with pytest.raises(InputError, match="nowhere.csv"):
         read_workload(tmp_path / "nowhere.csv", rng=rng)
@@ -116,13 +149,40 @@ def test_a_square_wave_is_slow_in_one_half_and_fast_in_the_other(rng: np.random.
     assert len(times) / times[-1] == pytest.approx(11.0, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["poisson", "poisson:0", "waves:1", "gamma:1", "square:1:2", "all:3", "poisson:x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "poisson",
+        "poisson:0",
+        "waves:1",
+        "gamma:1",
+        "square:1:2",
+        "all:3",
+        "poisson:x",
+        "poisson:nan",
+        "poisson:-1",
+        "square:5:5:0",
+    ],
+)
 def test_unknown_arrivals_are_refused_with_a_list(text: str) -> None:
     with pytest.raises(InputError, match="poisson:RATE"):
         arrival_law(text)
 
 
-@pytest.mark.parametrize("text", ["normal:3", "uniform:1", "lognormal:x:1", "constant"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "normal:3",
+        "uniform:1",
+        "lognormal:x:1",
+        "constant",
+        "uniform:9:2",
+        "lognormal:-5:1",
+        "lognormal:5:1e200",
+        "constant:-3",
+        "exponential:inf",
+    ],
+)
 def test_unknown_length_laws_are_refused_with_a_list(text: str) -> None:
     with pytest.raises(InputError, match="lognormal:MEAN:SIGMA"):
         length_law(text)
