@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -30,14 +30,11 @@ MAX_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """What it takes to read the weights. `unit_tokens`: what a score of 1 means under the loss "l1"."""
+    """What it takes to read the weights."""
 
     base: str
     layers: int | None
     max_tokens: int
-    loss: Literal["log_l1", "l1"]
-    unit_tokens: float
-    quantiles: tuple[float, ...]
 
 
 def save(folder: Path, weights: Weights, config: CheckpointConfig, curve: Curve, card: str) -> None:
@@ -77,8 +74,7 @@ class Ranker:
         if dtype == "auto":
             dtype = "bfloat16" if device != "cpu" or torch.cpu._is_avx512_bf16_supported() else "float32"
         try:
-            fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            config = CheckpointConfig(**fields | {"quantiles": tuple(fields["quantiles"])})
+            config = CheckpointConfig(**json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
             curve = Curve.read(folder)
             weights = load_file(folder / WEIGHTS_FILE)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -90,15 +86,10 @@ class Ranker:
         return self.outputs(self.tokenizer.encode(prompts))[:, 0]
 
     def outputs(self, prompts: Sequence[list[int]], max_batch_tokens: int = MAX_BATCH_TOKENS) -> FloatArray:
-        """Scores and, where trained, quantiles of tokenized prompts, shape (n, 1 + quantiles)."""
-        outputs = np.empty((len(prompts), 1 + len(self.config.quantiles)))
+        """Scores of tokenized prompts, shape (n, 1)."""
+        outputs = np.empty((len(prompts), 1))
         with torch.inference_mode():
             for batch in token_batches([len(prompt) for prompt in prompts], max_batch_tokens):
                 features = self.encoder.features(self.encoder.pack([prompts[index] for index in batch]))
                 outputs[batch] = head(self._weights, features).cpu().numpy()
         return outputs
-
-    def tokens(self, scores: Any) -> FloatArray:
-        """Scores in the unit of lengths, before any calibration."""
-        values = np.asarray(scores, dtype=np.float64)
-        return np.exp(values) if self.config.loss == "log_l1" else np.maximum(values, 0.0) * self.config.unit_tokens

@@ -66,7 +66,6 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--base", help="folder or name of a BERT-family encoder (default: the packaged MiniLM-L6)")
     verb.add_argument("--layers", type=int, help="cut the base after so many layers (default: all)")
     verb.add_argument("--loss", choices=("log_l1", "l1"), help="L1 on log lengths, or paper 000's plain L1")
-    verb.add_argument("--quantiles", type=float, nargs="+", metavar="FRACTION", help="extra outputs, such as 0.1 0.9")
     verb.add_argument("--adapter-rank", type=int, help="rank of the adapter (default: 16)")
     verb.add_argument("--max-tokens", type=int, help="longer prompts keep head and tail (default: 128)")
     verb.add_argument("--epochs", type=int, help="at most (default: 3)")
@@ -103,8 +102,6 @@ def training_config(options: argparse.Namespace) -> "TrainingConfig":
         for field in fields(TrainingConfig)
         if getattr(options, field.name, None) is not None
     }
-    if "quantiles" in named:
-        named["quantiles"] = tuple(named["quantiles"])
     return TrainingConfig(**named)
 
 

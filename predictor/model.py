@@ -8,7 +8,7 @@ Source: paper 000, appendix C.1 (BERT, one linear layer, L1 on the output length
 * The linear layer reads the first token's vector and the mean of all, each scaled to its spread over the training
   prompts, and the logarithm of the prompt's length.
 
-The first output is the score: a rank of length, in the units of the loss. Further ones are its quantiles, if trained.
+The output is the score: a rank of length, in the units of the loss.
 """
 
 import math
@@ -106,12 +106,12 @@ class Encoder:
         return {name: tuple(weight.shape) for name, weight in named if name.endswith(ADAPTED)}
 
 
-def new_weights(encoder: Encoder, outputs: int, rank: int, seed: int) -> Weights:
+def new_weights(encoder: Encoder, rank: int, seed: int) -> Weights:
     """Trainable tensors: an adapter that changes nothing yet and a linear layer that says 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
-        "head.weight": torch.zeros(outputs, 2 * encoder.width + 1),
-        "head.bias": torch.zeros(outputs),
+        "head.weight": torch.zeros(1, 2 * encoder.width + 1),
+        "head.bias": torch.zeros(1),
         "features.mean": torch.zeros(2 * encoder.width + 1),
         "features.scale": torch.ones(2 * encoder.width + 1),
     }
@@ -128,6 +128,6 @@ def deltas(weights: Weights) -> Weights:
 
 
 def head(weights: Weights, features: torch.Tensor) -> torch.Tensor:
-    """Features of shape (n, 2 * width + 1) to outputs of shape (n, outputs)."""
+    """Features of shape (n, 2 * width + 1) to scores of shape (n, 1)."""
     scaled = (features - weights["features.mean"]) / weights["features.scale"]
     return torch.nn.functional.linear(scaled, weights["head.weight"], weights["head.bias"])

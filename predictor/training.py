@@ -53,7 +53,6 @@ class TrainingConfig:
     layers: int | None = None
     max_tokens: int = 128
     loss: Literal["log_l1", "l1"] = "log_l1"
-    quantiles: tuple[float, ...] = ()
     adapter_rank: int = 16
     epochs: int = 3
     tokens_per_step: int = 2048
@@ -73,8 +72,6 @@ class TrainingConfig:
         require_probability(self, "held_out_fraction")
         require_one_of(("log_l1", "l1"), self, "loss")
         require_one_of(("float32", "bfloat16"), self, "dtype")
-        if not all(0.0 < q < 1.0 for q in self.quantiles) or list(self.quantiles) != sorted(set(self.quantiles)):
-            raise ConfigError(f"quantiles must ascend between 0 and 1, got {self.quantiles}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +108,7 @@ class Training:
         self._held_samples = held
         self._unit = float(np.median([sample.output_tokens for sample in kept]))
         self._learnt, self._held = self._answers(kept), self._answers(held)
-        self.weights = new_weights(self.encoder, 1 + len(config.quantiles), config.adapter_rank, config.seed)
+        self.weights = new_weights(self.encoder, config.adapter_rank, config.seed)
         self._offsets = torch.zeros(len(self.models) + 1)
         self._start_from(self._learnt)
         self._fingerprint = _fingerprint(config, samples)
@@ -239,14 +236,11 @@ class Training:
         return float(loss.detach())
 
     def _loss(self, answers: Answers, batch: list[int], outputs: torch.Tensor) -> torch.Tensor:
-        """Mean over answers of |target - prediction|, plus the pinball loss of each quantile."""
+        """Mean over answers of |target - prediction|."""
         chosen, place = answers.of(batch)
-        error = answers.target[chosen, None] - outputs[place] - self._offsets[answers.model[chosen], None]
-        error = torch.where(answers.is_cut[chosen, None], error.clamp(min=0.0), error)
-        loss = error[:, 0].abs().mean()
-        for column, fraction in enumerate(self.config.quantiles, start=1):
-            loss = loss + torch.maximum(fraction * error[:, column], (fraction - 1.0) * error[:, column]).mean()
-        return loss + OFFSET_PENALTY * self._offsets[answers.model[chosen]].square().mean()
+        error = answers.target[chosen] - outputs[place, 0] - self._offsets[answers.model[chosen]]
+        error = torch.where(answers.is_cut[chosen], error.clamp(min=0.0), error)
+        return error.abs().mean() + OFFSET_PENALTY * self._offsets[answers.model[chosen]].square().mean()
 
     def curve(self) -> Curve:
         """The held-out answers' curve, for the time before a served model has one of its own."""
@@ -258,15 +252,7 @@ class Training:
         return fit_curve(scores[self._held.owner].tolist(), tokens, is_cut, CalibratorConfig())
 
     def checkpoint_config(self) -> CheckpointConfig:
-        config = self.config
-        return CheckpointConfig(
-            base=config.base,
-            layers=config.layers,
-            max_tokens=config.max_tokens,
-            loss=config.loss,
-            unit_tokens=self._unit,
-            quantiles=config.quantiles,
-        )
+        return CheckpointConfig(base=self.config.base, layers=self.config.layers, max_tokens=self.config.max_tokens)
 
     def summary(self) -> str:
         losses = ", ".join(f"{loss:.4f}" for loss in self.losses)

@@ -68,11 +68,9 @@ def test_a_log_and_prompts_with_nothing_in_common_are_refused(tmp_path: Path) ->
 
 
 def test_what_is_not_named_stays_as_it_is() -> None:
-    options = cli.parser().parse_args(
-        ["predictor", "train", "--data", "x", "--out", "y", "--quantiles", "0.1", "0.9", "--layers", "3"]
-    )
+    options = cli.parser().parse_args(["predictor", "train", "--data", "x", "--out", "y", "--layers", "3"])
     config = training_config(options)
-    assert (config.quantiles, config.layers, config.max_tokens, config.loss) == ((0.1, 0.9), 3, 128, "log_l1")
+    assert (config.layers, config.max_tokens, config.loss) == (3, 128, "log_l1")
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "export"])
