@@ -64,9 +64,10 @@ class PoolShare:
         shares = sum(self.block_size / group.block_size for group in growing)
         kept = held = 0
         for group in filled:
-            kept += (len(running) + coming) * (group.most or 0) + group.in_flight
+            most = group.most or 0
+            kept += (len(running) + coming) * most + group.in_flight
             tokens = running.prompt_tokens + running.output_tokens - running.prefill_tokens_left
-            held += int(np.minimum(-(-tokens // group.block_size), group.most or 0).sum())
+            held += int(np.minimum(-(-tokens // group.block_size), most).sum())
         left, used = max(0, total - kept), max(0, total - free - held)
         return int(max(0, left - used) / shares), int(left / shares)
 
