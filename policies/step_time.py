@@ -26,9 +26,9 @@ from policies.types import FloatArray, Phase, StepCoefficients, StepResult, Step
 
 # Steps are absorbed in blocks: a solve per step would cost more than the step plan. The first ones are short, so that a
 # kind of step is known early; later a fit that remembers hundreds of steps does not hang on the newest few.
-_BLOCK = 16
+_BLOCK = 8
 _LATER_BLOCK = 64
-_SHORT_BLOCKS = 8
+_SHORT_BLOCKS = 16
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
@@ -38,7 +38,7 @@ _FAINT = 1e-9
 # Anything shorter is a clock's rounding, not a step.
 _LEAST_STEP_S = 1e-6
 # What is left of a form's weight when it fades.
-_FADED = 0.25
+_FADED = 0.1
 
 _COLUMNS = {
     Phase.PREFILL: ("overhead_s", "prefill_s"),
@@ -103,8 +103,10 @@ class _Form:
     def __init__(self, phase: Phase, prior: StepCoefficients | None, config: StepTimeConfig) -> None:
         self._names = _COLUMNS[phase]
         self._scale = np.array([_SCALE[name] for name in self._names])
+        self._bounded = np.array([name != "interference_s" for name in self._names])
         self._config = config
         self.steps = 0
+        self._short_until = _SHORT_BLOCKS * _BLOCK
         self._spread: float | None = None
         self._rows: list[tuple[float, ...]] = []
         self._seconds: list[float] = []
@@ -122,7 +124,7 @@ class _Form:
         self.steps += 1
         self._rows.append(row)
         self._seconds.append(step_s)
-        if len(self._rows) == (_BLOCK if self.steps <= _SHORT_BLOCKS * _BLOCK else _LATER_BLOCK):
+        if len(self._rows) == (_BLOCK if self.steps <= self._short_until else _LATER_BLOCK):
             self._absorb(np.array(self._rows) / self._scale, np.array(self._seconds))
             self._rows.clear()
             self._seconds.clear()
@@ -144,6 +146,9 @@ class _Form:
 
     def fade(self) -> None:
         self._information, self._moment, self._fitted = _FADED * self._information, _FADED * self._moment, None
+        self._rows.clear()
+        self._seconds.clear()
+        self._short_until = max(self._short_until, self.steps + _BLOCK)
 
     def take_all(self, x: FloatArray, y: FloatArray) -> None:
         """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
@@ -161,7 +166,16 @@ class _Form:
         return now if self._spread is None else 0.8 * self._spread + 0.2 * now
 
     def _solve(self, information: FloatArray, moment: FloatArray) -> FloatArray:
-        return np.asarray(np.linalg.solve(self._regular(information), moment + self._anchor))
+        """Scaled coefficients under the constraint that only interference_s may be negative. A step that the fit gave
+        no time at all, or less, would outweigh all others and then be clipped to what the fit said."""
+        a, b, keep = self._regular(information), moment + self._anchor, np.ones(len(self._names), dtype=bool)
+        while True:
+            theta = np.zeros(len(keep))
+            theta[keep] = np.linalg.solve(a[np.ix_(keep, keep)], b[keep])
+            offending = np.where(self._bounded, theta, 0.0)
+            if offending.min() >= 0.0:
+                return theta
+            keep[int(offending.argmin())] = False
 
     def _regular(self, information: FloatArray) -> FloatArray:
         """With the prior, and a trace of ridge that keeps the sums invertible whatever their magnitude."""
@@ -169,22 +183,11 @@ class _Form:
         return np.asarray(information + self._ridge + faint * self._unit)
 
     def coefficients(self) -> StepCoefficients:
-        """The fit so far under the constraint that only interference_s may be negative."""
+        """The fit so far."""
         if self._fitted is None:
-            self._fitted = self._constrained()
+            theta = self._solve(self._information, self._moment) / self._scale
+            self._fitted = StepCoefficients(**dict(zip(self._names, theta.tolist(), strict=True)))
         return self._fitted
-
-    def _constrained(self) -> StepCoefficients:
-        names, keep = self._names, np.ones(len(self._names), dtype=bool)
-        a, b = self._regular(self._information), self._moment + self._anchor
-        bounded = np.array([name != "interference_s" for name in names])
-        while True:
-            theta = np.zeros(len(names))
-            theta[keep] = np.linalg.solve(a[np.ix_(keep, keep)], b[keep])
-            offending = np.where(bounded, theta, 0.0)
-            if offending.min() >= 0.0:
-                return StepCoefficients(**dict(zip(names, (theta / self._scale).tolist(), strict=True)))
-            keep[int(offending.argmin())] = False
 
 
 class StepTimeModel:

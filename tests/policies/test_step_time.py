@@ -128,6 +128,29 @@ class TestStepTimeModel:
         truth_s = TRUE.step_s(prefill_tokens=500)
         assert truth_s < after.prefill.step_s(prefill_tokens=500) < 0.8 * before.prefill.step_s(prefill_tokens=500)
 
+    def test_few_steps_after_a_long_past_that_faded_move_the_form(self) -> None:
+        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.008, prefill_s=1e-4))
+        model = StepTimeModel()
+        feed(model, slow, 600, kinds=(Phase.PREFILL,))
+        model.fade(Phase.PREFILL)
+        feed(model, TRUE, 8, kinds=(Phase.PREFILL,))
+        times = model.times()
+        assert times is not None
+        assert times.prefill.step_s(prefill_tokens=500) < 0.95 * slow.prefill.step_s(prefill_tokens=500)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_long_prefills_before_short_ones_do_not_hide_what_short_ones_take(self, seed: int) -> None:
+        """The first fit may have an overhead below 0, under which a short prefill would take no time at all."""
+        rng = np.random.default_rng(seed)
+        model = StepTimeModel()
+        for tokens in (*rng.integers(4000, 8192, 16), *rng.integers(200, 1600, 200)):
+            step_s = TRUE.prefill.step_s(prefill_tokens=float(tokens))
+            model.observe(make_result(step_s * float(rng.normal(1.0, 0.1)), int(tokens), 0, 0))
+        times = model.times()
+        assert times is not None
+        truth_s = TRUE.prefill.step_s(prefill_tokens=500)
+        assert times.prefill.step_s(prefill_tokens=500) == pytest.approx(truth_s, rel=0.1)
+
     def test_coefficients_alone_make_a_model(self) -> None:
         assert StepTimeModel(StepTimeConfig(prior=TRUE)).times() == TRUE
 
