@@ -14,14 +14,14 @@ Departures, with ERRATA numbers:
   hold no prefill, which 003's formula does not know.
 * Mode switches are relative to the cost of a token (3.11). The closed form over-predicts exclusive batching (3.13), so
   each mode's prediction is scaled by what that mode was measured to cost, and nothing is decided before every kind of
-  step has been measured or given as a prior.
-* Taking turns long enough leads back to mixed batching for one look: mixed steps that were measured while the engine
-  warmed up, or under another load, would otherwise bind it for good. Mixing long enough leads for the same reason to a
-  few steps of prefill alone; whole phases would show few of them for what they cost.
+  step has been measured or given as a prior. A mode that the closed form puts within its own error of the other is
+  tried, for else a crossover of a few percent is not found.
+* Now and then a few steps are taken of the kind that the mode in use does not have: those that were measured while the
+  engine warmed up, or under another load, would otherwise bind it for good.
 * A prefill phase that could schedule nothing is not tried again before blocks were freed or the queue changed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import expm1, floor, inf, log1p
 from typing import Literal
 
@@ -54,15 +54,13 @@ _MOST_HAZARD = 0.999
 _MOST_SHARE = 0.9
 # A phase longer than this many times its length ends with whatever can start: nobody waits for a k-th arrival.
 _PATIENCE = 1.5
-# Share of a measured cost that enters the running ratio, and drift of an unused mode's ratio back to 1.
+# Share of a span's cost that enters the running ratio, and the ratio hoped for in a mode that was not in use since the
+# last look: by so much the closed form may err, so what may be the better mode is tried.
 _RATIO_SMOOTHING = 0.3
-_RATIO_DRIFT = 0.05
-# While exclusive steps are preferred, mixed ones are looked at after 8 and 16 replans and then after every 32, for half
-# the time between two replans: at most a 64th of what mixing loses there.
-_FIRST_REVISIT, _REVISIT = 8, 32
-# While mixed ones are, so many prefill steps are taken alone after 16 replans and then after every 32, enough to move a
-# form. Each costs no more than its fixed part: once in 256 steps, in the long run.
-_PREFILLS_ALONE, _FIRST_ALONE = 16, 16
+_HOPED_RATIO = 0.95
+# After 8, 16 and 32 replans and then after every 32 so many steps are taken of the kind that the preferred mode does
+# not have, enough to move a form that has faded: one step in 512, in the long run.
+_LOOK_STEPS, _FIRST_LOOK, _LOOKS = 8, 8, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +75,12 @@ class ExclusiveMixedConfig:
         itl_budget_s: bound on the gap that a refill puts between two tokens of a running request, or None.
         class_itl_budgets_s: the same by class_index, in the place of itl_budget_s; the strictest that runs counts.
         max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
-        hysteresis_fraction: advantage, relative to the cost of an exclusive token, that a mode switch needs.
+        hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
-        occupancy_smoothing: weight of the newest step in the smoothed number of running requests.
+        occupancy_smoothing: weight of the newest step with a prefill in the smoothed number of running requests.
         replan_steps: plans between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
-            out until there are enough of each kind, half while mixed ones are looked at again.
+            out until there are enough of each kind.
         min_samples: completions before lengths count as known.
         window, max_output_tokens: as in ``LengthStatisticsConfig``.
         speculates: as in ``ForecastAdmissionConfig``.
@@ -99,9 +97,9 @@ class ExclusiveMixedConfig:
     itl_budget_s: float | None = None
     class_itl_budgets_s: tuple[float | None, ...] = ()
     max_wait_s: float | None = None
-    hysteresis_fraction: float = 0.05
+    hysteresis_fraction: float = 0.01
     priority_margin_fraction: float = 0.0
-    occupancy_smoothing: float = 0.02
+    occupancy_smoothing: float = 0.1
     replan_steps: int = 128
     min_samples: int = 32
     window: int = 1000
@@ -163,13 +161,17 @@ class _Workload:
     def decode_overhead_s(self) -> float:
         return max(self.times.decode.overhead_s, _LEAST_OVERHEAD_S)
 
-    def exclusive_throughput(self, phase: PhaseLength) -> float:
-        """Tokens per second of phases of this length in a full batch."""
+    def token_s(self, phase: PhaseLength | None, prompt_tokens: float | None = None) -> float:
+        """Seconds per token of phases of this length, or of mixed batching without one, in a full batch; at another
+        mean length of prompts if one is given."""
+        means = self.means if prompt_tokens is None else replace(self.means, prompt_tokens=prompt_tokens)
+        if phase is None:
+            return 1.0 / mixed_steps_throughput(self.times, means, slots=self.occupancy)
         refill = phase.slots_fraction * self.occupancy
         # A small batch frees less than a slot per phase: then only some phases are followed by a prefill.
         prefills = self.limits(None).prefill_steps(refill) if refill >= 1.0 else -expm1(-refill)
-        return exclusive_throughput(
-            self.times, self.means, refill=refill, phase_steps=phase.steps, prefill_steps=prefills
+        return 1.0 / exclusive_throughput(
+            self.times, means, refill=refill, phase_steps=phase.steps, prefill_steps=prefills
         )
 
     def limits(self, itl_budget_s: float | None) -> RefillLimits:
@@ -229,33 +231,41 @@ def _threshold_share(config: ExclusiveMixedConfig, workload: _Workload) -> float
 
 
 class _TokenCost:
-    """What a token costs in one mode against what the closed form says, over spans of completed requests."""
+    """What tokens cost in one mode against what the closed form says, over spans of completed requests."""
 
     def __init__(self) -> None:
-        self.ratio = 1.0
-        self._busy_s = 0.0
-        self._tokens = 0
-        self._finished = 0
+        self.ratio = _HOPED_RATIO
+        self.restart()
 
     def add(self, result: StepResult) -> None:
         self._busy_s += result.step_s
-        self._tokens += result.scheduled_tokens
+        self._prefill_tokens += result.prefill_tokens
+        self._decode_tokens += result.decode_requests
         self._finished += len(result.finished)
 
     def restart(self) -> None:
-        self._busy_s, self._tokens, self._finished = 0.0, 0, 0
+        """The mode is entered: what was measured in it long ago counts no more once there is a new span."""
+        self._spans = 0
+        self._open_span()
 
-    def learn(self, predicted_s: float, least_finished: int) -> None:
-        """Close the span if enough requests ended in it; their prompts and outputs make the mix comparable."""
-        if self._finished < least_finished or not self._tokens:  # requests also end when nothing is computed
+    def _open_span(self) -> None:
+        self._busy_s, self._prefill_tokens, self._decode_tokens, self._finished = 0.0, 0, 0, 0
+
+    def learn(self, workload: _Workload, phase: PhaseLength | None, least_finished: int) -> None:
+        """Close the span if enough requests ended in it. It is held against the closed form of its own prompts: with
+        those of the mean, the ratio would follow the luck of the draw."""
+        if self._finished < least_finished or not self._decode_tokens:  # requests also end when nothing is computed
             return
-        measured = self._busy_s / self._tokens / predicted_s
-        self.ratio += _RATIO_SMOOTHING * (min(max(measured, 0.5), 2.0) - self.ratio)
-        self.restart()
+        requests = self._decode_tokens / workload.means.output_tokens
+        predicted_s = workload.token_s(phase, prompt_tokens=max(1.0, self._prefill_tokens / requests))
+        measured = self._busy_s / (self._prefill_tokens + self._decode_tokens) / predicted_s
+        self._spans += 1
+        self.ratio += max(_RATIO_SMOOTHING, 1.0 / self._spans) * (min(max(measured, 0.5), 2.0) - self.ratio)
+        self._open_span()
 
-    def drift(self) -> None:
-        """Forget slowly while the mode is not in use, so that it is tried again one day."""
-        self.ratio += _RATIO_DRIFT * (1.0 - self.ratio)
+    def forget(self) -> None:
+        """Hope again: the form that the ratio was measured against is about to change."""
+        self.ratio = _HOPED_RATIO
 
 
 class _ModeChoice:
@@ -266,41 +276,38 @@ class _ModeChoice:
         self.exclusive = config.mode == "exclusive"
         self._preferred = self.exclusive
         self._explores = False
-        self._replans_alike = 0
-        self._prefills_alone = 0
+        self._replans = 0
+        self._look_steps = 0
         self._costs = {False: _TokenCost(), True: _TokenCost()}
-        self._decided = False
 
     @property
     def plans_to_next_look(self) -> int:
-        """Fewer while exclusive steps are tried out, or mixed ones looked at with exclusive ones preferred."""
-        if self.exclusive:
-            return -(-self._config.replan_steps // (8 if self._explores else 1))
-        return -(-self._config.replan_steps // (2 if self._preferred else 1))
+        """Fewer while exclusive steps are tried out."""
+        return -(-self._config.replan_steps // (8 if self._explores and self.exclusive else 1))
 
     @property
-    def parts_steps(self) -> bool:
-        """Whether prefills are to be taken out of mixed steps, to see what they cost alone."""
-        return self._prefills_alone > 0 and not self.exclusive
-
-    def prefill_alone(self) -> None:
-        """One prefill step less is to be taken alone."""
-        self._prefills_alone -= 1
+    def looks_at(self) -> Phase | None:
+        """The kind of step of which a few are to be taken although the preferred mode has none."""
+        if not self._look_steps:
+            return None
+        return Phase.MIXED if self._preferred else Phase.PREFILL
 
     def observe(self, result: StepResult) -> None:
-        if self.parts_steps:
-            self._costs[False].restart()  # these tokens are not what mixing costs
-        else:
+        if not self._look_steps:
             self._costs[self.exclusive].add(result)
+        elif result.prefill_tokens and bool(result.decode_requests) == self._preferred:
+            self._look_steps -= 1
+            if not self._look_steps:
+                self.exclusive = self._preferred
 
     def explore(self, model: StepTimeModel) -> bool:
         """Go where a kind of step is still unknown; False when all are known."""
         kinds = () if model.config.prior is not None else (Phase.MIXED, Phase.PREFILL, Phase.DECODE)
         missing = [kind for kind in kinds if not model.measured(kind)]
         if missing:
-            self._move(missing[0] is not Phase.MIXED)
+            self.exclusive = missing[0] is not Phase.MIXED
         elif self._explores:
-            self._move(self._preferred)
+            self.exclusive = self._preferred
         self._explores = bool(missing)
         return self._explores
 
@@ -309,37 +316,33 @@ class _ModeChoice:
 
         Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
         """
-        if not (token_s := exclusive_token_s(workload.times, workload.means)):
+        if not exclusive_token_s(workload.times, workload.means):
             return
-        mixed_s = 1.0 / mixed_steps_throughput(workload.times, workload.means, slots=workload.occupancy)
-        exclusive_s = 1.0 / workload.exclusive_throughput(phase)
-        self._learn(exclusive_s if self.exclusive else mixed_s)
-        gain_s = self._costs[False].ratio * mixed_s - self._costs[True].ratio * exclusive_s
-        gain = gain_s / token_s - self._config.priority_margin_fraction
+        self._learn(workload, phase)
+        mixed_s = self._costs[False].ratio * workload.token_s(None)
+        exclusive_s = self._costs[True].ratio * workload.token_s(phase)
+        gain = mixed_s / exclusive_s - 1.0 - self._config.priority_margin_fraction
         hysteresis = self._config.hysteresis_fraction
         preferred = gain > (-hysteresis if self._preferred else hysteresis)
-        self._replans_alike = self._replans_alike + 1 if preferred == self._preferred else 0
-        self._preferred, revisits = preferred, _revisits(self._replans_alike)
-        parts = revisits and not preferred and self._replans_alike >= _FIRST_ALONE
-        self._prefills_alone = _PREFILLS_ALONE if parts else 0
-        self._move(preferred and not revisits)
+        self._replans += 1
+        self._look_steps = 0
+        if _look_due(self._replans):
+            self._look_steps = _LOOK_STEPS
+            self._costs[not preferred].forget()
+        if preferred != self._preferred:
+            self._preferred = preferred
+            self._costs[preferred].restart()
+        self.exclusive = preferred and not self._look_steps
 
-    def _learn(self, predicted_s: float) -> None:
-        if self._decided:
-            self._costs[self.exclusive].learn(predicted_s, self._config.min_samples)
+    def _learn(self, workload: _Workload, phase: PhaseLength) -> None:
+        if self._replans:
+            self._costs[self._preferred].learn(workload, phase if self._preferred else None, self._config.min_samples)
         else:  # what came before was the batch filling up, which no formula is about
-            self._costs[self.exclusive].restart()
-        self._costs[not self.exclusive].drift()
-        self._decided = True
-
-    def _move(self, exclusive: bool) -> None:
-        if exclusive != self.exclusive:
-            self.exclusive = exclusive
-            self._costs[exclusive].restart()
+            self._costs[self._preferred].restart()
 
 
-def _revisits(replans: int) -> bool:
-    return replans >= _FIRST_REVISIT and (replans % _REVISIT == 0 or replans.bit_count() == 1)
+def _look_due(replans: int) -> bool:
+    return replans >= _FIRST_LOOK and (replans % _LOOKS == 0 or replans.bit_count() == 1)
 
 
 class _Stall:
@@ -383,12 +386,12 @@ class ExclusiveMixed:
         self._choice = _ModeChoice(config)
         self._stall = _Stall()
         self._occupancy = 0.0
-        self._steps = 0
+        self._refills = 0
         self._plans_left = 0
         self._decode_steps: int | None = None if config.speculates else 0
         if learned:
             self._model, self._lengths = learned._model, learned._lengths
-            self._occupancy, self._steps = learned._occupancy, learned._steps
+            self._occupancy, self._refills = learned._occupancy, learned._refills
             self._decode_steps = None if config.speculates else learned._decode_steps
         self._phase = Phase.DECODE
         self._phase_steps = 0
@@ -430,9 +433,10 @@ class ExclusiveMixed:
             self._phase_limit -= len(result.finished)
         self._choice.observe(result)
         self._stall.observe(result)
-        self._steps += 1
-        weight = max(self.config.occupancy_smoothing, 1.0 / self._steps)
-        self._occupancy += weight * (result.running_count - self._occupancy)
+        if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
+            self._refills += 1
+            weight = max(self.config.occupancy_smoothing, 1.0 / self._refills)
+            self._occupancy += weight * (result.running_count - self._occupancy)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
         self._phase = Phase.DECODE
@@ -440,12 +444,11 @@ class ExclusiveMixed:
 
     def _parted_plan(self, state: BatchState) -> StepPlan | None:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
-        if not self._choice.parts_steps or self._phase is Phase.PREFILL or self._stall.holds(state):
+        if self._choice.looks_at is not Phase.PREFILL or self._phase is Phase.PREFILL or self._stall.holds(state):
             return None
         startable = self._startable(state)
         if not startable or state.running_count == state.prefilling_count:
             return None
-        self._choice.prefill_alone()
         self._open_prefill(state, startable)
         return self._exclusive_plan(state, startable)
 
@@ -536,5 +539,5 @@ class ExclusiveMixed:
         self.phase_length = _phase_length(self.config, workload, self._itl_budget_s(state))
         if self.config.mode == "auto" and not exploring:
             self._choice.decide(workload, self.phase_length)
-            if self._choice.parts_steps:  # so few would not tell against what was measured long ago
-                self._model.fade(Phase.PREFILL)
+            if kind := self._choice.looks_at:  # so few would not tell against what was measured long ago
+                self._model.fade(kind)

@@ -335,6 +335,17 @@ class TestAuto:
         ]
         assert speeds[2] > 0.97 * max(speeds[:2])
 
+    def test_it_takes_turns_where_that_wins_little(self) -> None:
+        times = StepTimes(
+            prefill=StepCoefficients(overhead_s=0.0024, prefill_s=2e-5),
+            decode=StepCoefficients(overhead_s=0.006, decode_s=4e-5),
+            mixed=StepCoefficients(overhead_s=0.006, prefill_s=2.12e-5, decode_s=4.24e-5),
+        )
+        recorder = _Recorder(auto())
+        jobs = random_jobs(2500, prompt=(200, 800), mean_output=80, seed=1)
+        run_closed(ToyEngine(recorder, times, slots=96), jobs, 192)
+        assert np.mean(recorder.modes[len(recorder.modes) // 2 : -300]) > 0.7
+
     def test_a_light_load_is_mixed_even_where_a_full_batch_takes_turns(self) -> None:
         recorder = _Recorder(auto(CONTENDED))
         jobs = random_jobs(250, prompt=(50, 150), mean_output=60, seed=3)
@@ -378,8 +389,14 @@ class TestAuto:
     def test_where_mixing_is_preferred_few_steps_are_taken_in_parts(self) -> None:
         recorder = _Recorder(auto(FREE))
         engine = saturated(ToyEngine(recorder, FREE, slots=32), count=900)
-        assert not any(recorder.modes)
-        assert 0 < sum(result.phase is Phase.PREFILL for result in engine.results) <= 16
+        assert not any(recorder.modes[:-300])
+        assert 0 < sum(result.phase is Phase.PREFILL for result in engine.results[:-300]) <= 16
+
+    def test_where_mixing_is_dear_few_steps_are_mixed(self) -> None:
+        recorder = _Recorder(auto(CONTENDED))
+        engine = saturated(ToyEngine(recorder, CONTENDED, slots=32), count=900)
+        results = engine.results[recorder.modes.index(True) : -300]
+        assert 0 < sum(result.prefill_tokens > 0 and result.decode_requests > 0 for result in results) <= 16
 
     def test_requests_that_end_while_nothing_is_computed_do_not_stop_it(self) -> None:
         """All are aborted at once, and what is left has to wait: steps without tokens until the next look."""
