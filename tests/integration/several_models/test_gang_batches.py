@@ -78,14 +78,18 @@ def test_the_engine_s_batches_are_on_the_metrics_page(models: Sluice) -> None:
     assert len(lines) == 1 and float(lines[0].rsplit(" ", 1)[1]) == engine(models)["batches"]
 
 
-def test_a_stream_that_is_left_frees_its_replica(models: Sluice) -> None:
-    client, before = models.client(), engine(models)["finished"]
-    stream = client.completions.create(
-        model=GANGS, prompt=BRIEF[0], max_tokens=1800, temperature=0, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    wait_until(lambda: engine(models)["taken"] == 0, 20, "the replica is free")
+async def test_streams_that_are_left_free_their_replica(models: Sluice) -> None:
+    client, before = models.async_client(), engine(models)["finished"]
+
+    async def leave(prompt: str) -> None:
+        stream = await client.completions.create(
+            model=GANGS, prompt=prompt, max_tokens=1800, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        await stream.close()
+
+    await asyncio.gather(*(leave(prompt) for prompt in LONG))  # a whole batch, which need not wait
+    await asyncio.to_thread(wait_until, lambda: engine(models)["taken"] == 0, 20, "the replica is free")
     assert engine(models)["finished"] == before
 
 
@@ -93,12 +97,15 @@ async def test_logprobs_stop_strings_and_an_empty_message(models: Sluice) -> Non
     client = models.async_client()
     full = alone("A story:", 16)
     stop = full[4:7]
-    reply, empty = await asyncio.gather(
+    reply, empty, plain = await asyncio.gather(
         client.completions.create(
             model=GANGS, prompt="A story:", max_tokens=16, temperature=0, logprobs=2, stop=[stop]
         ),
         client.chat.completions.create(model=GANGS, messages=[{"role": "user", "content": ""}], max_tokens=3),
+        # With it the batch is full, and need not wait.
+        client.completions.create(model=GANGS, prompt=BRIEF[0], max_tokens=BRIEF_TOKENS, temperature=0),
     )
+    assert plain.choices[0].text == alone(BRIEF[0], BRIEF_TOKENS)
     assert reply.choices[0].text == full[: full.index(stop)]
     assert reply.choices[0].finish_reason == "stop"
     assert reply.choices[0].logprobs is not None and reply.choices[0].logprobs.top_logprobs is not None
