@@ -1,5 +1,6 @@
 """The application under test: `sluice serve`, started as a user starts it."""
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -93,6 +94,11 @@ class Sluice:
         os.killpg(self.process.pid, signal.SIGINT)
         return int(self.process.wait(STOP_TIMEOUT_S))
 
+    def kill(self) -> None:
+        """All of it at once, unless it has ended: for when nothing is asked about its end."""
+        if not self._has_ended():
+            kill_all(self.processes())
+
     def status(self, model: str | None = None) -> dict[str, Any]:
         """Of this model, or of the first with all others under ``more_models``."""
         first: dict[str, Any] = json.loads(self._get("/sluice/status"))
@@ -121,6 +127,15 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """SIGKILL; returns when all have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself
+            process.kill()
+    wait_until(lambda: not alive(processes), STOP_TIMEOUT_S, "the killed have ended")
+    psutil.wait_procs(processes, timeout=0)  # reaps our own children
 
 
 def is_loopback(address: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.config import DEMO_MODEL
 from deployments.environment import cores_beside_engines, free_port
-from tests.integration.application import Sluice
+from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,8 +24,7 @@ def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     try:
         yield application.wait_until_ready()
     finally:
-        if application.process.poll() is None:
-            application.interrupt()
+        application.kill()
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:
@@ -42,5 +41,7 @@ def test_an_engine_may_run_where_the_others_may_not_even_one_that_came_later(one
     for other in (one_engine.process, one_engine.redis(), *one_engine.routers(), *one_engine.engine_replicas()):
         assert os.sched_getaffinity(other.pid) == beside, other
     one_engine.engine_replicas()[0].kill()
-    (second,) = wait_until(lambda: [p for p in one_engine.engine_cores() if p != first], 120, "another engine starts")
-    wait_until(lambda: os.sched_getaffinity(second.pid) == everywhere, 120, "it takes all cores")
+    (second,) = wait_until(
+        lambda: [p for p in one_engine.engine_cores() if p != first], START_TIMEOUT_S, "another engine starts"
+    )
+    wait_until(lambda: os.sched_getaffinity(second.pid) == everywhere, START_TIMEOUT_S, "it takes all cores")

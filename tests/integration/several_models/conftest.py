@@ -33,5 +33,4 @@ def models(sluice: Sluice, killed: list[psutil.Process], tmp_path_factory: pytes
     try:
         yield application.wait_until_ready()
     finally:
-        if application.process.poll() is None:
-            application.interrupt()
+        application.kill()
