@@ -12,7 +12,8 @@ import pytest
 
 from deployments.config import DEMO_MODEL
 from deployments.environment import cpu_env, free_port
-from tests.integration.application import REPOSITORY, Sluice
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, Sluice
+from tests.waiting import wait_until
 
 MAX_TOKENS = 100  # enough for some answers to end by themselves, and to be killed in the middle of
 # Where the processor has bfloat16, two tokens often have the same score in it, and the batch decides which one wins.
@@ -30,14 +31,16 @@ def _installed_from_here() -> None:
 
 
 @pytest.fixture(scope="session")
-def sluice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+def sluice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
     application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
     try:
-        yield application.wait_until_ready()
+        application.wait_until_ready()
+        if any("plain_answers" in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue("plain_vllm")  # answers while tests run that need no answers of its yet
+        yield application
     finally:
-        if application.process.poll() is None:
-            application.interrupt()
+        application.kill()
 
 
 @pytest.fixture(scope="session")
@@ -67,16 +70,30 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def plain_answers(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Greedy answers of plain vLLM to the same prompts."""
+def plain_vllm(
+    prompts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The process that asks plain vLLM the same prompts, and the folder of its answers and its output."""
     folder = tmp_path_factory.mktemp("plain")
     source, target = folder / "prompts.json", folder / "answers.json"
     source.write_text(json.dumps({"prompts": prompts, "max_tokens": MAX_TOKENS, "dtype": EXACT[1]}))
     script = Path(__file__).with_name("plain_reference.py")
     env = {**os.environ, **cpu_env(), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    subprocess.run(
-        [sys.executable, str(script), str(DEMO_MODEL), str(source), str(target)],
-        env=env, cwd=REPOSITORY, check=True, timeout=600,
-    )  # fmt: skip
-    answers: list[dict[str, Any]] = json.loads(target.read_text())
+    command = [sys.executable, str(script), str(DEMO_MODEL), str(source), str(target)]
+    with (folder / "output.log").open("wb") as output:
+        process = subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process, folder
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def plain_answers(plain_vllm: tuple[subprocess.Popen[bytes], Path]) -> list[dict[str, Any]]:
+    """Its greedy answers."""
+    process, folder = plain_vllm
+    wait_until(lambda: process.poll() is not None, START_TIMEOUT_S, "plain vLLM has answered")
+    assert process.returncode == 0, (folder / "output.log").read_text()
+    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text())
     return answers
