@@ -1,6 +1,5 @@
 """On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password."""
 
-import contextlib
 import os
 import secrets
 import subprocess
@@ -17,7 +16,7 @@ import yaml
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port, one_machine_env, serve_env
-from tests.integration.application import REPOSITORY, START_TIMEOUT_S, alive
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -52,23 +51,23 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     command = [
         RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(free_port()),
         "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
-        "--ray-client-server-port", str(free_port()), "--num-cpus", "4", "--object-store-memory", str(80 << 20),
+        "--ray-client-server-port", str(free_port()), "--num-cpus", "2", "--object-store-memory", str(80 << 20),
         "--include-dashboard", "true", "--disable-usage-stats",
     ]  # fmt: skip
     with log.open("wb") as output:
         head = psutil.Popen(command, env=ray_env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     address = f"http://127.0.0.1:{dashboard_port}"
     try:
-        wait_until(lambda: _answers(f"{address}/api/version") or head.poll() is not None, 90, "the dashboard answers")
+        wait_until(
+            lambda: _answers(f"{address}/api/version") or head.poll() is not None,
+            START_TIMEOUT_S,
+            "the dashboard answers",
+        )
         assert head.poll() is None, log.read_text()
         yield address
     finally:
-        processes = [head, *head.children(recursive=True)]
-        head.terminate()
-        psutil.wait_procs(processes, timeout=5)
-        for process in alive(processes):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the look and the signal
-                process.kill()
+        if head.poll() is None:
+            kill_all([head, *head.children(recursive=True)])
 
 
 def _answers(url: str) -> bool:
@@ -81,6 +80,9 @@ def test_the_shipped_configuration_deploys_and_answers(
 ) -> None:
     settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
     port = settings["http_options"]["port"] = free_port()  # 8000 may be taken where tests run
+    engine = settings["applications"][0]["args"]["engine"]
+    assert engine["replicas"] == 2
+    engine["replicas"] = 1  # deploys as two do, in less time
     config = tmp_path / "local.yaml"
     config.write_text(yaml.safe_dump(settings))
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
@@ -119,5 +121,5 @@ def test_unknown_keys_are_refused_with_their_path(dashboard: str, ray_env: dict[
             text: str = response.read().decode()
             return text
 
-    wait_until(lambda: "DEPLOY_FAILED" in status(), 90, "the wrong configuration is refused")
+    wait_until(lambda: "DEPLOY_FAILED" in status(), START_TIMEOUT_S, "the wrong configuration is refused")
     assert "engine.replicaz" in status()
