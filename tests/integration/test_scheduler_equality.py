@@ -28,7 +28,7 @@ from tests.virtual_engine import MODEL
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
-REQUESTS = 200
+REQUESTS, FEWER = 200, 100  # fewer wherever not all modes are compared
 SESSIONS = 8
 PLANNED: dict[str, dict[str, Any]] = {
     "mixed": {"mode": "mixed"},
@@ -37,6 +37,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     "exclusive k*": {"mode": "exclusive"},
     "auto": {"mode": "auto"},
 }
+ONE_OF_EACH = ("exclusive k=6", "auto")
 Tokens = dict[str, list[tuple[int, ...]]]
 Part = tuple[list[int], SamplingParams]
 
@@ -119,6 +120,8 @@ class Engine:
             self.core.scheduler.on_step = self.steps.append
         self.blocks = self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self.tokens: Tokens = {}
+        self.preempts = False
+        self.cached_tokens = 0
         self.sessions: dict[str, Session] = {}
 
     def open(self, name: str, parts: list[Part], pause: int | None) -> None:
@@ -133,6 +136,7 @@ class Engine:
         while self.engine.has_unfinished_requests():
             each_step(step)
             step += 1
+            self.preempts |= any(request.num_preemptions for request in self.core.scheduler.requests.values())
             for session in self.sessions.values():
                 session.before_step()
             for output in self.engine.step():
@@ -140,6 +144,7 @@ class Engine:
                     self.sessions[output.request_id].hear(output.outputs[0])
                 elif output.finished:
                     self.tokens[output.request_id] = [tuple(one.token_ids) for one in output.outputs]
+                    self.cached_tokens += output.num_cached_tokens or 0
         return self.tokens
 
     def close(self) -> None:
@@ -150,7 +155,7 @@ class Engine:
 
 
 def workload(
-    seed: int = 7, shared: int = 0, most_prompt: int = 120, branches: bool = True
+    requests: int = FEWER, seed: int = 7, shared: int = 0, most_prompt: int = 120, branches: bool = True
 ) -> list[tuple[str, list[int], SamplingParams]]:
     """Mixed lengths; every twentieth answer is JSON, and every twentieth is two answers, sampled under a seed.
 
@@ -158,8 +163,8 @@ def workload(
     """
     rng = random.Random(seed)
     prefix = [rng.randint(10, 4000) for _ in range(shared)]
-    requests = []
-    for number in range(REQUESTS):
+    made = []
+    for number in range(requests):
         prompt = prefix + [rng.randint(10, 4000) for _ in range(rng.randint(4, most_prompt))]
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 + min(60, int(rng.expovariate(1 / 18))))
         if branches and number % 20 == 7:
@@ -168,8 +173,8 @@ def workload(
         if number % 20 == 13:
             params.ignore_eos = False
             params.structured_outputs = StructuredOutputsParams(json=json.dumps({"type": "boolean"}))
-        requests.append((f"q{number}", prompt, params))
-    return requests
+        made.append((f"q{number}", prompt, params))
+    return made
 
 
 def conversations(seed: int = 3) -> list[tuple[list[Part], int | None]]:
@@ -216,33 +221,43 @@ def answers(
 
 
 @cache
-def stock_answers(branches: bool = True) -> Tokens:
+def stock_answers(requests: int = FEWER, branches: bool = True) -> Tokens:
     """Of an engine without further arguments: several tests compare with the same."""
-    return answers(None, workload(branches=branches), sessions=conversations() if branches else None)[0]
+    return answers(None, workload(requests, branches=branches), sessions=conversations() if branches else None)[0]
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
     "prefix cache": ({"shared": 64}, {"enable_prefix_caching": True}),
     "prompts longer than the budget": ({"most_prompt": 300, "branches": False}, {"max_num_batched_tokens": 128}),
     "a cache so tight that stock preempts": ({"branches": False}, {"num_gpu_blocks_override": 45}),
-    "priorities": ({}, {"scheduling_policy": "priority"}),
 }
 
 
-@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-def test_every_mode_gives_the_tokens_of_stock(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    shape, args = case
+def test_every_mode_gives_the_tokens_of_stock() -> None:
+    all_give(stock_answers(REQUESTS), tuple(PLANNED), {"requests": REQUESTS})
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_mode_of_each_kind_gives_the_tokens_of_stock(case: str) -> None:
+    shape, args = CASES[case]
+    expected, stock = answers(None, workload(**shape), sessions=conversations(), **args)
+    assert stock.preempts == (case == "a cache so tight that stock preempts")
+    assert (stock.cached_tokens > 0) == (case == "prefix cache")
+    all_give(expected, ONE_OF_EACH, shape, **args)
+
+
+def test_priorities_change_no_token() -> None:
+    all_give(stock_answers(), ONE_OF_EACH, {}, scheduling_policy="priority")
+
+
+def all_give(expected: Tokens, names: tuple[str, ...], shape: dict[str, Any], **args: Any) -> None:
     requests, sessions = workload(**shape), conversations()
-    expected = answers(None, requests, sessions=sessions, **args)[0] if args else stock_answers()
-    assert len(expected) == REQUESTS + SESSIONS
+    assert expected.keys() == {*(name for name, *_ in requests), *(f"s{number}" for number in range(SESSIONS))}
     assert [len(expected[f"s{number}"]) for number in range(SESSIONS)] == [len(parts) for parts, _ in sessions]
-    names = PLANNED if not args else ("exclusive k=6", "auto")
     for name in names:
-        settings = PLANNED[name]
-        tokens, engine = answers(settings, requests, sessions=sessions, **args)
+        tokens, engine = answers(PLANNED[name], requests, sessions=sessions, **args)
         assert tokens == expected, name
-        if settings["mode"] == "exclusive":
+        if PLANNED[name]["mode"] == "exclusive":
             assert not [step for step in engine.steps if step.prefill_tokens and step.decode_requests]
 
 
@@ -268,12 +283,12 @@ def test_aborts_at_every_phase_leave_the_others_answers_alone(name: str) -> None
 
     def abort(engine: Engine, step: int) -> None:
         alive = list(engine.core.scheduler.requests.values())
-        if step % 3 == 0 and len(alive) > 1:
+        if step % 5 == 0 and len(alive) > 1:
             internal = rng.choice(alive).request_id
             engine.engine.abort_request([internal], internal=True)
             aborted.add(internal.rpartition("-")[0])  # vLLM made it of our own and something random
 
     tokens, _ = answers(PLANNED[name], requests, abort)
     others = expected.keys() - aborted
-    assert len(expected) == REQUESTS and aborted <= expected.keys() and len(aborted) > 10 and len(others) > 50
+    assert len(expected) == FEWER and aborted <= expected.keys() and len(aborted) > 10 and len(others) > 50
     assert tokens == {request_id: expected[request_id] for request_id in others}
