@@ -28,5 +28,6 @@ def idle_cpu_s(how: str) -> float:
 
 @pytest.mark.slow
 def test_an_idle_agent_takes_next_to_no_processor() -> None:
-    assert idle_cpu_s("sleeping") < 0.1
-    assert idle_cpu_s("stock") > 0.2, "NIXL sleeps by itself by now: this module is not needed any more"
+    sleeping = idle_cpu_s("sleeping")
+    assert sleeping < 0.1
+    assert idle_cpu_s("stock") > 5 * sleeping, "NIXL sleeps by itself by now: this module is not needed any more"
