@@ -33,7 +33,7 @@ from router.state_store import ReplicaInfo
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 
-HEARTBEAT_S, SILENCE_S = 0.2, 3.0
+HEARTBEAT_S, SILENCE_S, LEASE_S = 0.2, 3.0, 4.0
 CLASSES = ("interactive", "standard", "offline")
 STEP = StepCoefficients(overhead_s=0.002)
 
@@ -61,7 +61,11 @@ async def serve(options: argparse.Namespace) -> None:
             gang_max_wait_s=options.gang_max_wait_s,
             silence_s=SILENCE_S,
         ),
-        config=RelayConfig(heartbeat_s=HEARTBEAT_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)),
+        config=RelayConfig(
+            heartbeat_s=HEARTBEAT_S,
+            lease_s=LEASE_S,
+            step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
+        ),
     )
     await relay.start(options.host)
     stopped = asyncio.Event()
@@ -179,7 +183,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--id", default="r")
     parser.add_argument("--host", default="127.0.0.1")
-    for name, default in (("port", 0), ("slots", 32), ("requests", 2000), ("concurrency", 100), ("seed", 0)):
+    for name, default in (("port", 0), ("slots", 32), ("requests", 1000), ("concurrency", 100), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, chance in (("step-s", 0.002), ("cancel-fraction", 0.0), ("skew-s", 0.0)):
         parser.add_argument(f"--{name}", type=float, default=chance)

@@ -1,6 +1,6 @@
 """Processes die, hang, slow down and lose each other under load: every request ends once, with its exact tokens.
 
-Two thousand requests in each scenario, from two routers where one is not the victim; at the end no slot is in use.
+A thousand requests and more in most scenarios, many of them from two routers; at the end no slot is in use.
 """
 
 import asyncio
@@ -70,11 +70,11 @@ class Fleet:
     def replica(self, *arguments: str) -> Process:
         return self._start("replica", "--id", f"r{len(self.processes)}", *arguments)
 
-    def replica_on(self, island: "Island") -> Process:
+    def replica_on(self, island: "Island", *arguments: str) -> Process:
         """It reaches Redis through the island's cable."""
         url = self.redis.url.replace("127.0.0.1", island.ashore)
-        arguments = ("--id", f"r{len(self.processes)}", "--url", url, "--host", island.address)
-        return self._start("replica", *arguments, under=island.command)
+        place = ("--id", f"r{len(self.processes)}", "--url", url, "--host", island.address)
+        return self._start("replica", *place, *arguments, under=island.command)
 
     def router(self, *arguments: str) -> Process:
         return self._start("router", "--seed", str(len(self.processes)), *arguments)
@@ -154,7 +154,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def all_ended(fleet: Fleet, *routers: Process, requests: int = 2000) -> None:
+def all_ended(fleet: Fleet, *routers: Process, requests: int = 1000) -> None:
     """Every request of these routers is complete and exact, and no slot is in use."""
     for router in routers:
         assert router.result() == {"outcomes": {"length": requests}, "left_over": 0}
@@ -172,7 +172,7 @@ def nothing_is_left(fleet: Fleet) -> None:
 def test_killed_replicas(fleet: Fleet) -> None:
     replicas = [fleet.replica() for _ in range(3)]
     router = fleet.router()
-    for asked, victim in ((200, 0), (700, 1), (1200, 2)):
+    for asked, victim in ((200, 0), (400, 1), (600, 2)):
         until(lambda least=asked: router.asked >= least, f"{asked} answers")  # type: ignore[misc]
         replicas[victim].kill()
         replicas.append(fleet.replica())
@@ -195,7 +195,7 @@ def test_a_killed_router(fleet: Fleet) -> None:
     for _ in range(2):
         fleet.replica()
     victim, other = fleet.router(), fleet.router()
-    until(lambda: victim.asked >= 500 and other.asked >= 200, "both are in the middle")
+    until(lambda: victim.asked >= 300 and other.asked >= 200, "both are in the middle")
     victim.kill()
     all_ended(fleet, other)
 
@@ -204,7 +204,7 @@ def test_a_killed_redis_that_comes_back_empty(fleet: Fleet) -> None:
     for _ in range(2):
         fleet.replica()
     routers = [fleet.router(), fleet.router()]
-    until(lambda: all(router.asked >= 300 for router in routers), "both are in the middle")
+    until(lambda: all(router.asked >= 200 for router in routers), "both are in the middle")
     os.kill(fleet.redis.pid, signal.SIGKILL)
     time.sleep(1.0)
     fleet.redis = EmbeddedRedis(fleet.redis_port, fleet.password)
@@ -224,24 +224,24 @@ def test_a_replica_that_hangs_and_comes_back(fleet: Fleet) -> None:
 def test_a_network_that_is_cut_and_joined_again(island: Island, fleet: Fleet) -> None:
     with redis.Redis.from_url(fleet.redis.url) as admin:
         admin.config_set("bind", f"127.0.0.1 {island.ashore}")
-    fleet.replica()
-    fleet.replica_on(island)
-    routers = [fleet.router("--requests", "3000") for _ in range(2)]
+    fleet.replica("--step-s", "0.02")  # however fast the machine: the cut is healed in the midst
+    fleet.replica_on(island, "--step-s", "0.02")
+    routers = [fleet.router("--requests", "1500") for _ in range(2)]
     until(lambda: all(router.asked >= 300 for router in routers), "both are in the middle")
     assert len(fleet.snapshot().replicas) == 2
     island.pull()
     until(lambda: len(fleet.snapshot().replicas) == 1, "what is cut off is dropped")
     island.join()
     until(lambda: len(fleet.snapshot().replicas) == 2, "it is back")
-    assert any(router.asked < 3000 for router in routers)
-    all_ended(fleet, *routers, requests=3000)
+    assert any(router.asked < 1500 for router in routers)
+    all_ended(fleet, *routers, requests=1500)
 
 
-def test_one_replica_ten_times_slower_than_the_other(fleet: Fleet) -> None:
-    fleet.replica("--step-s", "0.02")
+def test_one_replica_fifty_times_slower_than_the_other(fleet: Fleet) -> None:
+    fleet.replica("--step-s", "0.1")
     fleet.replica("--step-s", "0.002")
-    routers = [fleet.router(), fleet.router()]
-    all_ended(fleet, *routers)
+    routers = [fleet.router("--requests", "500") for _ in range(2)]
+    all_ended(fleet, *routers, requests=500)
     slow, fast = (load.slowness for _, load in sorted(fleet.snapshot().replicas.items()))
     assert slow > 2 * fast
 
@@ -259,5 +259,5 @@ def test_a_storm_of_cancellations(fleet: Fleet) -> None:
     for router in routers:
         result = router.result()
         assert set(result["outcomes"]) == {"length", "cancelled"}
-        assert sum(result["outcomes"].values()) == 2000
+        assert sum(result["outcomes"].values()) == 1000
     nothing_is_left(fleet)
