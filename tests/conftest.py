@@ -20,7 +20,7 @@ from router.redis_store import RedisStateStore, connect
 UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("unhurried", UNHURRIED)
 hypothesis.settings.register_profile("quick", UNHURRIED, max_examples=20)
-hypothesis.settings.register_profile("deep", UNHURRIED, max_examples=1000)
+hypothesis.settings.register_profile("deep", UNHURRIED, max_examples=2000)
 hypothesis.settings.load_profile("unhurried")
 
 # Workers and engines share the cores: a second thread of torch's would wait, spinning, for one that is not running.
