@@ -137,7 +137,7 @@ def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> Non
 
 
 def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(tmp_path / "plan.json", "--replicas", "1", "--target", "*:0.000001:0.000001")
+    found = plan(tmp_path / "plan.json", "--requests", "6", "--replicas", "1", "--target", "*:0.000001:0.000001")
     assert found["cheapest"] == {"1.0": None}
     assert "nothing that was tried does it" in capsys.readouterr().out
 
