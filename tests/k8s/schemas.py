@@ -4,15 +4,18 @@ By Kubernetes' own schemas, by KubeRay's for its RayService, and for resources o
 that the chart uses, written here.
 """
 
+from functools import cache
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
+import kubernetes_validate.utils
 
 from tests.k8s.engines import Manifest
 from tests.k8s.kuberay import ray_service_validator
 
 LOWEST, HIGHEST = "1.27", "1.37"
+# It would parse megabytes of definitions for every object.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
