@@ -88,8 +88,6 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
             replica_id="r",
             host="127.0.0.1",
             port=1,
-            engine_version=ENGINE_VERSION,
-            model="m",
             max_model_len=2048,
             max_batch_tokens=300,
             silence_s=600.0,
