@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.environment import cpu_dtype, cpu_env
+from deployments.environment import cpu_dtype, cpu_env, set_up_gpu_engine
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixedConfig
@@ -110,7 +110,9 @@ def run(options: argparse.Namespace) -> None:
     """Raises ConfigError when arguments are wrong or too little could be measured."""
     if options.steps < 4:
         raise ConfigError(f"--steps must be at least 4, got {options.steps}")
-    if not options.gpu:
+    if options.gpu:
+        set_up_gpu_engine(os.environ)
+    else:
         _restart_with(cpu_env())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     bench = _Bench(options.model, options.vllm_args, gpu=options.gpu)

@@ -1,7 +1,8 @@
 """Live control: settings of the engines' schedulers that change while they serve, for all replicas of a model.
 
 What one replica was told is kept in the shared state, and every other takes it over at its next heartbeat, also one
-that comes later. It holds for replicas that were configured alike: a redeploy with other settings begins with those.
+that comes later. It holds for replicas that were configured alike: a redeploy with other settings begins with those,
+and one with the settings of before finds what was changed under them.
 """
 
 import hashlib

@@ -451,6 +451,9 @@ def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     defaults = AsyncEngineArgs(model=engine_args.model)
     for name in _OF_ENGINES_ALONE:
         setattr(engine_args, name, getattr(defaults, name))
+    if engine_args.speculative_config:  # a draft's own size must fit that of its model
+        draft = engine_args.speculative_config
+        engine_args.speculative_config = {name: draft[name] for name in draft if name != "draft_tensor_parallel_size"}
     return engine_config(engine_args)
 
 

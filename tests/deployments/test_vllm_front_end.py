@@ -1,6 +1,7 @@
 """A router's front end around vLLM's own, mostly with a client that stands for the routed one."""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,9 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
         assert front_end.routed._policy.config.max_batch_tokens == 300
 
 
+DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -105,6 +109,7 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
         ["--enable-cumem-allocator"],
         ["-tp", "4", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 4}'],
         ["-tp", "4", "-dcp", "2"],
+        ["-tp", "2", "--speculative-config", json.dumps(DRAFT)],
     ],
     ids=" ".join,
 )
