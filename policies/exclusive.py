@@ -317,6 +317,7 @@ class _ModeChoice:
         Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
         """
         if not exclusive_token_s(workload.times, workload.means):
+            self._look_steps, self.exclusive = 0, self._preferred  # a look is begun once, and not for ever
             return
         self._learn(workload, phase)
         mixed_s = self._costs[False].ratio * workload.token_s(None)

@@ -392,6 +392,8 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             logger.error("request %s failed: %r", request_id, error)
             if isinstance(error, StateStoreError):
                 split.timing.unserved = error
+            if split.timing.outcome is None:
+                self._note_end(split.slo_class, 0, split.timing, "error")
             self._offers.pop(request_id, None)
             await self._outputs.put(self._codec.failed(request_id))
         finally:
@@ -414,8 +416,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         return self._codec.encode_request(self._split_codec.with_cache(entry.request, offer.cache))
 
     def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
-        offered = self._offered.get(output.request_id)
-        if offered is not None and offered[0] is connection:
+        if self._offered and (offered := self._offered.get(output.request_id)) and offered[0] is connection:
             del self._offered[output.request_id]
             self._split_codec.note_hits(output, offered[2])
         return super()._account(connection, output, now_s)

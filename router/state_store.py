@@ -232,7 +232,8 @@ class StateStore(Protocol):
     ) -> LaneEdges | None:
         """Put edges in force that follow on `version`, and move what waits to its new lanes in the same moment.
 
-        For all routers of one `shape`, a text that tells how they bin: those of another have edges of their own.
+        For all routers of one `shape`, a text that tells how they bin: those of another have edges of their own. What
+        waits is moved whoever queued it.
 
         What this makes a whole gang batch is assigned.
 

@@ -133,23 +133,23 @@ class Fleet:
         events = [Event(now_s + config.interval_s, Kind.FLEET, self._scale)]
         for _ in range(wanted - here):
             events.append(self._start_later(now_s + config.start_s))
-        self._shrink(here - wanted, now_s)
+        self._shrink(wanted, here, now_s)
         return events
 
     def _started(self, now_s: float) -> Iterable[Event]:
         self._starting -= 1
         return self._join(now_s)
 
-    def _shrink(self, surplus: int, now_s: float) -> None:
+    def _shrink(self, wanted: int, here: int, now_s: float) -> None:
         """Retire the newest once fewer have been wanted for long enough; never one for another that only starts."""
         assert self._autoscale is not None
-        if surplus <= 0:
+        if here <= wanted:
             self._few_since_s = None
             return
         self._few_since_s = now_s if self._few_since_s is None else self._few_since_s
         if now_s - self._few_since_s < self._autoscale.hold_s:
             return
-        here = max(0, len(self._joined_s) - self._autoscale.min_replicas)
-        for replica_id in list(self._joined_s)[len(self._joined_s) - min(surplus, here) :]:
+        spare = max(0, len(self._joined_s) - max(wanted, self._autoscale.min_replicas))
+        for replica_id in list(self._joined_s)[len(self._joined_s) - spare :]:
             self._count(replica_id, now_s)
             self._router.leave(replica_id)

@@ -2,7 +2,7 @@
 -- Heartbeat of a router, and the sweep that goes with it: replicas and routers leave the tables that have been silent for
 -- as long as each of them named. Returns the replicas dropped and the routers dropped.
 -- What no ticket, replica or router holds outlives the last heartbeat by a week: an application may be away for a while,
--- and each version of its settings has tables of its own.
+-- and each version of its vllm_args has tables of its own.
 redis.call('ZADD', P .. ':routers', now_ms() + tonumber(ARGV[2]), ARGV[1])
 for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'settings', 'started', 'overtaken' }) do
   redis.call('EXPIRE', P .. ':' .. name, 604800) -- a week
