@@ -323,7 +323,7 @@ prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=N
 class RoutedEngineCore(EngineCoreClient):
     """vLLM's engine-core client interface over the routed client: the calls that serving needs.
 
-    Control calls that address one engine (sleep, profiling, loading adapters at run time) stay vLLM's
+    Control calls that address one engine (sleep, profiling, unloading adapters) stay vLLM's
     NotImplementedError, which its front end answers with 501.
     """
 

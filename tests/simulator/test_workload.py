@@ -80,14 +80,23 @@ def test_published_probabilities_are_drawn_from(tmp_path: Path, rng: np.random.G
     assert read.prompt_tokens.min() == 1 and read.prompt_tokens.max() == 10
 
 
-def test_a_file_without_outputs_or_prompts_is_refused_with_the_way_out(
-    tmp_path: Path, rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("bare.csv", "output_tokens\n5\n"), ("bare.jsonl", '{"output_tokens": 5}\n')],
+    ids=["csv", "jsonl"],
+)
+def test_a_file_without_prompts_takes_the_prompt_tokens_given(
+    name: str, text: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    path = tmp_path / "bare.csv"
-    path.write_text("output_tokens\n5\n")
+    path = tmp_path / name
+    path.write_text(text)
     with pytest.raises(InputError, match="--prompt-tokens"):
         read_workload(path, rng=rng)
     assert read_workload(path, rng=rng, prompt_tokens=64).prompt_tokens.tolist() == [64]
+
+
+def test_a_file_without_outputs_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "bare.csv"
     path.write_text("prompt_tokens\n5\n")
     with pytest.raises(InputError, match="needs output_tokens"):
         read_workload(path, rng=rng)
@@ -96,12 +105,8 @@ def test_a_file_without_outputs_or_prompts_is_refused_with_the_way_out(
         read_workload(path, rng=rng)
 
 
-def test_json_lines_without_prompts_take_the_prompt_tokens_given(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_json_lines_may_say_how_long_their_prompts_are(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "outputs.jsonl"
-    path.write_text('{"output_tokens": 5}\n')
-    with pytest.raises(InputError, match="--prompt-tokens"):
-        read_workload(path, rng=rng)
-    assert read_workload(path, rng=rng, prompt_tokens=64).prompt_tokens.tolist() == [64]
     path.write_text('{"prompt_chars": 400, "output_tokens": 5}\n')
     assert read_workload(path, rng=rng).prompt_tokens.tolist() == [100]
 
