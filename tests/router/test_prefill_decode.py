@@ -271,6 +271,25 @@ async def test_a_request_that_cannot_queue_once_its_prompt_is_read_says_why(
     assert "Redis is away" in str(answer.timing.unserved)
 
 
+async def test_a_request_that_fails_before_it_is_queued_is_counted(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.replica("prefill")
+    await service.start()
+    classifier, probed = service.client._classifier, service.client._classifier.ticket
+
+    def ticket(request: Any, *rest: Any, **named: Any) -> Any:
+        if request.request_id in service.answers:  # and not the probe for the limits of its class
+            raise ValueError("no number")
+        return probed(request, *rest, **named)
+
+    monkeypatch.setattr(classifier, "ticket", ticket)
+    answer = await service.ask()
+    await until(lambda: answer.outcome == "error")
+    assert answer.timing.outcome == "error"
+    assert service.count("requests", outcome="error", slo_class="standard", bin="0") == 1
+
+
 async def test_short_prompts_go_straight_to_where_they_are_decoded(service: Service) -> None:
     reading, _ = await service.replica("prefill"), await service.replica("decode")
     await service.start()
