@@ -427,6 +427,19 @@ class TestAuto:
         engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
         assert len(engine.results) > 1000
 
+    def test_a_look_ends_where_noise_was_fitted_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = auto(CONTENDED)
+        engine = ToyEngine(policy, CONTENDED, slots=32)
+        for number in range(2000):
+            engine.submit(Job(f"r{number}", prompt_tokens=100, output_tokens=50))
+        while policy._choice.looks_at is None:
+            engine.step()
+        nothing = StepCoefficients(overhead_s=0.01)
+        monkeypatch.setattr(policy._model, "times", lambda: StepTimes(prefill=nothing, decode=nothing, mixed=nothing))
+        for _ in range(2 * policy.config.replan_steps):
+            policy.plan(make_state(decoding=32, slots=32))
+        assert policy._choice.looks_at is None and policy.exclusive
+
     def test_the_priority_margin_moves_the_choice(self) -> None:
         def share(margin: float) -> float:
             recorder = _Recorder(auto(CONTENDED, priority_margin_fraction=margin))

@@ -251,6 +251,15 @@ def test_scaling_down_keeps_those_that_serve_while_others_only_start() -> None:
     assert max(request.ttft_s or 0.0 for request in result.requests[60:]) < 20.0, "somebody was always there"
 
 
+def test_scaling_down_retires_nobody_for_a_replacement_that_is_under_way() -> None:
+    scale = AutoscaleConfig(max_replicas=2, target_ongoing=1.0, interval_s=2.0, hold_s=4.0)
+    failure = Failure(replica=0, at_s=1.0, replaced_after_s=1000.0)
+    result = run(small("stock", replicas=3, autoscale=scale, failures=(failure,)), workload(300, 10.0, seed=4))
+    assert_all_served(result)
+    late = {request.replica_id for request in result.requests if request.arrival_s > 15.0}
+    assert late == {"replica-1", "replica-2"}
+
+
 def test_a_closed_loop_never_holds_more_than_its_clients() -> None:
     result = run(small("stock", clients=5), workload(100, 1.0, seed=6))
     assert_all_served(result)
