@@ -6,8 +6,9 @@ PORT   ?= 8000
 LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
-# Tests of whole applications: each has the machine to itself, the others share it in two processes.
-APPS   := $(addprefix tests/,integration/one_model integration/several_models integration/test_prefill_decode.py \
+# Tests of whole applications, in the order in which one starts while the tests of another wait. They have the machine
+# to themselves, the others share it in two processes.
+APPS   := $(addprefix tests/,integration/one_model integration/test_prefill_decode.py integration/several_models \
             integration/test_serve_deploy.py integration/test_cores.py k8s/test_semantic.py)
 OTHERS := tests/ -n 2 --dist worksteal $(addprefix --ignore=,$(APPS))
 

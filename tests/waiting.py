@@ -17,8 +17,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    give_up_s = time.monotonic() + timeout_s
+    """Looks ever more seldom: a look may cost what is waited for a part of the machine."""
+    began_s = time.monotonic()
     while not (result := condition()):
-        assert time.monotonic() < give_up_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
+        waited_s = time.monotonic() - began_s
+        assert waited_s < timeout_s, f"not within {timeout_s} s: {what}"
+        time.sleep(min(0.5, 0.05 + waited_s / 20))
     return result

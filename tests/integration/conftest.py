@@ -2,22 +2,26 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from deployments.config import DEMO_MODEL
 from deployments.environment import cpu_env, free_port
-from tests.integration.application import REPOSITORY, START_TIMEOUT_S, Sluice
+from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice, is_free
+from tests.integration.several_models.models import KEY, settings
+from tests.integration.split import SPLIT_SETTINGS
 from tests.waiting import wait_until
 
 MAX_TOKENS = 100  # enough for some answers to end by themselves, and to be killed in the middle of
-# Where the processor has bfloat16, two tokens often have the same score in it, and the batch decides which one wins.
-EXACT = ("--dtype", "float32")
 # Few slots, so that a test can fill them without being kept busy by its own streams.
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
 
@@ -30,14 +34,69 @@ def _installed_from_here() -> None:
     assert Path(found).is_relative_to(REPOSITORY), f"sluice runs {found}: remove .venv, and `make test` makes it again"
 
 
+def begin(request: pytest.FixtureRequest, name: str) -> None:
+    """Start what later tests ask for while this one waits for a process: nothing else would use the machine."""
+    if any(name in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="session")
 def sluice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
     application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
     try:
         application.wait_until_ready()
-        if any("plain_answers" in getattr(item, "fixturenames", ()) for item in request.session.items):
-            request.getfixturevalue("plain_vllm")  # answers while tests run that need no answers of its yet
+        begin(request, "plain_vllm")  # answers while tests run that need no answers of its yet
+        yield application
+    finally:
+        application.kill()
+
+
+@pytest.fixture(scope="session")
+def split_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    """One replica that reads prompts and one that decodes; for `test_prefill_decode`."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "sluice.yaml").write_text(yaml.safe_dump(SPLIT_SETTINGS))
+    application = Sluice(folder, free_port(), "--config", "sluice.yaml")
+    try:
+        yield application
+    finally:
+        application.kill()
+
+
+@pytest.fixture(scope="session")
+def killed(sluice: Sluice) -> list[psutil.Process]:
+    """What an application had started that did not come to clear up."""
+    started = sluice.processes()
+    assert len(started) > 5
+    os.kill(sluice.process.pid, signal.SIGKILL)
+    wait_until(lambda: is_free(sluice.port), 120, "the killed application's address is free again")
+    return started[1:]
+
+
+@pytest.fixture(scope="session")
+def models_begun(
+    sluice: Sluice, killed: list[psutil.Process], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sluice]:
+    """Several models on the killed one's address, while processes of that one are still ending."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "models.yaml").write_text(yaml.safe_dump(settings(folder)))
+    application = Sluice(folder, sluice.port, "--config", "models.yaml", key=KEY)
+    try:
+        yield application
+    finally:
+        application.kill()
+
+
+@pytest.fixture(scope="session")
+def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    """One engine with a model of the user's own, by its folder; for `test_cores`."""
+    folder = tmp_path_factory.mktemp("one")
+    shutil.copytree(DEMO_MODEL, folder / "my-model")
+    application = Sluice(
+        folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", "--enforce-eager"
+    )
+    try:
         yield application
     finally:
         application.kill()

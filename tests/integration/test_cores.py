@@ -1,13 +1,11 @@
 """A model of the user's own, by its folder, on a machine with a core to spare, and the rest of its application."""
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from deployments.config import DEMO_MODEL
-from deployments.environment import cores_beside_engines, free_port
+from deployments.environment import cores_beside_engines
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 
@@ -15,16 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    folder = tmp_path_factory.mktemp("one")
-    shutil.copytree(DEMO_MODEL, folder / "my-model")
-    application = Sluice(
-        folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", "--enforce-eager"
-    )
-    try:
-        yield application.wait_until_ready()
-    finally:
-        application.kill()
+def one_engine(one_engine_begun: Sluice) -> Iterator[Sluice]:
+    yield one_engine_begun.wait_until_ready()
+    one_engine_begun.kill()
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:

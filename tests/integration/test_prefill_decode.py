@@ -12,37 +12,19 @@ from typing import Any
 import openai
 import psutil
 import pytest
-import yaml
 
-from deployments.environment import free_port
 from tests.integration.application import START_TIMEOUT_S, Sluice
-from tests.integration.conftest import EXACT, MAX_TOKENS
+from tests.integration.conftest import MAX_TOKENS, begin
+from tests.integration.split import BUDGET_TOKENS, KEEP_S
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-KEEP_S = 6
-BUDGET_TOKENS = 96
-SETTINGS = {
-    "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS), *EXACT],
-    "router": {"heartbeat_s": 0.5, "silence_s": 15},
-    "engine": {
-        "replicas": 1,
-        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
-    },
-}
-
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    folder = tmp_path_factory.mktemp("split")
-    config = folder / "sluice.yaml"
-    config.write_text(yaml.safe_dump(SETTINGS))
-    application = Sluice(folder, free_port(), "--config", str(config))
-    try:
-        yield application.wait_until_ready()
-    finally:
-        application.kill()
+def split(split_begun: Sluice) -> Iterator[Sluice]:
+    yield split_begun.wait_until_ready()
+    split_begun.kill()
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str, on_token: Callable[[], None]) -> list[int]:
@@ -193,7 +175,11 @@ def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[s
 
 @pytest.mark.parametrize("victims", [("prefill",), ("decode",), ("decode", "prefill")], ids="+".join)
 def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
-    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], victims: tuple[str, ...]
+    split: Sluice,
+    prompts: list[str],
+    plain_answers: list[dict[str, Any]],
+    victims: tuple[str, ...],
+    request: pytest.FixtureRequest,
 ) -> None:
     wait_until(lambda: both_are_back(split), START_TIMEOUT_S, "both replicas serve")
     processes = [process_of(split, pool) for pool in victims]
@@ -215,5 +201,6 @@ def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
     answers = asyncio.run(ask_all(split, prompts * times, kill_early))
     assert answers == [answer["token_ids"] for answer in plain_answers * times]
     assert on_board() > before, "nobody was on board of the killed"
+    begin(request, "models_begun")
     wait_until(lambda: both_are_back(split), START_TIMEOUT_S, "Ray Serve has replaced whoever was killed")
-    wait_until_nothing_is_held(split, 3 * KEEP_S)
+    wait_until_nothing_is_held(split, 10 * KEEP_S)

@@ -1,5 +1,7 @@
 """On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password."""
 
+import copy
+import json
 import os
 import secrets
 import subprocess
@@ -8,6 +10,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -17,6 +20,7 @@ import yaml
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port, one_machine_env, serve_env
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
+from tests.integration.conftest import begin
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -71,25 +75,37 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 
 def _answers(url: str) -> bool:
-    result = subprocess.run(["curl", "-sf", "-m", "5", url], capture_output=True, check=False)
-    return result.returncode == 0
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
-def test_the_shipped_configuration_deploys_and_answers(
-    dashboard: str, ray_env: dict[str, str], redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def deployed(
+    dashboard: str, ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> str:
+    """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
     settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
     port = settings["http_options"]["port"] = free_port()  # 8000 may be taken where tests run
-    engine = settings["applications"][0]["args"]["engine"]
-    assert engine["replicas"] == 2
-    engine["replicas"] = 1  # deploys as two do, in less time
-    config = tmp_path / "local.yaml"
+    (shipped,) = settings["applications"]
+    assert shipped["args"]["engine"]["replicas"] == 2
+    shipped["args"]["engine"]["replicas"] = 1  # deploys as two do, in less time
+    wrong = {**copy.deepcopy(shipped), "name": "wrong", "route_prefix": "/wrong"}
+    wrong["args"]["engine"]["replicaz"] = 3
+    settings["applications"].append(wrong)
+    config = tmp_path_factory.mktemp("deployed") / "local.yaml"
     config.write_text(yaml.safe_dump(settings))
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
     subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
-    address = f"http://127.0.0.1:{port}"
-    wait_until(lambda: _answers(f"{address}/health"), START_TIMEOUT_S, f"{address}/health")
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=2)
+    begin(request, "one_engine_begun")
+    return f"http://127.0.0.1:{port}"
+
+
+def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
+    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+    client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=60, max_retries=2)
     answer = client.chat.completions.create(
         model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
     )
@@ -104,22 +120,11 @@ def _redis_keys(server: EmbeddedRedis) -> int:
         return int(client.dbsize())
 
 
-def test_unknown_keys_are_refused_with_their_path(dashboard: str, ray_env: dict[str, str], tmp_path: Path) -> None:
-    settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
-    settings["http_options"]["port"] = free_port()
-    settings["applications"] = [
-        {**settings["applications"][0], "name": "wrong", "route_prefix": "/wrong"},
-    ]
-    settings["applications"][0]["args"]["engine"]["replicaz"] = 3
-    config = tmp_path / "wrong.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
-    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
-
-    def status() -> str:  # as `serve status` asks for it
+def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str) -> None:
+    def wrong() -> dict[str, Any]:  # as `serve status` asks for it
         with urllib.request.urlopen(f"{dashboard}/api/serve/applications/", timeout=60) as response:
-            text: str = response.read().decode()
-            return text
+            found: dict[str, Any] = json.load(response)["applications"]["wrong"]
+            return found
 
-    wait_until(lambda: "DEPLOY_FAILED" in status(), START_TIMEOUT_S, "the wrong configuration is refused")
-    assert "engine.replicaz" in status()
+    wait_until(lambda: wrong()["status"] == "DEPLOY_FAILED", START_TIMEOUT_S, "the wrong configuration is refused")
+    assert "engine.replicaz" in wrong()["message"]

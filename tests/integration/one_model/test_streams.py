@@ -10,9 +10,10 @@ from typing import Any
 
 import openai
 import psutil
+import pytest
 
 from tests.integration.application import START_TIMEOUT_S, Sluice
-from tests.integration.conftest import MAX_TOKENS
+from tests.integration.conftest import MAX_TOKENS, begin
 from tests.waiting import wait_until
 
 
@@ -72,6 +73,21 @@ def all_slots_are_free(sluice: Sluice) -> bool:
     )
 
 
+def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
+    def cancelled() -> float:
+        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
+
+    before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
+    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
+    for client in clients:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    wait_until(lambda: used_slots(sluice) == len(clients), 60, "all are being answered")
+    for client in clients:
+        client.close()
+    wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
+    wait_until(lambda: cancelled() >= before + len(clients), 120, "none was answered to its end")
+
+
 def test_greedy_token_ids_equal_those_of_plain_vllm(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
@@ -112,22 +128,7 @@ def test_64_streams_use_both_replicas_and_all_end(
     assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers]
     assert all(reason in ("stop", "length") for _, reason in answers)
     assert most_used == 2
-    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
-
-
-def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
-    def cancelled() -> float:
-        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
-
-    before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
-    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
-    for client in clients:
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    wait_until(lambda: used_slots(sluice) == len(clients), 60, "all are being answered")
-    for client in clients:
-        client.close()
-    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
-    wait_until(lambda: cancelled() >= before + len(clients), 30, "none was answered to its end")
+    wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
 
 
 def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -> None:
@@ -162,7 +163,7 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
             began_s = time.monotonic()
             for task in (*tasks[:12], *tasks[-12:]):  # that run, and that wait
                 task.cancel()
-            await asyncio.to_thread(wait_until, only_the_others_hold_slots, 30, "the 24 hold nothing any more")
+            await asyncio.to_thread(wait_until, only_the_others_hold_slots, 120, "the 24 hold nothing any more")
             took_s.append(time.monotonic() - began_s)
             for task in tasks:
                 task.cancel()
@@ -174,12 +175,12 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
     # Others may hold the processor for a moment, but hardly most of the time.
     while in_time() < 2 and len(took_s) < 8:
         asyncio.run(cancel_24())
-        wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
+        wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
     assert in_time() == 2, took_s
 
 
 def test_a_killed_replica_costs_no_request_and_changes_no_answer(
-    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
+    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
     victim = sluice.engine_replicas()[0]
     core = victim.children(recursive=True)
@@ -190,7 +191,7 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
         def busy() -> bool:
             return len([r for r in sluice.status()["replicas"].values() if r["running"] >= 16]) == 2
 
-        await asyncio.to_thread(wait_until, busy, 30, "both replicas are busy")
+        await asyncio.to_thread(wait_until, busy, 120, "both replicas are busy")
         os.kill(victim.pid, signal.SIGKILL)
         return await streams
 
@@ -198,11 +199,12 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers]
     assert all(reason in ("stop", "length") for _, reason in answers)
     assert _gone(core), "the engine outlived its replica"
+    begin(request, "split_begun")
     wait_until(
-        lambda: total(sluice, "sluice_requests_recovered_total") > 0, 30, "somebody was on board of the killed one"
+        lambda: total(sluice, "sluice_requests_recovered_total") > 0, 120, "somebody was on board of the killed one"
     )
     wait_until(lambda: len(sluice.status()["replicas"]) == 2, START_TIMEOUT_S, "Ray Serve has replaced it")
-    wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
+    wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
 
 
 def total(sluice: Sluice, name: str, label: str = "") -> float:
@@ -227,7 +229,7 @@ def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
         expected = [answer["text"] for answer in plain_answers]
         assert offline == expected * 2
         assert [text for text, _ in urgent] == expected[:8]
-        wait_until(lambda: all_slots_are_free(sluice), 30, "all slots are free again")
+        wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
         give_up_s = time.monotonic() + 10.0  # the page shows what routers told with their last heartbeat
         while (now := total(sluice, "sluice_requests_recalled_total")) <= before and time.monotonic() < give_up_s:
             time.sleep(0.2)
@@ -242,7 +244,7 @@ def test_a_killed_redis_costs_no_stream_and_changes_no_answer(
 ) -> None:
     async def kill_under_load() -> list[tuple[str, str | None]]:
         streams = asyncio.create_task(stream_all(sluice, prompts))
-        await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 30, "the replicas are busy")
+        await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
         sluice.redis().kill()
         return await streams
 
@@ -266,7 +268,7 @@ def test_a_killed_router_costs_its_own_streams_alone(
     async def kill_under_load() -> list[tuple[str, str | None] | BaseException]:
         async with sluice.async_client() as client:
             streams = [asyncio.create_task(stream_one(client, prompt)) for prompt in prompts]
-            await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 30, "the replicas are busy")
+            await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
             victim.kill()
             return await asyncio.gather(*streams, return_exceptions=True)
 
@@ -283,5 +285,5 @@ def test_a_killed_router_costs_its_own_streams_alone(
 
 
 def _gone(processes: list[psutil.Process]) -> bool:
-    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 30, "gone")
+    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 120, "gone")
     return True

@@ -11,6 +11,7 @@ from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until
 
 PATIENCE_S = 180
+TOKENS = 64
 
 
 def replicas(sluice: Sluice) -> int:
@@ -26,14 +27,14 @@ async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> 
         answers = 0
         while not done.is_set():
             answer = await client.completions.create(
-                model=SCALED, prompt=f"Story {number}:", max_tokens=200, extra_body={"ignore_eos": True}
+                model=SCALED, prompt=f"Story {number}:", max_tokens=TOKENS, extra_body={"ignore_eos": True}
             )
-            assert answer.usage is not None and answer.usage.completion_tokens == 200
+            assert answer.usage is not None and answer.usage.completion_tokens == TOKENS
             answers += 1
         return answers
 
     done = asyncio.Event()
-    asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
+    asking = [asyncio.create_task(ask_until(done, number)) for number in range(12)]
     await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, PATIENCE_S, "a second replica")
     done.set()
     answers = await asyncio.gather(*asking)

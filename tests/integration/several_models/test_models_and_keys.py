@@ -49,9 +49,9 @@ def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     holder, hint = client(models, KEY), {"X-Sluice-Expected-Tokens": "12"}
     before = answered_questions(models, SCALED)
     holder.completions.create(model=SCALED, prompt="How many rivers?", max_tokens=3, extra_headers=hint)
-    wait_until(lambda: answered_questions(models, SCALED) == before + 1, 10, "the prompt is counted")
+    wait_until(lambda: answered_questions(models, SCALED) == before + 1, 60, "the prompt is counted")
     holder.chat.completions.create(model=SCALED, messages=[{"role": "user", "content": "Which?"}], max_tokens=3)
-    wait_until(lambda: answered_questions(models, SCALED) == before + 2, 10, "the chat is counted")
+    wait_until(lambda: answered_questions(models, SCALED) == before + 2, 60, "the chat is counted")
 
 
 def test_with_a_predictor_too_nothing_listens_beyond_loopback(models: Sluice) -> None:
