@@ -69,7 +69,10 @@ def compare(options: argparse.Namespace, plan: Plan, engine_arguments: Sequence[
         progress = Progress(plan.requests_per_pairing * len(contenders))
         stack.callback(progress.close)
         plain = _started(stack, baseline, logs, options.startup_timeout, progress)
-        pairings = tuple(_paired(plain, spec, plan, logs, options.startup_timeout, progress) for spec in contenders)
+        pairings = tuple(
+            _paired(plain, spec, number, plan, logs, options.startup_timeout, progress)
+            for number, spec in enumerate(contenders)
+        )
     return Comparison(
         machine=_machine(),
         versions=_versions(),
@@ -80,10 +83,12 @@ def compare(options: argparse.Namespace, plan: Plan, engine_arguments: Sequence[
     )
 
 
-def _paired(plain: Server, spec: ServerSpec, plan: Plan, logs: Path, timeout_s: float, progress: Progress) -> Pairing:
+def _paired(
+    plain: Server, spec: ServerSpec, number: int, plan: Plan, logs: Path, timeout_s: float, progress: Progress
+) -> Pairing:
     with ExitStack() as stack:
         contender = _started(stack, spec, logs, timeout_s, progress)
-        pairing = measure_pairing(plain, contender, plan, progress.stage, progress.request_end)
+        pairing = measure_pairing(plain, contender, plan, progress.stage, progress.request_end, number)
         progress.stage(f"stopping {spec.name}")
     return pairing
 

@@ -1,9 +1,10 @@
 """Two running servers measured in turn: A B, B A, A B ... at every concurrency.
 
 Both stay up, one at a time is loaded. The two runs of a repeat send the same prompts and follow each other at once, so
-their ratio is free of what changes slowly on a shared machine; every repeat has new prompts, so that no prefix cache
-helps. What other programs used meanwhile is kept beside each run, and what both servers use when idle is measured
-first: the idle one takes that from the loaded one.
+their ratio is free of what changes slowly on a shared machine. No server gets a prompt twice, so that no prefix cache
+helps: every repeat has new prompts, and so has every pairing, for all pairings share a baseline. What other programs
+used meanwhile is kept beside each run, and what both servers use when idle is measured first: the idle one takes that
+from the loaded one.
 """
 
 import time
@@ -18,6 +19,8 @@ from bench.servers import Server, ServerFailed
 from bench.workload import LoadConfig
 
 WARM_UP_SEED = 10**9
+# Of seeds, between two pairings and between two repeats; within those comes the concurrency.
+PAIRING_STRIDE, REPEAT_STRIDE = 10**6, 10**4
 WARM_UP_TOKENS = 32
 
 
@@ -82,13 +85,18 @@ def measure_pairing(
     plan: Plan,
     on_stage: Callable[[str], object],
     on_request_end: Callable[[], object],
+    number: int = 0,
 ) -> Pairing:
-    """Raises: ServerFailed, ServerUnusable: a server has ended, or answers nothing."""
+    """`number` tells pairings that share a server apart: each has prompts of its own.
+
+    Raises: ServerFailed, ServerUnusable: a server has ended, or answers nothing.
+    """
     servers = (baseline, contender)
     models = {server.spec.name: first_model(server.spec.url) for server in servers}
     on_stage("warming up")
     for server in servers:
-        _load(server, _config(server, models, plan, max(plan.concurrency), WARM_UP_SEED, WARM_UP_TOKENS), lambda: None)
+        warm_up = _config(server, models, plan, max(plan.concurrency), WARM_UP_SEED + number, WARM_UP_TOKENS)
+        _load(server, warm_up, lambda: None)
     on_stage("idle CPU")
     idle_cpu_cores = _idle_cpu_cores(servers, plan.idle_s)
     runs = []
@@ -96,7 +104,7 @@ def measure_pairing(
         for concurrency in plan.concurrency:
             for server in servers if repeat % 2 == 0 else reversed(servers):
                 on_stage(f"repeat {repeat + 1}/{plan.repeats}, concurrency {concurrency}, {server.spec.name}")
-                seed = repeat * 10_000 + concurrency
+                seed = number * PAIRING_STRIDE + repeat * REPEAT_STRIDE + concurrency
                 config = _config(server, models, plan, concurrency, seed, plan.max_tokens)
                 runs.append(_run(server, servers, config, repeat, on_request_end))
     return Pairing(

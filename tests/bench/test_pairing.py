@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.load import ServerUnusable
-from bench.pairing import Pairing, Plan, measure_pairing
+from bench.pairing import WARM_UP_TOKENS, Pairing, Plan, measure_pairing
 from bench.servers import HOST, Server, ServerFailed, ServerSpec
 
 TOY_SERVER = """
@@ -78,6 +78,18 @@ def test_systems_take_turns_with_the_same_prompts_and_every_run_is_kept(tmp_path
     assert set(to_plain) == set(to_ours)
     assert len(set(to_plain)) == len(to_plain) == 34
     assert set(pairing.idle_cpu_cores) == {"plain", "ours"}
+
+
+def test_pairings_that_share_a_server_send_it_no_prompt_twice(tmp_path: Path) -> None:
+    plan = Plan(concurrency=(1, 3), repeats=2, requests_per_client=4, least_requests=5, max_tokens=7, idle_s=0.1)
+    with Server(make_spec("plain"), tmp_path) as shared:
+        for number, name in enumerate(("one", "other")):
+            with Server(make_spec(name), tmp_path) as contender:
+                for server in (shared, contender):
+                    server.wait_until_ready(30.0)
+                measure_pairing(shared, contender, plan, lambda stage: None, lambda: None, number)
+        prompts = [*asked(shared, plan.max_tokens), *asked(shared, WARM_UP_TOKENS)]
+    assert len(set(prompts)) == len(prompts) == 2 * (34 + 12)
 
 
 def test_a_system_that_refuses_everything_is_not_compared(tmp_path: Path) -> None:
