@@ -32,7 +32,7 @@ check: venv ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: venv ## compare with plain vLLM, some twenty minutes
+bench: venv ## compare with plain vLLM, some twenty-five minutes
 	$(BIN)/python -m bench.compare
 
 venv: $(VENV)/.installed ## make the environment

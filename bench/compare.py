@@ -25,6 +25,11 @@ BASELINE = "vllm serve"
 
 SLUICE_HELP = "Sluice with R routers and E engine replicas; several are measured in turn (default: 1x1)"
 
+REPEATS_HELP = "pairs at each concurrency; an even number gives both the first turn as often (default: %(default)s)"
+
+# The kernel counts a process's CPU in hundredths of a second: over 20 s that is 0.05 % of a core.
+IDLE_HELP = "time over which idle CPU is measured (default: %(default)s)"
+
 EPILOG = f"""\
 examples:
   python -m bench.compare                                    Sluice with 1 router and 1 engine replica
@@ -206,10 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--sluice", type=_replica_counts, nargs="*", default=[(1, 1)], metavar="RxE", help=SLUICE_HELP)
     add("--control", action="store_true", help="also pair plain vLLM with a second plain vLLM")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
-    add("--repeats", type=int, default=3, help="pairs of runs at each concurrency (default: %(default)s)")
+    add("--repeats", type=int, default=4, help=REPEATS_HELP)
     add("--requests-per-client", type=int, default=8, help="length of a run (default: %(default)s, at least 24 in all)")
     add("--max-tokens", type=int, default=128, help="length of every answer in tokens (default: %(default)s)")
-    add("--idle-seconds", type=float, default=5.0, help="time over which idle CPU is measured (default: %(default)s)")
+    add("--idle-seconds", type=float, default=20.0, help=IDLE_HELP)
     add(
         "--first-port",
         type=int,

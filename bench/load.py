@@ -24,6 +24,8 @@ from bench.summary import percentile
 from bench.workload import LoadConfig, request_bodies
 
 SHOWN_ERROR_KINDS = 5
+# The 99th percentile of fewer values is in practice the greatest of them.
+LEAST_FOR_P99 = 100
 
 EPILOG = """\
 examples:
@@ -33,6 +35,8 @@ examples:
 reading the figures:
   TTFT   from sending the request to the first token        ITL   gap between two chunks of one answer
   e2e    from sending the request to the end of the answer  p50, p99: half / 99 of 100 are at or below this
+  p99 is left out (-) where there are fewer than 100 values: it would be about the greatest.
+  chunks per output token fall below 1 where the server put several tokens into a chunk because a reader was behind.
   client CPU is what this program itself used: it shares the machine with a local server.
 
 exit status: 0 all answered, 1 some requests failed, 2 the server or the arguments are unusable, 130 interrupted.
@@ -45,7 +49,11 @@ class ServerUnusable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one run saw. Rates are over the whole run; latencies are None when no request was answered."""
+    """What one run saw. Rates are over the whole run.
+
+    Medians are None when no request was answered, 99th percentiles when there are fewer than LEAST_FOR_P99 values.
+    `chunks_per_token` tells how far `itl` is that of single tokens; None: no tokens.
+    """
 
     concurrency: int
     answered: int
@@ -60,6 +68,7 @@ class LoadReport:
     itl_p99_s: float | None
     end_to_end_p50_s: float | None
     end_to_end_p99_s: float | None
+    chunks_per_token: float | None
     client_cpu_s: float
 
     @property
@@ -111,6 +120,7 @@ def summarise(
     ttft_s = [answer.ttft_s for answer in answers]
     itl_s = [gap_s for answer in answers for gap_s in answer.itl_s]
     end_to_end_s = [answer.end_to_end_s for answer in answers]
+    chunks = sum(1 + len(answer.itl_s) for answer in answers)
     return LoadReport(
         concurrency=concurrency,
         answered=len(answers),
@@ -120,13 +130,18 @@ def summarise(
         requests_per_s=len(answers) / duration_s,
         output_tokens_per_s=output_tokens / duration_s,
         ttft_p50_s=percentile(ttft_s, 50),
-        ttft_p99_s=percentile(ttft_s, 99),
+        ttft_p99_s=_p99(ttft_s),
         itl_p50_s=percentile(itl_s, 50),
-        itl_p99_s=percentile(itl_s, 99),
+        itl_p99_s=_p99(itl_s),
         end_to_end_p50_s=percentile(end_to_end_s, 50),
-        end_to_end_p99_s=percentile(end_to_end_s, 99),
+        end_to_end_p99_s=_p99(end_to_end_s),
+        chunks_per_token=chunks / output_tokens if output_tokens else None,
         client_cpu_s=client_cpu_s,
     )
+
+
+def _p99(values_s: Sequence[float]) -> float | None:
+    return percentile(values_s, 99) if len(values_s) >= LEAST_FOR_P99 else None
 
 
 def as_text(report: LoadReport) -> str:
@@ -137,6 +152,7 @@ def as_text(report: LoadReport) -> str:
         f"TTFT  p50 {_ms(report.ttft_p50_s)}   p99 {_ms(report.ttft_p99_s)}",
         f"ITL   p50 {_ms(report.itl_p50_s)}   p99 {_ms(report.itl_p99_s)}",
         f"e2e   p50 {_ms(report.end_to_end_p50_s)}   p99 {_ms(report.end_to_end_p99_s)}",
+        *([] if report.chunks_per_token is None else [f"{report.chunks_per_token:.3f} chunks per output token"]),
         f"client CPU {report.client_cpu_s:.2f} s",
         *error_lines(report.errors),
     ]

@@ -29,11 +29,11 @@ class Plan:
     """What is run; `least_requests` lengthens the runs of few clients."""
 
     concurrency: tuple[int, ...] = (1, 16, 64)
-    repeats: int = 3
+    repeats: int = 4
     requests_per_client: int = 8
     least_requests: int = 24
     max_tokens: int = 128
-    idle_s: float = 5.0
+    idle_s: float = 20.0
 
     def __post_init__(self) -> None:
         for name in ("repeats", "requests_per_client", "least_requests", "max_tokens", "idle_s"):

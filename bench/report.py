@@ -1,13 +1,13 @@
 """A comparison as Markdown: rates and latencies, CPU per output token by role, and what to know when reading them."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.cpu import Role, front_end_cpu_s
-from bench.load import error_lines
+from bench.load import LEAST_FOR_P99, error_lines
 from bench.pairing import Pairing, Plan, Run
-from bench.summary import Spread, paired_differences, paired_ratios
+from bench.summary import Spread, differences, median_interval, ratios
 
 # Above this, what other programs use is felt on a machine of few cores.
 QUIET_CORES = 0.2
@@ -48,6 +48,7 @@ COLUMNS: tuple[tuple[str, Value, int], ...] = (
     ("TTFT p99, ms", lambda run: _milliseconds(run.load.ttft_p99_s), 1),
     ("ITL p50, ms", lambda run: _milliseconds(run.load.itl_p50_s), 2),
     ("ITL p99, ms", lambda run: _milliseconds(run.load.itl_p99_s), 2),
+    ("chunks/token", lambda run: run.load.chunks_per_token, 3),
     ("front-end CPU, µs/token", lambda run: _per_token_us(front_end_cpu_s(run.cpu_s), run), 0),
     ("engine-core CPU, µs/token", lambda run: _per_token_us(run.cpu_s.get(Role.ENGINE_CORE, 0.0), run), 0),
 )
@@ -65,6 +66,18 @@ def _heading(comparison: Comparison) -> str:
         f"Streaming chat, {plan.max_tokens} output tokens a request, temperature 0, closed loop; "
         f"requests a run: {', '.join(f'{plan.requests(each)} (c = {each})' for each in plan.concurrency)}. "
         f"Medians of {plan.repeats} interleaved repeats; ratios are paired, in brackets the least and the greatest."
+        f"{_about_intervals(plan.repeats)} TTFT p99 is left out of runs of fewer than {LEAST_FOR_P99} requests."
+    )
+
+
+def _about_intervals(repeats: int) -> str:
+    """What the round brackets of `_spread` hold."""
+    interval = median_interval(range(repeats))
+    if interval is None:
+        return ""
+    return (
+        f" In round brackets, of the ratios in rising order, number {interval.rank} and number "
+        f"{repeats + 1 - interval.rank}: the true median lies between them with {interval.coverage:.0%}."
     )
 
 
@@ -99,7 +112,14 @@ def _ratio_cell(ours: Sequence[Run], theirs: Sequence[Run], value: Value) -> str
     our_values, their_values = _values(ours, value), _values(theirs, value)
     if our_values is None or their_values is None or not all(their_values):
         return "-"
-    return f"×{paired_ratios(our_values, their_values):.2f}"
+    return f"×{_spread(ratios(our_values, their_values), '.2f')}"
+
+
+def _spread(values: Sequence[float], each: str) -> str:
+    """Median [least, greatest], and the median's interval in round brackets where there are values enough for one."""
+    interval = median_interval(values)
+    inner = "" if interval is None else f" ({interval.low:{each}}, {interval.high:{each}})"
+    return f"{Spread.of(values):{each}}{inner}"
 
 
 def _values(runs: Sequence[Run], value: Value) -> list[float] | None:
@@ -110,41 +130,68 @@ def _values(runs: Sequence[Run], value: Value) -> list[float] | None:
 
 
 def _cpu_by_role(pairing: Pairing) -> str:
-    concurrencies = _concurrencies(pairing)
-    head = ["CPU, µs per output token", "", *(f"c = {each}" for each in concurrencies), "idle, % of a core"]
+    """A token's CPU, and what of it is above idle: the rest is used whether anybody asks or not."""
+    columns = [f"c = {each}{what}" for what in ("", ", above idle") for each in _concurrencies(pairing)]
+    head = ["CPU, µs per output token", "", *columns, "idle, % of a core"]
     rows = [
-        [
-            role,
-            system,
-            *(_role_cell(pairing, system, each, role) for each in concurrencies),
-            _idle_cell(idle.get(role, 0.0)),
-        ]
-        for system, idle in pairing.idle_cpu_cores.items()
-        for role in Role
-        if any(run.cpu_s.get(role) for run in pairing.runs if run.system == system)
+        [title, system, *_role_cells(pairing, system, roles)]
+        for system in pairing.idle_cpu_cores
+        for title, roles in _titled_roles(pairing, system)
     ]
     return markdown_table(head, rows)
 
 
-def _role_cell(pairing: Pairing, system: str, concurrency: int, role: Role) -> str:
-    runs = pairing.runs_of(system, concurrency)
-    return f"{statistics.median(_per_token_us(run.cpu_s.get(role, 0.0), run) for run in runs):.1f}"
+def _titled_roles(pairing: Pairing, system: str) -> list[tuple[str, list[Role]]]:
+    """Every role that did something, then all but the engine."""
+    idle, runs = pairing.idle_cpu_cores[system], [run for run in pairing.runs if run.system == system]
+    busy = [role for role in Role if idle.get(role) or any(run.cpu_s.get(role) for run in runs)]
+    front_end: list[Role] = [role for role in busy if role is not Role.ENGINE_CORE]
+    return [*((str(role), [role]) for role in busy), ("all but the engine", front_end)]
 
 
-def _idle_cell(cores: float) -> str:
-    return f"{cores * 100:.1f}"
+def _role_cells(pairing: Pairing, system: str, roles: Sequence[Role]) -> list[str]:
+    idle_cores = _sum(pairing.idle_cpu_cores[system], roles)
+
+    def used_us(run: Run) -> float:
+        return _per_token_us(_sum(run.cpu_s, roles), run)
+
+    def above_idle_us(run: Run) -> float:
+        return used_us(run) - _per_token_us(idle_cores * run.load.duration_s, run)
+
+    cells = [
+        f"{statistics.median(value(run) for run in pairing.runs_of(system, each)):.1f}"
+        for value in (used_us, above_idle_us)
+        for each in _concurrencies(pairing)
+    ]
+    return [*cells, _percent_of_a_core(idle_cores)]
+
+
+def _sum(by_role: Mapping[Role, float], roles: Iterable[Role]) -> float:
+    return sum(by_role.get(role, 0.0) for role in roles)
+
+
+def _percent_of_a_core(cores: float) -> str:
+    return f"{cores * 100:.2f}"
 
 
 def _notes(pairing: Pairing) -> str:
     least = min(_concurrencies(pairing))
     client_us = statistics.median(_per_token_us(run.load.client_cpu_s, run) for run in pairing.runs)
     lines = [
-        f"Added TTFT p50 at concurrency {least}: {_added_ttft(pairing, least)}.",
+        f"Added TTFT p50 at concurrency {least}, ms: {_added_ttft(pairing, least)}.",
+        _idle_totals(pairing),
         _disturbance([run.other_programs_cpu_s / run.load.duration_s for run in pairing.runs]),
         f"The load generator used {client_us:.0f} µs of CPU per output token.",
         *_failures(pairing),
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _idle_totals(pairing: Pairing) -> str:
+    used = " and ".join(
+        f"{_percent_of_a_core(sum(idle.values()))} % ({system})" for system, idle in pairing.idle_cpu_cores.items()
+    )
+    return f"Idle, both are up and use {used} of a core: each takes that from the other while the other is loaded."
 
 
 def _disturbance(other_cores: Sequence[float]) -> str:
@@ -160,8 +207,7 @@ def _added_ttft(pairing: Pairing, concurrency: int) -> str:
     )
     if ours is None or theirs is None:
         return "unknown"
-    added: Spread = paired_differences(ours, theirs)
-    return f"{added.median:+.2f} ms [{added.low:+.2f}, {added.high:+.2f}]"
+    return _spread(differences(ours, theirs), "+.2f")
 
 
 def _failures(pairing: Pairing) -> list[str]:

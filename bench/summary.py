@@ -1,5 +1,6 @@
 """Percentiles within a run; medians and paired ratios over repeated runs."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,15 +31,47 @@ class Spread:
         return f"{self.median:{each}} [{self.low:{each}}, {self.high:{each}}]"
 
 
-def paired_ratios(contender: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """contender_r / baseline_r for every repeat r, then their median and range.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedianInterval:
+    """Between two order statistics; `coverage` is the probability that it holds the true median."""
 
-    The two runs of a repeat follow each other at once, so what slows the machine down for minutes falls out.
+    low: float
+    high: float
+    rank: int
+    coverage: float
+
+
+def median_interval(values: Sequence[float], least_coverage: float = 0.9) -> MedianInterval | None:
+    """From the k-th least to the k-th greatest of n values, by the greatest k with enough coverage.
+
+    Coverage is 1 - 2 P(Binomial(n, 1/2) < k), whatever the distribution. None where k would be 1, which is the range:
+    below 8 values.
+    """
+    ordered, count = sorted(values), len(values)
+    rank, coverage = 0, 1.0
+    while 2 * (rank + 1) <= count:
+        narrower = coverage - 2.0 * math.comb(count, rank) / 2.0**count
+        if narrower < least_coverage:
+            break
+        rank, coverage = rank + 1, narrower
+    if rank < 2:
+        return None
+    return MedianInterval(low=ordered[rank - 1], high=ordered[-rank], rank=rank, coverage=coverage)
+
+
+def ratios(contender: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """contender_r / baseline_r for every repeat r.
+
     Raises: ValueError: not one baseline value for each contender value.
     """
-    return Spread.of([ours / theirs for ours, theirs in zip(contender, baseline, strict=True)])
+    return [ours / theirs for ours, theirs in zip(contender, baseline, strict=True)]
 
 
-def paired_differences(contender: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """contender_r - baseline_r for every repeat r, then their median and range; raises as `paired_ratios`."""
-    return Spread.of([ours - theirs for ours, theirs in zip(contender, baseline, strict=True)])
+def differences(contender: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """contender_r - baseline_r for every repeat r; raises as `ratios`."""
+    return [ours - theirs for ours, theirs in zip(contender, baseline, strict=True)]
+
+
+def paired_ratios(contender: Sequence[float], baseline: Sequence[float]) -> Spread:
+    """Of `ratios`. Two runs of a repeat follow each other at once: what slows a machine down for minutes falls out."""
+    return Spread.of(ratios(contender, baseline))

@@ -190,6 +190,22 @@ def test_rates_are_over_the_run_and_latencies_over_all_answers() -> None:
     assert "error ×1: HTTP 503: busy" in as_text(report)
 
 
+def test_the_99th_percentile_of_few_requests_is_left_out() -> None:
+    answer = Answer(ttft_s=1.0, itl_s=(0.1, 0.3), end_to_end_s=2.0, output_tokens=3)
+    few, many = (summarise(2, count * [answer], {}, duration_s=4.0, client_cpu_s=0.1) for count in (99, 100))
+    assert (few.ttft_p99_s, few.end_to_end_p99_s) == (None, None)
+    assert (many.ttft_p99_s, many.end_to_end_p99_s) == (1.0, 2.0)
+    assert few.itl_p99_s == pytest.approx(0.3)
+    assert "TTFT  p50  1000.0 ms   p99       - ms" in as_text(few)
+
+
+def test_tokens_that_were_put_into_one_chunk_show() -> None:
+    merged = Answer(ttft_s=1.0, itl_s=(0.1,), end_to_end_s=2.0, output_tokens=8)
+    report = summarise(1, [merged], {}, duration_s=4.0, client_cpu_s=0.1)
+    assert report.chunks_per_token == 0.25
+    assert "0.250 chunks per output token" in as_text(report)
+
+
 def test_rare_errors_are_summed_when_there_are_many_kinds() -> None:
     errors = {f"kind {number}": number for number in range(1, 9)}
     assert error_lines(errors)[0] == "error ×8: kind 8"

@@ -1,6 +1,6 @@
 import pytest
 
-from bench.summary import Spread, paired_differences, paired_ratios, percentile
+from bench.summary import Spread, differences, median_interval, paired_ratios, percentile
 
 
 def test_a_percentile_lies_between_the_two_nearest_values() -> None:
@@ -22,7 +22,20 @@ def test_ratios_are_taken_within_a_repeat_and_not_between_medians() -> None:
 
 
 def test_differences_are_taken_within_a_repeat() -> None:
-    assert paired_differences([11.0, 22.0, 43.0], [10.0, 20.0, 40.0]) == Spread(median=2.0, low=1.0, high=3.0)
+    assert differences([11.0, 22.0, 43.0], [10.0, 20.0, 40.0]) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("count", "rank", "coverage"), [(8, 2, 0.930), (12, 3, 0.961), (20, 6, 0.959)])
+def test_a_median_lies_between_two_ranks(count: int, rank: int, coverage: float) -> None:
+    found = median_interval([float(count - n) for n in range(count)])
+    assert found is not None
+    assert (found.low, found.high) == (rank, count + 1 - rank)
+    assert found.coverage == pytest.approx(coverage, abs=5e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_few_values_have_their_range_and_nothing_narrower(count: int) -> None:
+    assert median_interval([1.0] * count) is None
 
 
 def test_an_unpaired_repeat_is_refused() -> None:
