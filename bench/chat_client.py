@@ -1,4 +1,4 @@
-"""One streamed chat completion at a time over one kept-open connection, with the arrival time of every chunk.
+"""One streamed completion, of a chat or a text, at a time over one kept-open connection, with each chunk's arrival.
 
 The client shares the machine with the servers that it measures, so it is made to cost little: a bare asyncio protocol,
 httptools for HTTP and msgspec for the chunks, instead of a full HTTP client.
@@ -26,6 +26,7 @@ import msgspec
 from bench.sse import EventDecoder
 
 CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
 SHOWN_ERROR_BYTES = 300
 
 
@@ -49,7 +50,15 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta
+    """`delta` of a chat, `text` of a text."""
+
+    delta: _Delta | None = None
+    text: str | None = None
+
+    def carries_tokens(self) -> bool:
+        if self.delta is None:
+            return self.text is not None
+        return self.delta.role is None or bool(self.delta.content)
 
 
 class _Usage(msgspec.Struct):
@@ -62,7 +71,7 @@ class _Chunk(msgspec.Struct):
     error: object = None
 
     def carries_tokens(self) -> bool:
-        return any(choice.delta.role is None or choice.delta.content for choice in self.choices)
+        return any(choice.carries_tokens() for choice in self.choices)
 
 
 def _shown(message: bytes) -> str:
@@ -191,14 +200,14 @@ class ChatConnection(asyncio.Protocol):
 class ChatClient:
     """One client of the closed loop; reconnects when the server has closed the connection. `url` is plain http."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, path: str = CHAT_PATH) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "LoadConfig checks the url"
         self._host, self._port = parts.hostname, parts.port or 80
         self._timeout_s = timeout_s
         self._connection = ChatConnection()
         self._head = (
-            f"POST {parts.path.rstrip('/')}{CHAT_PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         ).encode()
 

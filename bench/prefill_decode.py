@@ -5,26 +5,33 @@
 
 Both systems are `sluice serve` with two engines of the demo model; the order alternates from repeat to repeat. Streams
 of short questions run throughout; every few seconds a burst of long prompts comes. What counts are the gaps between the
-chunks of the short ones' streams. On a machine with as many cores as engines or fewer the two engines take each other's
+chunks of the short ones' streams, from the first burst until the last has been answered; a request that fails ends
+the whole. On a machine with as many cores as engines or fewer the two engines take each other's
 time, whatever is split: read the ratio, not the seconds.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
+import math
 import random
+import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import msgspec
+import uvloop
 from tqdm import tqdm
 
+from bench.chat_client import TEXT_PATH, ChatClient, RequestFailed
 from bench.servers import Server, ServerFailed, ServerSpec, sluice_with_config
-from bench.sse import EventDecoder
 from bench.summary import Spread, paired_ratios, percentile
 
 VLLM_ARGS = ["--max-model-len", "2048", "--max-num-seqs", "32", "--max-num-batched-tokens", "1024"]
@@ -37,6 +44,7 @@ COUNTED = (
     "prefill_padding_tokens_total",
 )
 START_TIMEOUT_S = 600.0
+REQUEST_TIMEOUT_S = 600.0
 WARM_UP_S = 5.0
 
 
@@ -94,64 +102,81 @@ def counted(server: Server) -> dict[str, float]:
     }
 
 
-async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], max_tokens: int) -> list[float]:
-    """When the chunks of one answer came, after the request."""
-    body = {
-        "model": "sluice-demo",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    began_s, came_s, events = time.perf_counter(), list[float](), EventDecoder()
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for received in response.content.iter_any():
-            now_s = time.perf_counter() - began_s
-            came_s += [now_s for event in events.feed(received) if event != b"[DONE]"]
-    return came_s
+def body(prompt: list[int], max_tokens: int) -> bytes:
+    return msgspec.json.encode(
+        {
+            "model": "sluice-demo",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+
+
+def client(url: str) -> contextlib.closing[ChatClient]:
+    return contextlib.closing(ChatClient(url, REQUEST_TIMEOUT_S, TEXT_PATH))
 
 
 class Load:
-    """Short questions without a pause, and bursts of long prompts."""
+    """Short questions without a pause, and bursts of long prompts.
+
+    Every task draws prompts of its own from the seed, so that two systems get the same ones however fast they answer.
+    """
 
     def __init__(self, options: argparse.Namespace, url: str, seed: int) -> None:
-        self._options, self._url, self._random = options, url, random.Random(seed)
-        self.measured = Measured()
-        self._counts = False
-
-    def _prompt(self, tokens: int) -> list[int]:
-        return [self._random.randrange(10, 4000) for _ in range(tokens)]
+        self._options, self._url, self._seed = options, url, seed
+        self._gaps: list[tuple[float, float]] = []  # when it began and when it ended
+        self._asking = True
 
     async def run(self) -> Measured:
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
-            streams = [asyncio.create_task(self._ask_on(session)) for _ in range(self._options.streams)]
+        """Raises: ExceptionGroup of RequestFailed: a stream broke off or held an error."""
+        async with asyncio.TaskGroup() as streams:
+            for number in range(self._options.streams):
+                streams.create_task(self._ask_on(number))
             await asyncio.sleep(WARM_UP_S)
-            await asyncio.gather(*(self._long(session) for _ in range(2)))  # connects the replicas
-            self.measured, self._counts = Measured(), True
-            until_s = time.perf_counter() + self._options.seconds
-            bursts = []
-            while time.perf_counter() < until_s:
-                bursts.append(asyncio.gather(*(self._long(session) for _ in range(self._options.burst))))
+            async with asyncio.TaskGroup() as first:  # connects the replicas
+                for number in range(2):
+                    first.create_task(self._long(f"warm-up {number}"))
+            from_s = time.perf_counter()
+            ttft_s = await self._bursts(math.ceil(self._options.seconds / self._options.every))
+            until_s = time.perf_counter()
+            self._asking = False  # what is in flight is read to its end: a gap is known when its answer is whole
+        gaps_s = [end_s - start_s for start_s, end_s in self._gaps if from_s <= start_s and end_s <= until_s]
+        return Measured(gaps_s=gaps_s, ttft_s=ttft_s)
+
+    async def _bursts(self, count: int) -> list[float]:
+        """First tokens of all long prompts, when the last has been answered."""
+        tasks: list[asyncio.Task[float]] = []
+        async with asyncio.TaskGroup() as bursts:
+            for burst in range(count):
+                names = [f"burst {burst}, {number}" for number in range(self._options.burst)]
+                tasks += [bursts.create_task(self._long(name)) for name in names]
                 await asyncio.sleep(self._options.every)
-            self._counts = False
-            await asyncio.gather(*bursts)
-            for task in streams:
-                task.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-        return self.measured
+        return [task.result() for task in tasks]
 
-    async def _ask_on(self, session: aiohttp.ClientSession) -> None:
-        while True:
-            came_s = await stream(session, self._url, self._prompt(16), 200)
-            if self._counts:
-                self.measured.gaps_s += [later - earlier for earlier, later in zip(came_s, came_s[1:], strict=False)]
+    async def _ask_on(self, number: int) -> None:
+        rng = self._random(f"stream {number}")
+        with client(self._url) as asking:
+            while self._asking:
+                asked_s = time.perf_counter()
+                answer = await asking.ask(body(_prompt(rng, 16), 200))
+                came_s = list(itertools.accumulate(answer.itl_s, initial=asked_s + answer.ttft_s))
+                self._gaps += itertools.pairwise(came_s)
 
-    async def _long(self, session: aiohttp.ClientSession) -> None:
-        came_s = await stream(session, self._url, self._prompt(self._options.long_tokens), 8)
-        self.measured.ttft_s.append(came_s[0])
+    async def _long(self, name: str) -> float:
+        with client(self._url) as asking:
+            answer = await asking.ask(body(_prompt(self._random(name), self._options.long_tokens), 8))
+        return answer.ttft_s
+
+    def _random(self, task: str) -> random.Random:
+        return random.Random(f"{self._seed}, {task}")
+
+
+def _prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(10, 4000) for _ in range(tokens)]
 
 
 def measure(options: argparse.Namespace, split: bool, seed: int) -> Measured:
@@ -160,7 +185,7 @@ def measure(options: argparse.Namespace, split: bool, seed: int) -> Measured:
         Server(spec(options, split, Path(folder)), Path(folder)) as server,
     ):
         server.wait_until_ready(START_TIMEOUT_S)
-        measured = asyncio.run(Load(options, server.spec.url, seed).run())
+        measured = uvloop.run(Load(options, server.spec.url, seed).run())
         measured.metrics = counted(server) if split else {}
     return measured
 
@@ -174,18 +199,7 @@ def report(repeats: list[dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="of both systems (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="measured in each (default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=4, help="short questions at once (default: %(default)s)")
-    parser.add_argument("--burst", type=int, default=4, help="long prompts at once (default: %(default)s)")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
-    parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
-    parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8123, help="of the server under test (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
-    options = parser.parse_args()
+def measure_all(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     repeats: list[dict[str, dict[str, float]]] = []
     with tqdm(total=2 * options.repeats, unit="run", disable=None) as bar:
         for number in range(options.repeats):
@@ -196,10 +210,36 @@ def main() -> None:
                 bar.write(json.dumps({"repeat": number, "split": split, **measured}))
                 bar.update()
             repeats.append(found)
-    print(report(repeats))
-    if options.json is not None:
-        options.json.write_text(json.dumps(repeats, indent=1) + "\n")
+    return repeats
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="of both systems (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="measured in each (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=4, help="short questions at once (default: %(default)s)")
+    parser.add_argument("--burst", type=int, default=4, help="long prompts at once (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
+    parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
+    parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8123, help="of the server under test (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    options = parser.parse_args(arguments)
+    status = 0
+    try:
+        repeats = measure_all(options)
+        print(report(repeats))
+        if options.json is not None:
+            options.json.write_text(json.dumps(repeats, indent=1) + "\n")
+    except* (RequestFailed, ServerFailed) as failed:
+        print(f"bench.prefill_decode: {_first(failed)}", file=sys.stderr)
+        status = 2
+    return status
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
