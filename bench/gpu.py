@@ -13,12 +13,22 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.random_model import write_config
+
 # Qwen3's published sizes; weights are random, so nothing is downloaded.
 SIZES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+ALL_SIZES = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "eos_token_id": 151645,
 }
 MODES = "bench/deployments/test_modes_on_this_machine.py"
 EPILOG = """\
@@ -43,26 +53,11 @@ class Part:
     env: dict[str, str]
 
 
-def write_model(folder: Path, size: str) -> Path:
+def model_folder(folder: Path, size: str) -> Path:
     """A folder with nothing but the configuration of a Qwen3 of that size."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": size != "8b",
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-        **SIZES[size],
-    }
     model = folder / f"qwen3-{size}-random"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
+    write_config(model, **ALL_SIZES, tie_word_embeddings=size != "8b", **SIZES[size])
     return model
 
 
@@ -70,7 +65,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     """Calibration first, size by size: it is the shortest and worth most."""
     found = []
     for size in options.sizes:
-        model = write_model(folder, size)
+        model = model_folder(folder, size)
         profile = options.out / f"qwen3-{size}"
         calibrate = ("-m", "deployments.cli", "calibrate", "--model", str(model), "--gpu", "--most-batch", "256")
         written = ("-o", f"{profile}.csv", "--plot", f"{profile}.png")

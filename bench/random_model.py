@@ -18,15 +18,18 @@ example:
 """
 
 
-def write_config(folder: Path, vocabulary: int = VOCABULARY) -> None:
-    """Of a Qwen3 with 8 layers of 512: 25 million parameters beside 512 for each token of the vocabulary."""
+def write_config(folder: Path, **changes: object) -> None:
+    """Of a Qwen3 with 8 layers of 512: 25 million parameters beside 512 for each token of the vocabulary.
+
+    `changes` are other values than those, by their names in config.json.
+    """
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536,
         "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-        "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "rope_theta": 10000.0, "eos_token_id": 2,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def write_model(folder: Path) -> None:
@@ -36,7 +39,7 @@ def write_model(folder: Path) -> None:
         FileExistsError: the folder is there already.
     """
     folder.mkdir(parents=True)
-    write_config(folder, json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
+    write_config(folder, vocab_size=json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
 

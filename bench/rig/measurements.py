@@ -2,13 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
-import numpy as np
 import psutil
 
 from bench.rig.processes import RigRouter, cpu_s
+from bench.summary import percentile
 
 Figures = dict[str, float]
+
+
+def _ms(seconds: Sequence[float], percent: float) -> float:
+    found = percentile(seconds, percent)
+    assert found is not None, "nothing was measured"
+    return found * 1e3
 
 
 async def wait_for_replica(router: RigRouter) -> None:
@@ -55,8 +62,7 @@ async def ticket_delay(rate: float, seconds: float, router: RigRouter) -> Figure
         await asyncio.sleep(max(0.0, started_s + n / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(one()))
     await asyncio.gather(*tasks)
-    p50_s, p99_s = np.percentile(delays, (50, 99)).tolist()
-    return {"ticket p50 ms": p50_s * 1e3, "ticket p99 ms": p99_s * 1e3}
+    return {"ticket p50 ms": _ms(delays, 50), "ticket p99 ms": _ms(delays, 99)}
 
 
 async def _redis_bytes(router: RigRouter) -> int:
@@ -76,7 +82,7 @@ async def queued(number: int, redis_pid: int, router: RigRouter) -> Figures:
         times.append(time.perf_counter() - before_s)
         await router.forget([request_id])
     figures = {
-        "ticket p50 us": float(np.percentile(times, 50)) * 1e6,
+        "ticket p50 us": _ms(times, 50) * 1e3,
         "router CPU us": (cpu_s() - before_cpu_s) / len(times) * 1e6,
         "Redis CPU us": (sum(server.cpu_times()[:2]) - before_redis) / len(times) * 1e6,
         "router bytes each": grown[0] / max(1, number),
@@ -100,10 +106,9 @@ async def added_time(concurrency: int, ttft_s: float, interval_s: float, tokens:
     spent_s = cpu_s() - before_cpu_s
     first = [stamps[1] - stamps[0] - ttft_s for stamps in answers]
     gaps = [b - a - interval_s for stamps in answers for a, b in zip(stamps[1:], stamps[2:], strict=False)]
-    p50_s, p99_s = np.percentile(first, (50, 99)).tolist()
     return {
-        "added TTFT p50 ms": p50_s * 1e3,
-        "added TTFT p99 ms": p99_s * 1e3,
-        "added ITL p99 ms": float(np.percentile(gaps, 99)) * 1e3,
+        "added TTFT p50 ms": _ms(first, 50),
+        "added TTFT p99 ms": _ms(first, 99),
+        "added ITL p99 ms": _ms(gaps, 99),
         "router CPU us per token": spent_s / (len(answers) * tokens) * 1e6,
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import Part, main, parts, run, write_model
+from bench.gpu import Part, main, model_folder, parts, run
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,11 @@ def test_every_size_is_calibrated_before_modes_are_compared(tmp_path: Path) -> N
 
 
 def test_a_model_needs_no_weights(tmp_path: Path) -> None:
-    model = write_model(tmp_path, "8b")
+    model = model_folder(tmp_path, "8b")
     assert [path.name for path in model.iterdir()] == ["config.json"]
-    assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 36
+    config = json.loads((model / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"], config["head_dim"]) == (36, 151936, 128)
+    assert not config["tie_word_embeddings"]
 
 
 def test_a_part_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
