@@ -19,13 +19,15 @@ from tqdm import tqdm
 from bench.load import ServerUnusable
 from bench.pairing import Pairing, Plan, measure_pairing
 from bench.report import Comparison, as_markdown
-from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, ServerSpec, plain_vllm, sluice
+from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, ServerSpec, plain_vllm, sluice, sluice_with_config
 
 BASELINE = "vllm serve"
 
 SLUICE_HELP = "Sluice with R routers and E engine replicas; several are measured in turn (default: 1x1)"
 
 REPEATS_HELP = "pairs at each concurrency; an even number gives both the first turn as often (default: %(default)s)"
+
+SLUICE_CONFIG_HELP = "also Sluice with the settings of a file of `sluice serve --config`, which names the replicas too"
 
 # The kernel counts a process's CPU in hundredths of a second: over 20 s that is 0.05 % of a core.
 IDLE_HELP = "time over which idle CPU is measured (default: %(default)s)"
@@ -34,6 +36,7 @@ EPILOG = f"""\
 examples:
   python -m bench.compare                                    Sluice with 1 router and 1 engine replica
   python -m bench.compare --sluice 1x1 2x2 --markdown out.md also with 2 routers and 2 engine replicas
+  python -m bench.compare --sluice-config stock.yaml         also with other settings, such as the engine's scheduler
   python -m bench.compare --control --sluice                 plain vLLM against itself: the noise of the method
   python -m bench.compare --model Qwen/Qwen3-8B -- --kv-cache-memory-bytes=20000000000 --no-enforce-eager
 
@@ -114,6 +117,9 @@ def _specs(options: argparse.Namespace, engine_arguments: Sequence[str]) -> list
         specs.append(plain_vllm(f"{BASELINE} again", model, port + 1, engine_arguments))
     for number, (routers, engines) in enumerate(options.sluice, start=port + 2):
         specs.append(sluice(f"Sluice {routers}x{engines}", model, number, routers, engines, engine_arguments))
+    for number, path in enumerate(options.sluice_config, start=port + 2 + len(options.sluice)):
+        given = (f"--model={model}", "--", *engine_arguments)
+        specs.append(sluice_with_config(f"Sluice with {path.name}", path, number, *given))
     return specs
 
 
@@ -160,8 +166,8 @@ def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if not options.sluice and not options.control:
-        raise ValueError("nothing to compare with: give --sluice or --control")
+    if not (options.sluice or options.sluice_config or options.control):
+        raise ValueError("nothing to compare with: give --sluice, --sluice-config or --control")
     return Plan(
         concurrency=tuple(options.concurrency),
         repeats=options.repeats,
@@ -192,6 +198,12 @@ def _writable_file(text: str) -> Path:
     return Path(text)
 
 
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no file {text}")
+    return Path(text)
+
+
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"no folder {text}")
@@ -209,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--sluice", type=_replica_counts, nargs="*", default=[(1, 1)], metavar="RxE", help=SLUICE_HELP)
+    add("--sluice-config", type=_file, nargs="+", default=[], metavar="FILE", help=SLUICE_CONFIG_HELP)
     add("--control", action="store_true", help="also pair plain vLLM with a second plain vLLM")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     add("--repeats", type=int, default=4, help=REPEATS_HELP)

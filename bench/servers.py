@@ -78,8 +78,9 @@ def sluice(
     )
 
 
-def sluice_with_config(name: str, config: Path, port: int) -> ServerSpec:
-    command = (_sluice_program(), "serve", f"--config={config}", f"--port={port}")
+def sluice_with_config(name: str, config: Path, port: int, *options: str) -> ServerSpec:
+    """`options` of `sluice serve` go before what the file says."""
+    command = (_sluice_program(), "serve", f"--config={config}", f"--port={port}", *options)
     return ServerSpec(name=name, command=command, port=port, ready_line=SLUICE_READY)
 
 
