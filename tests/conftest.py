@@ -1,6 +1,7 @@
 """A real Redis for every test that wants one."""
 
 import asyncio
+import gc
 import os
 import re
 import secrets
@@ -35,6 +36,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return SLOW_MODULE.search(collection_path.read_text()) is not None or None
+
+
+def pytest_collection_finish() -> None:
+    """Collections look at what tests make, not at all that was ever imported: with vLLM and torch a full one takes
+    hundreds of milliseconds, and a test that counts its time by heartbeats stands still for as long."""
+    gc.collect()
+    gc.freeze()
 
 
 # What speaks over sockets: under Ray it runs on uvloop, whose transports differ from those of asyncio's own loop.
