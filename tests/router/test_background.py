@@ -4,6 +4,7 @@ import pytest
 
 from policies.errors import StateStoreError
 from router.background import BackgroundTasks
+from tests.waiting import until
 
 
 async def fail(error: Exception) -> None:
@@ -14,8 +15,7 @@ async def test_a_failure_is_counted_and_logged(caplog: pytest.LogCaptureFixture)
     failed: list[str] = []
     tasks = BackgroundTasks(failed.append)
     tasks.spawn(fail(ValueError("broken")), "work")
-    await asyncio.sleep(0.01)
-    assert failed == ["work"]
+    await until(lambda: failed == ["work"])
     assert "broken" in caplog.text
 
 

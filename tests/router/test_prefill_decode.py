@@ -110,7 +110,7 @@ class Service:
         self.metrics = RouterMetrics()
         splits, codec = SplitMetrics(self.metrics.registry), FakeCodec()
         decides = PrefillDecode(
-            policy or PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=1.0), TIMES
+            policy or PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=15.0), TIMES
         )
         common = {
             "door": Door({"standard": limits or ClassLimits()}),
@@ -229,7 +229,7 @@ async def service(redis_url: str) -> AsyncIterator[Service]:
 
 async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(service: Service) -> None:
     reading, answering = await service.replica("prefill"), await service.replica("decode")
-    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=15.0))
+    await service.start()
     answers = [await service.ask(LONG + n % 3 * 30) for n in range(20)]
     await service.finish(answers)
     assert (reading.engine.taken, answering.engine.taken, answering.engine.fetched) == (20, 20, 20)
@@ -320,7 +320,8 @@ async def test_a_prefill_replica_that_hangs_is_not_waited_for(service: Service) 
 @pytest.mark.parametrize("replacement", [False, True])
 async def test_killed_prefill_replicas_lose_nothing(service: Service, replacement: bool) -> None:
     reading, _ = await service.replica("prefill", step_s=0.02), await service.replica("decode")
-    await service.start()
+    # Without a replacement some wait for all of this time.
+    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=1.0))
     answers = [await service.ask(max_tokens=60) for _ in range(12)]
     await until(lambda: reading.engine.taken > 2)
     await reading.die()
@@ -379,11 +380,16 @@ async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: S
 
 async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> None:
     await service.replica("prefill")
-    answering = await service.replica("decode", slots=1, step_s=0.01)
-    await service.start(split=SplitConfig(cache_s=0.1))
-    await service.finish([await service.ask(max_tokens=30) for _ in range(3)])
+    answering = await service.replica("decode", slots=1)
+    await service.start(split=SplitConfig(cache_s=1.5))
+    answering.engine.pause()
+    answers = [await service.ask() for _ in range(3)]
+    await until(lambda: len(service.client._offers) == 2 and answering.engine.held == 1)
+    await asyncio.sleep(1.6)
+    answering.engine.resume()
+    await service.finish(answers)
     assert service.count("hand_over_fallbacks", reason="expired") == 2
-    assert (answering.engine.fetched, answering.engine.let_go) == (1, 2)
+    await until(lambda: (answering.engine.fetched, answering.engine.let_go) == (1, 2))
 
 
 async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
@@ -402,7 +408,7 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
     await until(lambda: len(service.client._entries) == 3 and answering.engine.held == 1)
     await service.client.cancel([answer.asked.request_id for answer in queued], "cancelled")
     await service.is_empty()
-    assert answering.engine.let_go == 2, "the caches of those that had not been sent"
+    await until(lambda: answering.engine.let_go == 2)  # the caches of those that had not been sent
     with monkeypatch.context() as held:
         held.setattr(service.client._classifier, "foresee", lambda _: asyncio.sleep(3600.0))
         question = Question(prompt="", model="none", slo_class="standard")
@@ -477,16 +483,18 @@ async def test_while_redis_is_away_nothing_is_split_and_nothing_is_lost() -> Non
 
 @pytest.mark.slow
 async def test_auto_splits_only_while_others_would_notice(service: Service) -> None:
-    reading, _ = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
+    reading, answering = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
     await service.start(
         PrefillDecodeConfig(mode="auto", min_prompt_tokens=LONG),
         SplitConfig(itl_targets_s={"standard": 0.015}),
     )
     alone = await service.ask(prompt_tokens=400, max_tokens=3)
     await service.finish([alone])
+    answering.engine.pause()  # none is over before the router knows of all
     running = [await service.ask(prompt_tokens=3, max_tokens=200) for _ in range(6)]
     await until(lambda: sum(load.running for load in service.client.snapshot.replicas.values()) == 6)
     longer = await service.ask(prompt_tokens=400)
+    answering.engine.resume()
     await service.finish([*running, longer])
     assert service.count("split_decisions", why="idle") == 1
     assert service.count("split_decisions", why="split") == 1
@@ -494,11 +502,14 @@ async def test_auto_splits_only_while_others_would_notice(service: Service) -> N
 
 
 async def test_what_running_requests_hold_is_known_with_every_heartbeat(service: Service) -> None:
-    await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
+    _, answering = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
     await service.start(PrefillDecodeConfig(mode="never"))
     running = [await service.ask(prompt_tokens=40, max_tokens=100) for _ in range(4)]
-    await until(lambda: 40 < (service.client._context_tokens or 0) <= 60)
-    await until(lambda: 60 < (service.client._context_tokens or 0) < 140)
+    for tokens, least, most in ((10, 40, 60), (30, 60, 140)):
+        await until(lambda tokens=tokens: all(len(answer.tokens) >= tokens for answer in running))  # type: ignore[misc]
+        answering.engine.pause()  # until a heartbeat has looked
+        await until(lambda least=least, most=most: least < (service.client._context_tokens or 0) <= most)  # type: ignore[misc]
+        answering.engine.resume()
     await service.finish(running)
 
 
