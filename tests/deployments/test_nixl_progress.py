@@ -30,4 +30,7 @@ def idle_cpu_s(how: str) -> float:
 def test_an_idle_agent_takes_next_to_no_processor() -> None:
     sleeping = idle_cpu_s("sleeping")
     assert sleeping < 0.1
-    assert idle_cpu_s("stock") > 5 * sleeping, "NIXL sleeps by itself by now: this module is not needed any more"
+    tries = (idle_cpu_s("stock") for _ in range(3))  # one that found no free core has taken little of any
+    assert any(stock > 5 * sleeping for stock in tries), (
+        "NIXL sleeps by itself by now: this module is not needed any more"
+    )

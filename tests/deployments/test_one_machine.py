@@ -234,7 +234,7 @@ def test_a_host_that_is_not_here_is_refused_before_anything_starts(host: str) ->
         check_address(host, 8000)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Empty(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

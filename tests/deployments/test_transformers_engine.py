@@ -5,6 +5,7 @@ import threading
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from policies.errors import ConfigError, ReplicaLostError
 from tests.deployments.tiny_models import CONTEXT, greedy, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -101,19 +102,27 @@ async def start(folder: Path) -> AsyncIterator[Callable[..., Running]]:
         running.reader.cancel()
 
 
+def before_each_pass(running: Running, call: Callable[[], object]) -> Any:
+    def hook(*_: Any) -> None:
+        call()  # what a hook returns is the pass's input
+
+    return running.made._model._model.model.register_forward_pre_hook(hook)
+
+
 @pytest.fixture
 async def held(start: Callable[..., Running]) -> AsyncIterator[tuple[Running, threading.Event]]:
     """An engine whose forward passes wait while the event is clear."""
-    running, go = start(batch_size=2, gather_s=0.05), threading.Event()
+    # It waits so long for the second of two that a test adds at once, and then for nobody.
+    running, go = start(batch_size=2, gather_s=1.0), threading.Event()
     go.set()
-    hook = running.made._model._model.model.register_forward_pre_hook(lambda *_: go.wait(PATIENCE_S) and None)
+    hook = before_each_pass(running, lambda: go.wait(PATIENCE_S))
     yield running, go
     go.set()
     hook.remove()
 
 
 async def test_a_gang_is_answered_as_each_would_have_been_alone(start: Callable[..., Running], model: Any) -> None:
-    running = start(batch_size=4)
+    running = start(batch_size=4, gather_s=5.0)
     prompts = {"a": [1, 2, 3], "b": [9], "c": list(range(40)), "d": [5, 5]}
     for name, prompt in prompts.items():
         await running.engine.add(asked(name, prompt))
@@ -151,10 +160,13 @@ async def test_a_request_aborted_in_prefill_says_nothing_and_in_decode_nothing_m
     await running.engine.add(asked("other", [4], 20))
     await running.until(lambda: bool(running.made._running))
     await running.engine.abort(["prefill", "never-heard-of"])
+    passes = count(1)
+    before_each_pass(running, lambda: next(passes) == 6 and go.clear())  # in the middle of its answer it is aborted
     go.set()
-    await running.until(lambda: len(running.tokens["other"]) > 2)
+    await running.until(lambda: len(running.tokens["other"]) > 2 and not go.is_set())
     await running.engine.add(asked("next", [7], 4))
     await running.engine.abort(["other"])
+    go.set()
     await running.all_ended(1)
     assert running.tokens["next"] == greedy(model, [7], 4)
     assert not running.tokens["prefill"]
@@ -172,10 +184,13 @@ async def test_its_status_tells_how_long_a_forward_pass_takes_already(
     await running.until(lambda: bool(running.made._running))
     await asyncio.sleep(0.3)
     assert (await running.engine.status())["pass_s"] >= 0.2
-    go.set()
-    await running.until(lambda: len(running.tokens["x"]) > 2)
-    go.clear()
-    assert (await running.engine.status())["pass_s"] < 0.2
+    passes, seen = count(1), list[float]()
+    before_each_pass(running, lambda: next(passes) <= 10 and go.clear())
+    for _ in range(10):
+        go.set()
+        await running.until(lambda: not go.is_set())
+        seen.append((await running.engine.status())["pass_s"])
+    assert min(seen) < 0.2  # a machine that stands still shows in one of them, a time that goes on in all
     go.set()
     await running.all_ended(1)
 
