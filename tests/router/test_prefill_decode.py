@@ -320,8 +320,8 @@ async def test_a_prefill_replica_that_hangs_is_not_waited_for(service: Service) 
 @pytest.mark.parametrize("replacement", [False, True])
 async def test_killed_prefill_replicas_lose_nothing(service: Service, replacement: bool) -> None:
     reading, _ = await service.replica("prefill", step_s=0.02), await service.replica("decode")
-    # Without a replacement some wait for all of this time.
-    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=1.0))
+    # Without a replacement some wait for all of this time; in less of it a machine that stands still reads nothing.
+    await service.start(PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=3.0))
     answers = [await service.ask(max_tokens=60) for _ in range(12)]
     await until(lambda: reading.engine.taken > 2)
     await reading.die()
