@@ -2,28 +2,25 @@
 
 import asyncio
 import logging
-import multiprocessing
 import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray._private.worker import global_worker
 from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
-from deployments.environment import check_build, nixl_env, set_up_gpu_engine
-from deployments.heavy_imports import heavy_imports
+from deployments.engine_start import started_engine
+from deployments.environment import nixl_env, set_up_gpu_engine
 from deployments.live_control import LiveControl
-from deployments.logs import last_error, last_line, log_as_json
+from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.redis_server import redis_ready
 from deployments.relay import Relay, RelayConfig
-from policies.errors import ConfigError, EngineStartError, ReplicaLostError
+from policies.errors import ConfigError, ReplicaLostError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 
@@ -82,7 +79,7 @@ class EngineReplica:
         if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
             os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
             _require_nixl()  # it may read its environment when it is imported
-        self._engine = await self._load()
+        self._engine = await started_engine(config, role)
         self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         redis = connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(redis.aclose)
@@ -95,43 +92,11 @@ class EngineReplica:
         self._live_control = LiveControl(self._store, config.scheduler_settings(role), self._engine.control)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._leave)
-        await self._engine.status()  # from now on it knows what it would admit
-        if config.gang is None:  # the other kind of engine serves none
-            await self._engine.load_adapters()
         await self._relay.start(host)
         self._relay.repeat(self._live_control.follow, "live control")
         if config.engine.prefill is not None:
             await self._check_pairs()
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
-
-    async def _load(self) -> Any:
-        with heavy_imports():
-            from deployments.vllm_adapter import VllmEngine, parse_vllm_args
-
-        limit_s, gang = self._config.engine.start_timeout_s, self._config.gang
-        args = parse_vllm_args(self._config.engine_argv(self._role))
-        try:
-            async with asyncio.timeout(limit_s):
-                if gang is None:
-                    check_build(self._config.engine.num_gpus)
-                    return await asyncio.to_thread(VllmEngine, args)
-                from deployments.transformers_engine import TransformersEngine
-
-                return await asyncio.to_thread(TransformersEngine, args, gang, asyncio.get_running_loop())
-        except TimeoutError as error:
-            for engine_core in multiprocessing.active_children():
-                engine_core.kill()  # vLLM would wait for it without end, in a thread that nothing else ends
-            logs = [Path(path) for path in (global_worker.get_out_file_path(), global_worker.get_err_file_path())]
-            raise EngineStartError(
-                f"the engine did not start within {limit_s:g} s (engine.start_timeout_s); "
-                f"its log ends with: {await asyncio.to_thread(last_line, logs)}"
-            ) from error
-        except RuntimeError as error:  # vLLM's own says "see above", and above is the log of this process
-            if gang is not None:
-                raise
-            log = Path(global_worker.get_err_file_path())
-            why = await asyncio.to_thread(last_error, log)
-            raise EngineStartError(f"the engine did not start: {why or error}") from error
 
     async def _check_pairs(self) -> None:
         """Where its pair differs, or nobody can tell, this replica leaves: else routers would go on finding it.

@@ -138,6 +138,9 @@ class TransformersEngine:
             **asdict(self._runner.counts),
         }
 
+    async def load_adapters(self) -> None:
+        """It serves none."""
+
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Raises ConfigError: there is no scheduler to be told."""
         raise ConfigError(f"engine.kind transformers has no scheduler to change: {sorted(changes)}")

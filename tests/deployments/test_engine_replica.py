@@ -1,11 +1,9 @@
 """Two groups of engine replicas: only equals read each other's KV caches."""
 
 import asyncio
-import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +11,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from deployments.config import AppConfig, EngineSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
-from policies.errors import ConfigError, EngineStartError, StateStoreError
+from policies.errors import ConfigError, StateStoreError
 from router.state_store import ReplicaInfo
-from tests.waiting import until
 
 
 def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
@@ -49,18 +45,6 @@ def test_nixl_listens_where_the_replica_does_and_on_loopback_alone_there() -> No
     assert "UCX_NET_DEVICES" not in elsewhere and NIXL_DELAY_ENV not in elsewhere
 
 
-async def test_an_engine_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(args: object) -> NoReturn:
-        raise RuntimeError("see root cause above")
-
-    vllm = SimpleNamespace(VllmEngine=fails, parse_vllm_args=list)
-    monkeypatch.setitem(sys.modules, "deployments.vllm_adapter", vllm)
-    monkeypatch.setattr("deployments.engine_replica.last_error", lambda log: "ValueError: no memory left")
-    replica: Any = SimpleNamespace(_config=AppConfig(model="m"), _role="decode")
-    with pytest.raises(EngineStartError, match="did not start: ValueError: no memory left"):
-        await EngineReplica._load(replica)
-
-
 @pytest.mark.parametrize("error", [ConfigError, StateStoreError, asyncio.CancelledError])
 async def test_a_replica_whose_pair_cannot_be_checked_leaves(error: type[BaseException]) -> None:
     left: list[str] = []
@@ -79,29 +63,6 @@ async def test_a_replica_whose_pair_cannot_be_checked_leaves(error: type[BaseExc
     with pytest.raises(error):
         await EngineReplica._check_pairs(replica)
     assert left
-
-
-async def test_an_engine_that_never_starts_is_ended_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    def hangs(args: object) -> NoReturn:
-        started.append(multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), daemon=True))
-        started[0].start()
-        started[0].join()  # as vLLM waits: without a limit, but until the process ends
-        raise RuntimeError("see root cause above")
-
-    monkeypatch.setitem(
-        sys.modules, "deployments.vllm_adapter", SimpleNamespace(VllmEngine=hangs, parse_vllm_args=list)
-    )
-    monkeypatch.setattr("deployments.engine_replica.last_line", lambda logs: "Loading weights: 3 of 9")
-    replica: Any = SimpleNamespace(
-        # By then its thread has started the process: what is started later nobody ends.
-        _config=AppConfig(model="m", engine=EngineSection(start_timeout_s=4.0)),
-        _role="decode",
-    )
-    with pytest.raises(EngineStartError, match=r"within 4 s \(engine.start_timeout_s\).*Loading weights: 3 of 9"):
-        await EngineReplica._load(replica)
-    await until(lambda: not started[0].is_alive())
 
 
 @pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])
