@@ -58,6 +58,24 @@ def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) ->
             )
 
 
+def _prepare_environment(config: AppConfig) -> str:
+    """For the engine, before anything of it is imported.
+
+    Returns:
+        The address to listen on.
+
+    Raises:
+        ConfigError: caches are to travel by NIXL, which is not installed.
+    """
+    if config.engine.num_gpus:
+        set_up_gpu_engine(config.engine.env)
+    host = config.engine.bind_host or ray.util.get_node_ip_address()
+    if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
+        os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
+        _require_nixl()  # it may read its environment when it is imported
+    return host
+
+
 class EngineReplica:
     """One engine. Ray Serve places, watches, scales and ends it; requests reach it through the relay alone."""
 
@@ -73,43 +91,45 @@ class EngineReplica:
         log_as_json()
         keep_to_loopback()
         await redis_ready(redis_server)
-        if config.engine.num_gpus:
-            set_up_gpu_engine(config.engine.env)
-        host = config.engine.bind_host or ray.util.get_node_ip_address()
-        if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
-            os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
-            _require_nixl()  # it may read its environment when it is imported
-        self._engine = await started_engine(config, role)
-        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
-        redis = connect(redis_url, config.redis_ca_certs)
-        self._resources.push_async_callback(redis.aclose)
-        namespaces = {
-            "decode": config.namespace(self._engine.engine_version),
-            "prefill": config.prefill_namespace(self._engine.engine_version),
-        }
-        self._store = RedisStateStore(redis, namespaces[role])
-        self._others = RedisStateStore(redis, namespaces["decode" if role == "prefill" else "prefill"])
-        self._live_control = LiveControl(self._store, config.scheduler_settings(role), self._engine.control)
-        self._relay = self._relay_at(host, classes)
-        self._resources.push_async_callback(self._leave)
-        await self._relay.start(host)
-        self._relay.repeat(self._live_control.follow, "live control")
-        if config.engine.prefill is not None:
-            await self._check_pairs()
+        host = _prepare_environment(config)
+        try:
+            await self._start(host, redis_url, classes)
+        except BaseException:  # of whatever kind: it keeps no GPU, and routers find it no more
+            await self._resources.aclose()
+            raise
         logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
 
+    async def _start(self, host: str, redis_url: str, classes: tuple[str, ...]) -> None:
+        self._engine = await started_engine(self._config, self._role)
+        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
+        self._connect(redis_url)
+        settings = self._config.scheduler_settings(self._role)
+        self._live_control = LiveControl(self._store, settings, self._engine.control)
+        self._relay = self._relay_at(host, classes)
+        self._resources.push_async_callback(self._relay.close)
+        await self._relay.start(host)
+        self._relay.repeat(self._live_control.follow, "live control")
+        if self._config.engine.prefill is not None:
+            await self._check_pairs()
+        self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
+
+    def _connect(self, redis_url: str) -> None:
+        """The tables of this group of replicas, and those of the other one."""
+        redis = connect(redis_url, self._config.redis_ca_certs)
+        self._resources.push_async_callback(redis.aclose)
+        version = self._engine.engine_version
+        decode = RedisStateStore(redis, self._config.namespace(version))
+        prefill = RedisStateStore(redis, self._config.prefill_namespace(version))
+        self._store, self._others = (prefill, decode) if self._role == "prefill" else (decode, prefill)
+
     async def _check_pairs(self) -> None:
-        """Where its pair differs, or nobody can tell, this replica leaves: else routers would go on finding it.
+        """To be called once the other group can see this replica.
 
         Raises:
             ConfigError: as `check_pairs`.
             StateStoreError: the shared state does not answer.
         """
-        try:
-            check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
-        except BaseException:
-            await self._resources.aclose()
-            raise
+        check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
 
     def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
         """Of the engine that is loaded; it listens once it is started."""
@@ -153,7 +173,7 @@ class EngineReplica:
         """Ray Serve awaits this before it ends the replica, within the drain timeout."""
         await self._resources.aclose()
 
-    async def _leave(self) -> None:
+    async def _drain(self) -> None:
         timeout_s = self._config.engine.drain_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -161,4 +181,3 @@ class EngineReplica:
                 await self._relay.drain(min(timeout_s / 2, self._config.router.max_wait_s))
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")
-        await self._relay.close()

@@ -4,17 +4,21 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
+from deployments.config import AppConfig, EngineSection, PrefillSection, Role, RouterSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
-from policies.errors import ConfigError, StateStoreError
-from router.state_store import ReplicaInfo
+from policies.errors import ConfigError, EngineStartError
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo, Ticket
+from tests.fakes import FakeEngine
 
 
 def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
@@ -45,24 +49,92 @@ def test_nixl_listens_where_the_replica_does_and_on_loopback_alone_there() -> No
     assert "UCX_NET_DEVICES" not in elsewhere and NIXL_DELAY_ENV not in elsewhere
 
 
-@pytest.mark.parametrize("error", [ConfigError, StateStoreError, asyncio.CancelledError])
-async def test_a_replica_whose_pair_cannot_be_checked_leaves(error: type[BaseException]) -> None:
-    left: list[str] = []
+class Engine(FakeEngine):
+    """Of a replica: it has a cache of some layout, and adapters that may be refused."""
 
-    async def leave() -> None:
-        left.append("left")
+    max_model_len, max_batch_tokens, adapts, ended = 64, 64, True, False
+    kv_layout = "block_size=16"
 
-    async def fails() -> NoReturn:
-        raise error("no answer")
+    async def load_adapters(self) -> None:
+        if not self.adapts:
+            raise ValueError("no such rank")
 
-    replica: Any = SimpleNamespace(
-        _relay=SimpleNamespace(info=info("")), _others=SimpleNamespace(replica_infos=fails), _role="decode",
-        _resources=AsyncExitStack(),
-    )  # fmt: skip
-    replica._resources.push_async_callback(leave)
-    with pytest.raises(error):
-        await EngineReplica._check_pairs(replica)
-    assert left
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return changes
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class Replica(EngineReplica):
+    """As Ray Serve makes it: there is one before it is initialized, and whatever came of that it is told to leave."""
+
+    leave = EngineReplica.__del__
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nobody would await it."""
+
+
+class Fleet:
+    """Where replicas start: vLLM is a fake, and one request waits for each group of them."""
+
+    def __init__(self, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._url, self._redis, self.built = redis_url, connect(redis_url), 0
+        prefill = PrefillSection(connector="file")
+        self.config = AppConfig(
+            model="m",
+            name=uuid4().hex,
+            engine=EngineSection(bind_host="127.0.0.1", prefill=prefill, drain_timeout_s=60.0),
+            router=RouterSection(heartbeat_s=0.05),
+        )
+        self.engine = Engine()
+        self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))
+        self.prefill_store = RedisStateStore(self._redis, self.config.prefill_namespace("fake-1"))
+        module = SimpleNamespace(VllmEngine=self._build, parse_vllm_args=list)
+        monkeypatch.setitem(sys.modules, "deployments.vllm_adapter", module)
+        monkeypatch.setattr("deployments.engine_replica.log_as_json", lambda: None)
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
+        monkeypatch.setattr("deployments.engine_replica.serve.get_replica_context", lambda: context)
+
+    def _build(self, args: object) -> Engine:
+        self.built += 1
+        return self.engine
+
+    async def queue(self, request_id: str) -> None:
+        ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+        assert await self.store.enqueue(ticket) == []
+
+    async def start(self, replica: Replica, role: Role = "decode") -> None:
+        await replica.__init__(self.config, self._url, None, (), role)  # type: ignore[misc]
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+
+@pytest.fixture
+async def fleet(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    made = Fleet(redis_url, monkeypatch)
+    yield made
+    await made.close()
+
+
+def new_replica() -> Replica:
+    return Replica.__new__(Replica)
+
+
+@pytest.mark.parametrize("failing", ["adapters", "pair"])
+async def test_a_replica_whose_start_failed_leaves_at_once_though_something_waits(fleet: Fleet, failing: str) -> None:
+    fleet.engine.adapts = failing != "adapters"
+    if failing == "pair":
+        await fleet.prefill_store.register_replica(info("block_size=32", "unequal"), 4)
+    await fleet.queue("x")
+    replica = new_replica()
+    async with asyncio.timeout(10.0):
+        with pytest.raises((ConfigError, EngineStartError), match=r"no such rank|block_size=32"):
+            await fleet.start(replica)
+        await replica.leave()
+    assert fleet.engine.ended
+    assert await fleet.store.replica_infos() == []
 
 
 @pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])
