@@ -107,10 +107,8 @@ class EngineReplica:
         self._live_control = LiveControl(self._store, settings, self._engine.control)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
-        await self._relay.start(host)
+        await self._relay.start(host, check=None if self._config.engine.prefill is None else self._check_pairs)
         self._relay.repeat(self._live_control.follow, "live control")
-        if self._config.engine.prefill is not None:
-            await self._check_pairs()
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
 
     def _connect(self, redis_url: str) -> None:

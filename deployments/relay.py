@@ -186,7 +186,7 @@ class Relay:
         self._something_ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._offers = False  # slots: not before it has started, nor once it drains
         self._failed = False
         self._stepped_s = time.monotonic()
         self._steps = _Steps(config.step_times, MonotonicClock()) if config.step_times else None
@@ -199,7 +199,7 @@ class Relay:
     @property
     def slots(self) -> int:
         """What this replica offers to the routers."""
-        if self._draining:
+        if not self._offers:
             return 0
         if (budget := self._config.prefill_budget_tokens) is not None:
             return min(self._engine.slots, prefill_slots(budget, self._mean_prompt_tokens or budget))
@@ -209,11 +209,17 @@ class Relay:
     def healthy(self) -> bool:
         return not self._failed and not self._engine.dead
 
-    async def start(self, bind_host: str) -> None:
-        """Listen, then register: a router that hears of this replica can connect at once.
+    async def start(self, bind_host: str, *, check: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Listen, register, and offer slots once `check` has returned.
+
+        A router that hears of this replica can connect at once, and is sent nowhere before it is known to be fit.
+
+        Args:
+            check: is called when other replicas can see this one.
 
         Raises:
             StateStoreError: the shared state cannot be reached.
+            Exception: of `check`.
         """
         self._server = await asyncio.start_server(self._serve, bind_host, self.info.port, limit=wire.STREAM_LIMIT_BYTES)
         self.info = msgspec.structs.replace(self.info, port=self._server.sockets[0].getsockname()[1])
@@ -222,6 +228,9 @@ class Relay:
         self._background.repeat(self._watch, self._config.heartbeat_s, "watch engine")
         await self._store.register_replica(self.info, self.slots, [])
         self._background.repeat(self._beat, self._config.heartbeat_s, "heartbeat")
+        if check is not None:
+            await check()
+        await self._offer(True)
         if self.info.gang_max_wait_s is not None:
             often_s = tick_s(self.info.gang_max_wait_s, self._config.heartbeat_s)
             self._background.repeat(self._ask_for_due, often_s, "gang tick")
@@ -237,18 +246,18 @@ class Relay:
             serving_s: for how long what waits is still taken where no other replica would take it.
         """
         give_up_s = time.monotonic() + serving_s
-        await self._offer(draining=True)
+        await self._offer(False)
         while time.monotonic() < give_up_s and await self._is_last_resort():
-            await self._offer(draining=False)
+            await self._offer(True)
             await asyncio.sleep(self._config.heartbeat_s)
-            await self._offer(draining=True)  # before it looks: of two that leave at once, one sees the other gone
+            await self._offer(False)  # before it looks: of two that leave at once, one sees the other gone
         await self._idle.wait()
         while await self._is_awaited():
             await asyncio.sleep(self._config.heartbeat_s)
             await self._idle.wait()
 
-    async def _offer(self, *, draining: bool) -> None:
-        self._draining = draining
+    async def _offer(self, offers: bool) -> None:
+        self._offers = offers
         try:
             await self._tell()
         except StateStoreError as error:
@@ -485,7 +494,7 @@ class Relay:
 
     async def _ask_for_due(self) -> None:
         """While idle: only time makes a gang batch of what waits."""
-        if self.healthy and not self._held and not self._draining:
+        if self.healthy and not self._held and self._offers:
             await self._store.dispatch()
 
     @property

@@ -17,8 +17,9 @@ from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
 from policies.errors import ConfigError, EngineStartError
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo, Ticket
+from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
 from tests.fakes import FakeEngine
+from tests.waiting import until
 
 
 def info(kv_layout: str, replica_id: str = "r") -> ReplicaInfo:
@@ -135,6 +136,27 @@ async def test_a_replica_whose_start_failed_leaves_at_once_though_something_wait
         await replica.leave()
     assert fleet.engine.ended
     assert await fleet.store.replica_infos() == []
+
+
+async def test_a_replica_that_is_half_of_an_unequal_pair_is_given_nothing(fleet: Fleet) -> None:
+    await fleet.prefill_store.register_replica(info("block_size=32", "unequal"), 4)
+    told: list[Notice] = []
+
+    async def listen() -> None:
+        async for notices in fleet.store.notices("a"):
+            told.extend(notices)
+            listening.set()
+
+    listening = asyncio.Event()
+    listener = asyncio.create_task(listen())
+    await listening.wait()
+    await fleet.queue("x")
+    with pytest.raises(ConfigError, match="block_size=32"):
+        await fleet.start(new_replica())
+    await fleet.store.register_replica(info("block_size=16", "equal"), 4)
+    await until(lambda: bool(told))
+    assert told == [Assignment("x", "equal")]
+    listener.cancel()
 
 
 @pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])

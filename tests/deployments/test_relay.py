@@ -410,6 +410,22 @@ async def test_a_stranger_without_the_secret_is_refused(replica: Replica) -> Non
         await ReplicaConnection.open(forged, router_id="a", engine_version="fake-1")
 
 
+async def test_slots_are_offered_once_the_check_at_start_has_returned(new_store: Callable[[], RedisStateStore]) -> None:
+    replica = Replica(new_store())
+    seen: list[tuple[int, int | None]] = []
+
+    async def check() -> None:
+        await asyncio.sleep(0.1)  # some heartbeats
+        seen.append((replica.relay.slots, await replica.running()))
+
+    waiting = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+    assert await replica.store.enqueue(waiting) == []
+    await replica.relay.start("127.0.0.1", check=check)
+    assert seen == [(0, 0)]
+    assert (replica.relay.slots, await replica.running()) == (4, 1)
+    await replica.relay.close()
+
+
 @pytest.mark.slow
 async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace() -> None:
     store = RedisStateStore(connect(f"redis://127.0.0.1:{free_port()}/0"), "nowhere")
