@@ -107,7 +107,9 @@ class EngineReplica:
         self._live_control = LiveControl(self._store, settings, self._engine.control)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
-        await self._relay.start(host, check=None if self._config.engine.prefill is None else self._check_pairs)
+        check = None if self._config.engine.prefill is None else self._check_pairs
+        # Whoever has loaded a model does not throw it away for a moment without Redis.
+        await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
         self._relay.repeat(self._live_control.follow, "live control")
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
 

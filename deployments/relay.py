@@ -209,13 +209,16 @@ class Relay:
     def healthy(self) -> bool:
         return not self._failed and not self._engine.dead
 
-    async def start(self, bind_host: str, *, check: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def start(
+        self, bind_host: str, *, check: Callable[[], Awaitable[None]] | None = None, patience_s: float = 0.0
+    ) -> None:
         """Listen, register, and offer slots once `check` has returned.
 
         A router that hears of this replica can connect at once, and is sent nowhere before it is known to be fit.
 
         Args:
             check: is called when other replicas can see this one.
+            patience_s: for so long it goes on trying while the shared state does not answer.
 
         Raises:
             StateStoreError: the shared state cannot be reached.
@@ -226,14 +229,27 @@ class Relay:
         self._background.spawn(self._pump(), "pump")
         self._background.repeat(self._release, 0, "release")
         self._background.repeat(self._watch, self._config.heartbeat_s, "watch engine")
-        await self._store.register_replica(self.info, self.slots, [])
+        give_up_s = time.monotonic() + patience_s
+        await self._patiently(lambda: self._store.register_replica(self.info, self.slots), give_up_s)
         self._background.repeat(self._beat, self._config.heartbeat_s, "heartbeat")
         if check is not None:
-            await check()
+            await self._patiently(check, give_up_s)
         await self._offer(True)
         if self.info.gang_max_wait_s is not None:
             often_s = tick_s(self.info.gang_max_wait_s, self._config.heartbeat_s)
             self._background.repeat(self._ask_for_due, often_s, "gang tick")
+
+    async def _patiently(self, call: Callable[[], Awaitable[None]], give_up_s: float) -> None:
+        """Once at every heartbeat, until the shared state has answered."""
+        while True:
+            try:
+                await call()
+                return
+            except StateStoreError as error:
+                if not self.healthy or time.monotonic() >= give_up_s:
+                    raise
+                logger.warning("the start waits for the shared state: %s", error)
+            await asyncio.sleep(self._config.heartbeat_s)
 
     def repeat(self, call: Callable[[], Awaitable[None]], name: str) -> None:
         """Call it at every heartbeat until this relay closes; failures are counted."""

@@ -1,10 +1,11 @@
 """Two groups of engine replicas: only equals read each other's KV caches."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from deployments.config import AppConfig, EngineSection, PrefillSection, Role, RouterSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
-from policies.errors import ConfigError, EngineStartError
+from policies.errors import ConfigError, EngineStartError, StateStoreError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
 from tests.fakes import FakeEngine
@@ -157,6 +158,46 @@ async def test_a_replica_that_is_half_of_an_unequal_pair_is_given_nothing(fleet:
     await until(lambda: bool(told))
     assert told == [Assignment("x", "equal")]
     listener.cancel()
+
+
+def fails(times: float, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """As while Redis is away: so many times."""
+    left = [times]
+
+    async def called(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StateStoreError("no answer")
+        return await call(*args)
+
+    return called
+
+
+@pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
+async def test_an_engine_that_has_loaded_waits_for_a_redis_that_is_away(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(RedisStateStore, name, fails(2, getattr(RedisStateStore, name)))
+    await fleet.queue("x")
+    replica = new_replica()
+    await fleet.start(replica)
+    assert (fleet.built, await fleet.store.locate(["x"])) == (1, ["mine"])
+    await fleet.store.cancel(["x"])
+    await replica.leave()
+
+
+@pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
+async def test_a_replica_that_waits_for_redis_in_vain_leaves(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = fleet.config.engine.model_copy(update={"start_timeout_s": 2.0})
+    fleet.config = fleet.config.model_copy(update={"engine": engine})
+    with monkeypatch.context() as away:
+        away.setattr(RedisStateStore, name, fails(math.inf, getattr(RedisStateStore, name)))
+        with pytest.raises(StateStoreError, match="no answer"):
+            await fleet.start(new_replica())
+    assert fleet.engine.ended
+    assert await fleet.store.replica_infos() == []
 
 
 @pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])
