@@ -80,10 +80,15 @@ class SluiceScheduler(AsyncScheduler):
             The settings in force.
 
         Raises:
-            ConfigError: a setting is unknown or wrong, or the classes are not those that lengths were learned about;
-                nothing has changed then.
+            ConfigError: a setting is unknown or wrong, or names other classes; nothing has changed then.
         """
-        self._adopt(self.settings.changed(changes))
+        settings = self.settings.changed(changes)
+        now, then = self.settings.class_names, settings.class_names
+        # By index one class's lengths would be another's. In mode stock nothing is learned, but then a replica that
+        # comes later could not take over what this one took bit by bit.
+        if now != then:
+            raise ConfigError(f"the classes with targets or budgets cannot change, from {now[1:]} to {then[1:]}")
+        self._adopt(settings)
         return self.settings.model_dump(mode="json")
 
     def status(self) -> dict[str, Any]:
@@ -104,9 +109,6 @@ class SluiceScheduler(AsyncScheduler):
 
     def _policy_of(self, settings: SchedulerSettings) -> Auto:
         """A policy with these settings that goes on with what the present one has learned."""
-        now, then = self.settings.class_names, settings.class_names
-        if self._policy is not None and now != then:  # by index one class's lengths would be another's
-            raise ConfigError(f"the classes with targets or budgets cannot change, from {now[1:]} to {then[1:]}")
         return settings.policy(learned=self._policy, phases=self._phases_work, speculates=self.num_spec_tokens > 0)
 
     @property

@@ -1,14 +1,18 @@
 """What one engine's scheduler was told reaches the schedulers of all replicas that are configured alike."""
 
+import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from deployments import live_control
 from deployments.live_control import LiveControl
 from deployments.scheduler_settings import SchedulerSettings
-from policies.errors import ConfigError
+from policies.errors import ConfigError, StateStoreError
 from router.memory_store import MemoryStateStore
+from tests.waiting import until
 
 CONFIGURED = SchedulerSettings(max_batch_size=64)
 
@@ -17,11 +21,13 @@ class Replica:
     """An engine that checks what it is told as the scheduler does, and knows no classes but its own."""
 
     def __init__(self, store: MemoryStateStore, configured: SchedulerSettings = CONFIGURED, *classes: str) -> None:
-        self.settings, self.told, self._classes = configured, 0, classes
+        self.settings, self.told, self.refuses, self._classes = configured, 0, False, classes
         self.live = LiveControl(store, configured, self._control)
 
     async def _control(self, changes: dict[str, Any]) -> dict[str, Any]:
         self.told += 1
+        if self.refuses:
+            raise ConfigError("not now")
         settings = self.settings.changed(changes)
         if unknown := set(settings.class_itl_targets_s) - set(self._classes):
             raise ConfigError(f"no such classes: {unknown}")
@@ -77,6 +83,68 @@ async def test_what_one_engine_alone_refuses_is_said_once(store: MemoryStateStor
         await second.live.follow()
     await second.live.follow()
     assert second.told == 1
+
+
+async def test_what_an_engine_refused_is_taken_over_once_it_can_be(
+    store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Replica(store), Replica(store)
+    second.refuses = True
+    await first.live.change({"mode": "mixed"})
+    with pytest.raises(ConfigError, match="not now"):
+        await second.live.follow()
+    second.refuses = False
+    await second.live.follow()
+    assert second.settings == CONFIGURED, "not at every heartbeat"
+    monkeypatch.setattr(live_control, "RETRY_S", 0.0)
+    second.refuses = True
+    await first.live.change({"itl_target_s": 0.05})  # something else is asked for at once
+    with pytest.raises(ConfigError, match="not now"):
+        await second.live.follow()
+    second.refuses = False
+    await second.live.follow()
+    assert second.settings == first.settings == CONFIGURED.changed({"mode": "mixed", "itl_target_s": 0.05})
+
+
+async def test_what_the_shared_state_has_lost_it_is_told_again(store: MemoryStateStore) -> None:
+    first, second = Replica(store), Replica(store)
+    await first.live.change({"mode": "mixed"})
+    await second.live.follow()
+    store._settings.clear()
+    await second.live.follow()
+    later = Replica(store)
+    await later.live.follow()
+    assert later.settings.mode == "mixed"
+
+
+class Away(MemoryStateStore):
+    """A shared state that takes no changes, and maybe never says so."""
+
+    hangs = False
+
+    async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        raise StateStoreError("no answer")
+
+
+async def test_what_the_others_cannot_be_told_does_not_stay_here(store: MemoryStateStore) -> None:
+    away = Away(time.monotonic)
+    replica = Replica(away)
+    replica.live._store = store
+    await replica.live.change({"mode": "mixed"})
+    replica.live._store = away
+    before = replica.settings
+    with pytest.raises(StateStoreError, match="no answer"):
+        await replica.live.change({"mode": "exclusive", "max_batch_size": 3, "itl_target_s": 0.05})
+    assert replica.settings == before
+    away.hangs = True
+    changing = asyncio.create_task(replica.live.change({"mode": "exclusive"}))
+    await until(lambda: replica.settings.mode == "exclusive")
+    changing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await changing
+    assert replica.settings == before
 
 
 async def test_a_redeploy_with_other_settings_begins_with_those(store: MemoryStateStore) -> None:

@@ -363,6 +363,15 @@ def test_live_control_gives_no_class_the_lengths_of_another() -> None:
     assert engine.scheduler.settings.class_itl_targets_s == {"chat": 0.2}
 
 
+def test_what_one_engine_accepts_bit_by_bit_another_accepts_at_once() -> None:
+    """Else a replica that comes later could not take over what the others go by."""
+    engine = VirtualEngine({"mode": "auto"})
+    engine.scheduler.control({"mode": "stock"})
+    with pytest.raises(ConfigError, match="chat"):
+        engine.scheduler.control({"class_itl_targets_s": {"chat": 0.2}})
+    engine.scheduler.control({"mode": "auto"})
+
+
 def test_steps_of_an_engine_that_speculates_are_not_counted_as_tokens() -> None:
     plain, drafts = VirtualEngine({"mode": "mixed"}), VirtualEngine({"mode": "mixed"})
     drafts.scheduler.num_spec_tokens = 3
