@@ -427,17 +427,20 @@ class Relay:
         """What the engine would admit is what the next heartbeat offers; and one that hangs says nothing."""
         if not self.healthy:
             return  # it would fail at every heartbeat until Ray Serve has replaced it
-        asked_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._config.hang_timeout_s):
-                status = await self._engine.status()
-        except TimeoutError:
-            hangs = self._stepped_s < asked_s
-        else:
-            hangs = status.get("pass_s", 0.0) > self._config.hang_timeout_s
-        if hangs and self.healthy:
-            logger.error("the engine hangs: no step for %s s", self._config.hang_timeout_s)
+        how = await self._hangs()
+        if how and self.healthy:
+            logger.error("the engine hangs: %s; if steps may take that long, raise engine.hang_timeout_s", how)
             self._give_up()
+
+    async def _hangs(self) -> str | None:
+        """In words, how it does."""
+        limit_s, asked_s = self._config.hang_timeout_s, time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                pass_s = (await self._engine.status()).get("pass_s", 0.0)
+        except TimeoutError:
+            return f"no step and no answer for {limit_s:g} s" if self._stepped_s < asked_s else None
+        return f"at one forward pass for {pass_s:.1f} s" if pass_s > limit_s else None
 
     def _give_up(self) -> None:
         """Ray Serve replaces a replica that is not healthy; its routers move its requests at once."""

@@ -346,6 +346,20 @@ async def test_an_engine_that_answers_beside_a_pass_without_end_is_given_up(
     await replica.relay.close()
 
 
+@pytest.mark.parametrize(
+    ("answers", "how"), [(True, "at one forward pass for 5.1 s"), (False, "no step and no answer for 0.2 s")]
+)
+async def test_whoever_gives_an_engine_up_says_why_and_which_setting_is_wrong_if_any(
+    new_store: Callable[[], RedisStateStore], caplog: pytest.LogCaptureFixture, answers: bool, how: str
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=5.0 if answers else 0.2)
+    replica.engine.pass_s, replica.engine.hangs = 5.1, not answers
+    await replica.relay.start("127.0.0.1")
+    await until(lambda: not replica.relay.healthy)
+    assert how in caplog.text and "raise engine.hang_timeout_s" in caplog.text
+    await replica.relay.close()
+
+
 async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fails(replica: Replica) -> None:
     calls: list[int] = []
 
