@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
 MAX_ENDED = 100_000  # while the shared state is away; what ends beyond is found by the leases
+ENGINE_STATUS_S = 3.0  # less than a router waits for it: what the relay itself has to say must arrive
 # While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
 REGISTRATIONS_AFTER_AN_ABSENCE = 2
 
@@ -406,8 +407,12 @@ class Relay:
         router.send(wire.Kind.CALL, [msgspec.msgpack.encode(reply)])
 
     async def _status(self) -> dict[str, Any]:
-        """The engine's, and the relay's own."""
-        status = await self._engine.status()
+        """The engine's, and the relay's own, which matters most where the engine has none to give."""
+        try:
+            async with asyncio.timeout(ENGINE_STATUS_S):
+                status = await self._engine.status()
+        except Exception as error:  # of whatever kind: it is shown in the place of what was asked for
+            status = {"error": str(error) or f"the engine does not answer: {type(error).__name__}"}
         own = {"held": len(self._held), "slots": self.slots, "background_failures": self._failures}
         return {**status, **own}
 

@@ -13,6 +13,7 @@ from policies.errors import ConfigError, EngineCallError, ProtocolError, Replica
 from policies.types import StepCoefficients, StepTimes
 from router import wire
 from router.connection import ReplicaConnection
+from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, Ticket
 from router.wire import Buffer
@@ -399,6 +400,28 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     assert await reader.connection.call("status", timeout_s=30) == counted
     questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=30) for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
+
+
+async def test_status_counts_failures_also_of_an_engine_that_does_not_answer(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise ConfigError("this engine knows no such class")
+
+    replica.relay.repeat(fail, "live control")
+    reader = await replica.reader()
+    await until(lambda: replica.relay._failures["live control"] > 0)
+
+    async def refuse() -> dict[str, float]:
+        raise EngineCallError("not now")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(replica.engine, "status", refuse)
+        status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+    assert (status["error"], status["background_failures"]["live control"] > 0) == ("not now", True)
+    replica.engine.hang()
+    status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+    assert "does not answer" in status["error"] and status["background_failures"]["live control"] > 0
 
 
 async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:
