@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, StockConfig, smallest
+from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, smallest
 from policies.checks import require_at_least, require_one_of, require_positive
 from policies.class_targets import ClassTargets, ClassTargetsConfig
 from policies.errors import ConfigError
@@ -132,7 +132,7 @@ class Auto:
         if self.config.admission == "memory_aware":
             return MemoryAware(self.config.memory_aware())
         if self.config.admission == "slots":
-            return Stock(StockConfig())
+            return Stock()
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
         step_times = self.phases.step_times if self.config.overcommit else None
         return ForecastAdmission(self.config.forecast(), known, step_times=step_times)

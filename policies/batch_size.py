@@ -105,16 +105,8 @@ def capped_plan(state: BatchState, cap: int, limited_by: Limit) -> StepPlan:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockConfig:
-    """Nothing to set."""
-
-
 class Stock:
     """The engine's own behaviour: fill the slots, mix prefill and decode. The baseline everything is compared with."""
-
-    def __init__(self, config: StockConfig) -> None:
-        self.config = config
 
     def plan(self, state: BatchState) -> StepPlan:
         return capped_plan(state, state.slots, Limit.SLOTS)

@@ -32,7 +32,6 @@ from policies.batch_size import (
     MemoryAware,
     MemoryAwareConfig,
     Stock,
-    StockConfig,
     capped_plan,
     mean_known_prompt_tokens,
     unshared_fraction,
@@ -119,7 +118,7 @@ class ForecastAdmission:
         self._step_times = step_times
         self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
         self._held_back = False
-        self._fallback = MemoryAware(config.fallback) if step_times is None else Stock(StockConfig())
+        self._fallback = MemoryAware(config.fallback) if step_times is None else Stock()
         self._lengths: LengthStatistics = (
             learned._lengths
             if learned

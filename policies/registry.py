@@ -21,7 +21,6 @@ from policies.batch_size import (
     SlaConstrainedLiteral,
     SlaConstrainedLiteralConfig,
     Stock,
-    StockConfig,
 )
 from policies.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketServeBuckets, BucketServeConfig
 from policies.errors import ConfigError
@@ -55,7 +54,7 @@ class Entry:
 
 REGISTRY: dict[str, Entry] = {
     "auto": Entry(Family.BATCH, AutoConfig, Auto),
-    "stock": Entry(Family.BATCH, StockConfig, Stock),
+    "stock": Entry(Family.BATCH, None, Stock),
     "memory_aware": Entry(Family.BATCH, MemoryAwareConfig, MemoryAware),
     "sla_constrained": Entry(Family.BATCH, SlaConstrainedConfig, SlaConstrained),
     "sla_constrained_literal": Entry(Family.BATCH, SlaConstrainedLiteralConfig, SlaConstrainedLiteral),

@@ -18,7 +18,6 @@ from policies.batch_size import (
     SlaConstrainedLiteral,
     SlaConstrainedLiteralConfig,
     Stock,
-    StockConfig,
     linear_batch_size,
     memory_safe_batch_size,
     safety_buffer_tokens,
@@ -233,7 +232,7 @@ class TestMemoryAware:
             jobs = random_jobs(200, prompt=(50, 150), mean_output=150, seed=2)
             return run_closed(ToyEngine(policy, SEED_TIMES, slots=64, total_blocks=400), jobs, 128).preemptions
 
-        stock = preemptions(Stock(StockConfig()))
+        stock = preemptions(Stock())
         aware = preemptions(MemoryAware(MemoryAwareConfig(prior_output_tokens=150, prior_output_std_tokens=150)))
         assert stock > 20
         assert aware <= stock // 4

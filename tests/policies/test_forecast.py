@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, StockConfig, memory_safe_batch_size
+from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, memory_safe_batch_size
 from policies.errors import InputError
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.types import (
@@ -258,7 +258,7 @@ class TestInAnEngine:
     def test_it_preempts_seldom_and_is_faster_than_filling_the_slots_and_than_equation_12(self) -> None:
         jobs = random_jobs(600, prompt=(50, 150), mean_output=200, seed=3)
         forecast = run(ForecastAdmission(ForecastAdmissionConfig()), fresh(jobs))
-        stock = run(Stock(StockConfig()), fresh(jobs))
+        stock = run(Stock(), fresh(jobs))
         equation_12 = run(MemoryAware(MemoryAwareConfig()), fresh(jobs))
         assert forecast.preemptions < 0.05 * stock.preemptions
         assert forecast.now_s < 0.97 * stock.now_s
@@ -266,7 +266,7 @@ class TestInAnEngine:
 
     def test_it_follows_answers_that_grow_three_times_as_long(self) -> None:
         forecast = run(ForecastAdmission(ForecastAdmissionConfig()), drifting_jobs())
-        stock = run(Stock(StockConfig()), drifting_jobs())
+        stock = run(Stock(), drifting_jobs())
         assert forecast.finished == 600
         assert forecast.preemptions < 0.25 * stock.preemptions
 

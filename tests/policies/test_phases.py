@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch_size import Stock, StockConfig
+from policies.batch_size import Stock
 from policies.errors import InputError
 from policies.lengths import geometric_law
 from policies.phases import (
@@ -369,7 +369,7 @@ class TestCrossover:
             mixed=StepCoefficients(overhead_s=0.01, prefill_s=2e-5, decode_s=4e-5),
         )
         jobs = random_jobs(2500, prompt=(100, 301), mean_output=50, seed=8)
-        engine = run_closed(ToyEngine(Stock(StockConfig()), times, slots=64, max_batch_tokens=10**6), jobs, 200)
+        engine = run_closed(ToyEngine(Stock(), times, slots=64, max_batch_tokens=10**6), jobs, 200)
         full = [result for result in engine.results if result.waiting_count][20:]
         measured = sum(r.scheduled_tokens for r in full) / sum(r.step_s for r in full)
         prompt = float(np.mean([job.prompt_tokens for job in jobs]))
@@ -385,7 +385,7 @@ class TestCrossover:
             mixed=StepCoefficients(overhead_s=0.03, prefill_s=2e-5, decode_s=4e-5, interference_s=1e-4),
         )
         jobs = random_jobs(1200, prompt=(100, 301), mean_output=300, seed=8)
-        engine = run_closed(ToyEngine(Stock(StockConfig()), times, slots=32, max_batch_tokens=10**6), jobs, 100)
+        engine = run_closed(ToyEngine(Stock(), times, slots=32, max_batch_tokens=10**6), jobs, 100)
         full = [result for result in engine.results if result.waiting_count][20:]
         measured = sum(r.scheduled_tokens for r in full) / sum(r.step_s for r in full)
         prompt = float(np.mean([job.prompt_tokens for job in jobs]))
