@@ -15,29 +15,12 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.errors import InputError
+from policies.checks import check_counts, check_positive, check_range
 from policies.partition import Atoms, least_cost_cuts
 from policies.types import FloatArray
 
 # More points than this change the expected batch maximum of a sample by less than its own sampling error.
 _RESOLUTION = 1024
-
-
-def check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"{name} must be >= 1, got {value}")
-
-
-def check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise InputError(f"{name} must be positive and finite, got {value}")
-
-
-def check_range(l_min: float, l_max: float) -> None:
-    if not 0.0 <= l_min < l_max < math.inf:
-        raise InputError(f"lengths must satisfy 0 <= l_min < l_max < inf, got {l_min} and {l_max}")
 
 
 def uniform_edges(k: int, l_min: float, l_max: float) -> FloatArray:

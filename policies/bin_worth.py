@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.bin_edges import check_counts, check_positive, check_range, exponential_edges, harmonic
+from policies.bin_edges import exponential_edges, harmonic
+from policies.checks import check_counts, check_positive, check_range
 from policies.errors import InputError
 from policies.partition import checked_lengths
 from policies.types import FloatArray

@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.checks import require_at_least
+from policies.checks import check_counts, require_at_least
 from policies.errors import ConfigError, InputError
 from policies.partition import Atoms, checked_lengths, least_cost_cuts
 from policies.types import FloatArray
@@ -59,10 +59,7 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_elem
     Raises:
         InputError: an argument is below 1.
     """
-    sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "bytes_per_element": bytes_per_element}
-    for name, value in sizes.items():
-        if value < 1:
-            raise InputError(f"{name} must be >= 1, got {value}")
+    check_counts(layers=layers, kv_heads=kv_heads, head_dim=head_dim, bytes_per_element=bytes_per_element)
     return 2 * layers * kv_heads * head_dim * bytes_per_element
 
 
@@ -134,8 +131,7 @@ def optimal_bucket_edges(lengths: ArrayLike, k: int, *, measure: PaddingMeasure 
     Raises:
         InputError: k < 1, or lengths as `policies.partition.checked_lengths` refuses them.
     """
-    if k < 1:
-        raise InputError(f"k must be >= 1, got {k}")
+    check_counts(k=k)
     atoms = Atoms.of(lengths, _RESOLUTION)
     return atoms.edges(least_cost_cuts(_padding_cost(atoms, measure), min(k, len(atoms))), k)
 

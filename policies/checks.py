@@ -1,8 +1,11 @@
-"""Bounds that several configs share; each raises a ConfigError that names the field and its value."""
+"""Bounds that several configs or formulas share; what is wrong is named with its value.
+
+``require_*`` look at fields of a config and raise ConfigError, ``check_*`` at arguments and raise InputError.
+"""
 
 from math import inf
 
-from policies.errors import ConfigError
+from policies.errors import ConfigError, InputError
 
 
 def require_at_least(minimum: float, config: object, *names: str) -> None:
@@ -37,3 +40,23 @@ def require_one_of(allowed: tuple[str, ...], config: object, name: str) -> None:
     """The named field is one of the given words."""
     if getattr(config, name) not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
+
+
+def check_counts(**counts: int) -> None:
+    """Every one is at least 1."""
+    for name, value in counts.items():
+        if value < 1:
+            raise InputError(f"{name} must be >= 1, got {value}")
+
+
+def check_positive(**values: float) -> None:
+    """Every one is finite and above 0."""
+    for name, value in values.items():
+        if not 0.0 < value < inf:
+            raise InputError(f"{name} must be positive and finite, got {value}")
+
+
+def check_range(l_min: float, l_max: float) -> None:
+    """Finite lengths, at least 0, the lower first."""
+    if not 0.0 <= l_min < l_max < inf:
+        raise InputError(f"lengths must satisfy 0 <= l_min < l_max < inf, got {l_min} and {l_max}")

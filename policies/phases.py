@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from policies.batch_size import memory_safe_batch_size
+from policies.checks import check_positive
 from policies.errors import InputError
 from policies.lengths import length_grid
 from policies.step_time import seconds_per_token
@@ -48,8 +49,7 @@ def phase_threshold(overhead_ratio: float) -> float:
 
 def _phase_zeta(overhead_ratio: float) -> float:
     c = overhead_ratio
-    if not 0.0 < c < inf:
-        raise InputError(f"overhead_ratio must be positive and finite, got {c}")
+    check_positive(overhead_ratio=c)
     zeta = log1p(c + sqrt(2.0 * c))
     for _ in range(60):
         step = (_exp_excess(zeta) - c) / expm1(zeta)
@@ -73,7 +73,7 @@ def overhead_ratio(*, hazard: float, prefill_overhead_s: float, decode_overhead_
         InputError: hazard is outside (0, 1) or an overhead is not positive.
     """
     _require_hazard(hazard)
-    _require_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
+    check_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
     return -log1p(-hazard) * prefill_overhead_s / decode_overhead_s
 
 
@@ -138,7 +138,7 @@ class RefillLimits:
     max_refill: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
+        check_positive(
             slots=self.slots, mean_prompt_tokens=self.mean_prompt_tokens, max_batch_tokens=self.max_batch_tokens
         )
         if self.max_refill is not None and self.max_refill < 1:
@@ -186,7 +186,7 @@ def best_phase_of_survival(
     Args:
         thinned: look at every T up to 64 and then in steps of 5 %, for use while serving; the optimum is flat.
     """
-    _require_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
+    check_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
     steps = _candidates(_longest_useful(survival, prefill_overhead_s, decode_overhead_s), thinned)
     renewals = np.array([survival[::step].sum() for step in steps])  # E[ceil(O/T)] = sum_j P(O > j T)
     if limits:
@@ -231,9 +231,7 @@ def refill_cap(
     Raises:
         InputError: an argument is not positive.
     """
-    _require_positive(
-        mean_prompt_tokens=mean_prompt_tokens, max_batch_tokens=max_batch_tokens, itl_budget_s=itl_budget_s
-    )
+    check_positive(mean_prompt_tokens=mean_prompt_tokens, max_batch_tokens=max_batch_tokens, itl_budget_s=itl_budget_s)
     tokens = _tokens_within(prefill, max_batch_tokens, itl_budget_s)
     return max(1, floor(tokens / mean_prompt_tokens + 1e-9)) if isfinite(tokens) else 2**31 - 1
 
@@ -273,7 +271,7 @@ def max_batch_size_exclusive(
         InputError: an argument is outside its domain.
     """
     _require_hazard(hazard)
-    _require_positive(capacity_tokens=capacity_tokens, mean_prompt_tokens=mean_prompt_tokens)
+    check_positive(capacity_tokens=capacity_tokens, mean_prompt_tokens=mean_prompt_tokens)
     if not 0.0 < threshold < 1.0 or not std_prompt_tokens >= 0.0:
         raise InputError(f"need 0 < threshold < 1 and std_prompt_tokens >= 0, got {threshold}, {std_prompt_tokens}")
     zeta = -log1p(-threshold)
@@ -301,7 +299,7 @@ class WorkloadMeans:
     context_tokens: float
 
     def __post_init__(self) -> None:
-        _require_positive(
+        check_positive(
             prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, context_tokens=self.context_tokens
         )
 
@@ -335,7 +333,7 @@ def exclusive_throughput(
     Raises:
         InputError: refill, phase_steps or prefill_steps is not positive.
     """
-    _require_positive(refill=refill, phase_steps=phase_steps, prefill_steps=prefill_steps)
+    check_positive(refill=refill, phase_steps=phase_steps, prefill_steps=prefill_steps)
     fixed_s = times.prefill.overhead_s * prefill_steps + times.decode.overhead_s * phase_steps
     return 1.0 / (fixed_s / (refill * means.total_tokens) + exclusive_token_s(times, means))
 
@@ -350,7 +348,7 @@ def mixed_throughput(times: StepTimes, means: WorkloadMeans, *, slots: float) ->
     Raises:
         InputError: slots is not positive.
     """
-    _require_positive(slots=slots)
+    check_positive(slots=slots)
     per_token_s = seconds_per_token(
         times.mixed, decode_fraction=means.decode_fraction, context_tokens=means.context_tokens
     )
@@ -369,7 +367,7 @@ def mixed_steps_throughput(times: StepTimes, means: WorkloadMeans, *, slots: flo
     Raises:
         InputError: slots is not positive.
     """
-    _require_positive(slots=slots)
+    check_positive(slots=slots)
     admitted = slots / (1.0 + means.output_tokens)
     share = -expm1(-admitted)
     decodes = slots - admitted
@@ -401,9 +399,3 @@ def crossover_margin(
 def _require_hazard(hazard: float) -> None:
     if not 0.0 < hazard < 1.0:
         raise InputError(f"hazard must be in (0, 1), got {hazard}")
-
-
-def _require_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 < value < inf:
-            raise InputError(f"{name} must be positive and finite, got {value}")
