@@ -62,8 +62,7 @@ class AutoConfig:
     speculates: bool = False
 
     def __post_init__(self) -> None:
-        if self.itl_target_s is not None:
-            require_positive(self, "itl_target_s")
+        require_positive(self, "itl_target_s")
         require_at_least(1, self, "classes")
         require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
         for name in ("class_itl_targets_s", "class_itl_budgets_s"):

@@ -1,6 +1,7 @@
 """Bounds that several configs or formulas share; what is wrong is named with its value.
 
-``require_*`` look at fields of a config and raise ConfigError, ``check_*`` at arguments and raise InputError.
+``require_*`` look at fields of a config and raise ConfigError; a field that may be None passes where it is None.
+``check_*`` look at arguments and raise InputError.
 """
 
 from math import inf
@@ -11,15 +12,25 @@ from policies.errors import ConfigError, InputError
 def require_at_least(minimum: float, config: object, *names: str) -> None:
     """Every named field is finite and at least ``minimum``."""
     for name in names:
-        if not minimum <= getattr(config, name) < inf:
-            raise ConfigError(f"{name} must be finite and at least {minimum}, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and not minimum <= value < inf:
+            raise ConfigError(f"{name} must be finite and at least {minimum}, got {value}")
 
 
 def require_positive(config: object, *names: str) -> None:
     """Every named field is finite and above 0."""
     for name in names:
-        if not 0.0 < getattr(config, name) < inf:
-            raise ConfigError(f"{name} must be finite and positive, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and not 0.0 < value < inf:
+            raise ConfigError(f"{name} must be finite and positive, got {value}")
+
+
+def require_each_positive(config: object, *names: str) -> None:
+    """Every named field holds numbers that are finite and above 0, or None for those that are not set."""
+    for name in names:
+        values = getattr(config, name)
+        if not all(value is None or 0.0 < value < inf for value in values):
+            raise ConfigError(f"{name} must hold positive numbers or None, got {values}")
 
 
 def require_probability(config: object, *names: str) -> None:

@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 
 from policies.batch_size import ChunkSize, ChunkSizeConfig, SlaConstrained, SlaConstrainedConfig, capped_plan
+from policies.checks import require_each_positive
 from policies.errors import ConfigError
 from policies.types import BatchPolicy, BatchState, Limit, StepPlan, StepResult
 
@@ -32,8 +33,9 @@ class ClassTargetsConfig:
     itl_targets_s: tuple[float | None, ...]
 
     def __post_init__(self) -> None:
-        if not self.itl_targets_s or not all(t is None or 0.0 < t < inf for t in self.itl_targets_s):
-            raise ConfigError(f"itl_targets_s must hold a positive number or None per class, got {self.itl_targets_s}")
+        if not self.itl_targets_s:
+            raise ConfigError("itl_targets_s must hold a positive number or None per class, got none")
+        require_each_positive(self, "itl_targets_s")
 
 
 class ClassTargets:

@@ -28,7 +28,13 @@ from typing import Literal
 import numpy as np
 
 from policies.batch_size import capped_plan
-from policies.checks import require_at_least, require_one_of, require_positive, require_probability
+from policies.checks import (
+    require_at_least,
+    require_each_positive,
+    require_one_of,
+    require_positive,
+    require_probability,
+)
 from policies.errors import ConfigError
 from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable, SurvivalLaw
 from policies.phases import (
@@ -114,13 +120,11 @@ class ExclusiveMixedConfig:
         require_at_least(1, self, "replan_steps", "min_samples", "window", "max_output_tokens", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "occupancy_smoothing", "initial_slots_fraction")
-        for name in ("itl_budget_s", "max_wait_s"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        if not all(budget is None or 0.0 < budget < inf for budget in self.class_itl_budgets_s):
-            raise ConfigError(f"class_itl_budgets_s must hold positive numbers or None, got {self.class_itl_budgets_s}")
-        if (self.phase_rule == "fixed") != (self.refill is not None) or (self.refill is not None and self.refill < 1):
-            raise ConfigError(f'refill goes with phase_rule "fixed" and is at least 1, got {self.refill}')
+        require_positive(self, "itl_budget_s", "max_wait_s")
+        require_each_positive(self, "class_itl_budgets_s")
+        require_at_least(1, self, "refill")
+        if (self.phase_rule == "fixed") != (self.refill is not None):
+            raise ConfigError(f'refill goes with phase_rule "fixed", got {self.refill} with "{self.phase_rule}"')
         if not abs(self.priority_margin_fraction) < inf:
             raise ConfigError(f"priority_margin_fraction must be finite, got {self.priority_margin_fraction}")
 

@@ -65,9 +65,7 @@ class MultiBinConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "bins", "batch_size", "window_requests", "refit_every")
         require_one_of(get_args(EdgeRule), self, "rule")
-        require_positive(self, "prior_mean_tokens")
-        if self.seconds_per_token is not None:
-            require_positive(self, "seconds_per_token")
+        require_positive(self, "prior_mean_tokens", "seconds_per_token")
         if self.initial_edges is not None and not _fits(self.initial_edges, self.bins):
             raise ConfigError(f"initial_edges must be {self.bins + 1} ascending numbers, got {self.initial_edges}")
 

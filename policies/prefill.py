@@ -45,11 +45,9 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         require_one_of(get_args(PrefillMode), self, "mode")
-        require_at_least(1, self, "max_pass_tokens")
+        require_at_least(1, self, "max_pass_tokens", "row_tokens")
         if not self.pack_decode_from >= 1.0:
             raise ConfigError(f"pack_decode_from must be at least 1, got {self.pack_decode_from}")
-        if self.row_tokens is not None:
-            require_at_least(1, self, "row_tokens")
 
     @property
     def packs_decode(self) -> bool:

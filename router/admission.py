@@ -28,8 +28,7 @@ class ClassLimits:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_waiting")
-        if self.max_wait_s is not None:
-            require_positive(self, "max_wait_s")
+        require_positive(self, "max_wait_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +52,7 @@ class Tenant:
     tokens_per_minute: float | None = None
 
     def __post_init__(self) -> None:
-        for rate in ("requests_per_minute", "tokens_per_minute"):
-            if getattr(self, rate) is not None:
-                require_positive(self, rate)
+        require_positive(self, "requests_per_minute", "tokens_per_minute")
 
     def may_use(self, slo_class: str) -> bool:
         return self.classes is None or slo_class in self.classes

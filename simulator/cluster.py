@@ -57,9 +57,7 @@ class ClusterConfig:
     autoscale: AutoscaleConfig | None = None
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "replicas")
-        if self.clients is not None:
-            require_at_least(1, self, "clients")
+        require_at_least(1, self, "replicas", "clients")
         for family, kind in (
             (Family.BATCH, self.batch),
             (Family.ORDER, self.order),

@@ -26,9 +26,7 @@ class Failure:
     replaced_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_at_least(0, self, "replica", "at_s")
-        if self.replaced_after_s is not None:
-            require_at_least(0, self, "replaced_after_s")
+        require_at_least(0, self, "replica", "at_s", "replaced_after_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

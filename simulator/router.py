@@ -46,8 +46,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "classes")
-        if self.credit_lookahead is not None:
-            require_at_least(0, self, "credit_lookahead")
+        require_at_least(0, self, "credit_lookahead")
 
 
 class Router:
