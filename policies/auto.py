@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal
 
 from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, smallest
-from policies.checks import require_at_least, require_one_of, require_positive
+from policies.checks import require_at_least, require_one_of
 from policies.class_targets import ClassTargets, ClassTargetsConfig
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
@@ -25,17 +25,16 @@ class AutoConfig:
     """The few settings that depend on the service; the rest are the parts' defaults.
 
     Attributes:
-        itl_target_s: mean time between tokens to hold, or None for throughput alone.
-        class_itl_targets_s: the same by class_index, in the place of itl_target_s; one for each class, or empty.
-        itl_budget_s: longest gap that a refill of exclusive batching may put between two tokens, or None.
-        class_itl_budgets_s: the same by class_index, in the place of itl_budget_s; one for each class, or empty.
+        itl_targets_s: mean time between tokens to hold, by class_index, None for throughput alone; one for each class,
+            or empty for none.
+        itl_budgets_s: longest gap that a refill of exclusive batching may put between two tokens; likewise.
         mode: "auto", "exclusive" or "mixed".
         admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
         refill: requests per refill of exclusive batching; None is the exact phase length.
         max_wait_s: a head of the queue older than this opens a refill at once, or None.
         overcommit: let the forecast admit more while preemptions cost less than they bring (``policies.overcommit``).
-        overflow_probability, length_bias, classes, max_output_tokens: as in ``ForecastAdmissionConfig``.
-        prior_output_tokens, prior_output_std_tokens: what answers are taken for before any has been seen.
+        overflow_probability, classes: as in ``ForecastAdmissionConfig``.
+        prior_output_tokens: mean and standard deviation that answers are taken to have before any has been seen.
         step_times: measured earlier on this model and GPU, or None.
         speculates: a decode step may bring a request several tokens (speculative decoding).
 
@@ -43,29 +42,23 @@ class AutoConfig:
         ConfigError: a value is out of bounds.
     """
 
-    itl_target_s: float | None = None
-    class_itl_targets_s: tuple[float | None, ...] = ()
-    itl_budget_s: float | None = None
-    class_itl_budgets_s: tuple[float | None, ...] = ()
+    itl_targets_s: tuple[float | None, ...] = ()
+    itl_budgets_s: tuple[float | None, ...] = ()
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
     refill: int | None = None
     max_wait_s: float | None = None
     overcommit: bool = True
     overflow_probability: float = 0.05
-    length_bias: float = 1.1
     classes: int = 1
-    max_output_tokens: int = 32768
     prior_output_tokens: float = 256.0
-    prior_output_std_tokens: float = 256.0
     step_times: StepTimes | None = None
     speculates: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(self, "itl_target_s")
         require_at_least(1, self, "classes")
         require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
-        for name in ("class_itl_targets_s", "class_itl_budgets_s"):
+        for name in ("itl_targets_s", "itl_budgets_s"):
             if (given := getattr(self, name)) and len(given) != self.classes:
                 raise ConfigError(f"{name} must hold {self.classes} values, got {given}")
         self.targets()
@@ -74,21 +67,20 @@ class AutoConfig:
 
     def targets(self) -> ClassTargetsConfig | None:
         """None where no class has a target."""
-        targets = self.class_itl_targets_s or (self.itl_target_s,) * self.classes
-        return ClassTargetsConfig(itl_targets_s=targets) if any(target is not None for target in targets) else None
+        if all(target is None for target in self.itl_targets_s):
+            return None
+        return ClassTargetsConfig(itl_targets_s=self.itl_targets_s)
 
     def memory_aware(self) -> MemoryAwareConfig:
         return MemoryAwareConfig(
             prior_output_tokens=self.prior_output_tokens,
-            prior_output_std_tokens=self.prior_output_std_tokens,
+            prior_output_std_tokens=self.prior_output_tokens,
         )
 
     def forecast(self) -> ForecastAdmissionConfig:
         return ForecastAdmissionConfig(
             overflow_probability=self.overflow_probability,
-            length_bias=self.length_bias,
             classes=self.classes,
-            max_output_tokens=self.max_output_tokens,
             fallback=self.memory_aware(),
             speculates=self.speculates,
         )
@@ -98,10 +90,8 @@ class AutoConfig:
             mode=self.mode,
             phase_rule="exact" if self.refill is None else "fixed",
             refill=self.refill,
-            itl_budget_s=self.itl_budget_s,
-            class_itl_budgets_s=self.class_itl_budgets_s,
+            itl_budgets_s=self.itl_budgets_s,
             max_wait_s=self.max_wait_s,
-            max_output_tokens=self.max_output_tokens,
             step_times=StepTimeConfig(prior=self.step_times),
             speculates=self.speculates,
         )

@@ -78,8 +78,8 @@ class ExclusiveMixedConfig:
         phase_rule: "exact" is the integer T; "threshold" theta0; "ifr" the paper's correction; "fixed" ``refill``.
         refill: requests per refill for "fixed".
         step_times: how step times are learned, and their prior.
-        itl_budget_s: bound on the gap that a refill puts between two tokens of a running request, or None.
-        class_itl_budgets_s: the same by class_index, in the place of itl_budget_s; the strictest that runs counts.
+        itl_budgets_s: bound on the gap that a refill puts between two tokens of a running request, by class_index,
+            or None; the strictest that runs counts. One bounds all classes, and empty is none.
         max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
@@ -100,8 +100,7 @@ class ExclusiveMixedConfig:
     phase_rule: Literal["exact", "threshold", "ifr", "fixed"] = "exact"
     refill: int | None = None
     step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
-    itl_budget_s: float | None = None
-    class_itl_budgets_s: tuple[float | None, ...] = ()
+    itl_budgets_s: tuple[float | None, ...] = ()
     max_wait_s: float | None = None
     hysteresis_fraction: float = 0.01
     priority_margin_fraction: float = 0.0
@@ -120,8 +119,8 @@ class ExclusiveMixedConfig:
         require_at_least(1, self, "replan_steps", "min_samples", "window", "max_output_tokens", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "occupancy_smoothing", "initial_slots_fraction")
-        require_positive(self, "itl_budget_s", "max_wait_s")
-        require_each_positive(self, "class_itl_budgets_s")
+        require_positive(self, "max_wait_s")
+        require_each_positive(self, "itl_budgets_s")
         require_at_least(1, self, "refill")
         if (self.phase_rule == "fixed") != (self.refill is not None):
             raise ConfigError(f'refill goes with phase_rule "fixed", got {self.refill} with "{self.phase_rule}"')
@@ -403,7 +402,7 @@ class ExclusiveMixed:
         self._phase_limit = 0
         self._limited_by = Limit.SLOTS
         self._workload: _Workload | None = None
-        self._class_budgets_s = np.array([inf if b is None else b for b in config.class_itl_budgets_s])
+        self._itl_budgets_s = np.array([inf if b is None else b for b in config.itl_budgets_s or (None,)])
 
     @property
     def exclusive(self) -> bool:
@@ -495,10 +494,9 @@ class ExclusiveMixed:
 
     def _itl_budget_s(self, state: BatchState) -> float | None:
         """The budget of the strictest class that runs, or None."""
-        budgets = self.config.class_itl_budgets_s
-        if len(budgets) < 2:
-            return budgets[0] if budgets else self.config.itl_budget_s
-        shortest = float(self._class_budgets_s[state.running.class_index].min(initial=inf))
+        budgets = self._itl_budgets_s
+        running = budgets if len(budgets) == 1 else budgets[state.running.class_index]
+        shortest = float(running.min(initial=inf))
         return shortest if shortest < inf else None
 
     def _refill_due(self, state: BatchState, decoding: int, startable: int) -> bool:

@@ -74,7 +74,7 @@ def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
         order["default_target_s"] = min(each[0].ttft_s, NO_HURRY_S)
     between_tokens = tuple(None if target is None or isinf(target.tpot_s) else target.tpot_s for target in each)
     return {
-        "batch_settings": {"classes": len(each), "class_itl_targets_s": between_tokens},
+        "batch_settings": {"classes": len(each), "itl_targets_s": between_tokens},
         "order_settings": order,
         "router": RouterConfig(credit="admitted", class_names=names),
     }
@@ -87,7 +87,7 @@ def without(feature: str, config: ClusterConfig) -> ClusterConfig:
         case "forecast admission":
             return replace(config, batch_settings={**settings, "admission": "slots"})
         case "latency targets":
-            return replace(config, batch_settings={**settings, "class_itl_targets_s": ()})
+            return replace(config, batch_settings={**settings, "itl_targets_s": ()})
         case "phases by cost":
             return replace(config, batch_settings={**settings, "mode": "mixed"})
         case "bins":

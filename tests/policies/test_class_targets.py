@@ -106,11 +106,11 @@ def test_auto_keeps_what_it_learned_under_new_settings() -> None:
 
 
 def test_new_settings_begin_no_search_anew_whose_target_stays() -> None:
-    old = Auto(AutoConfig(classes=2, class_itl_targets_s=(None, 0.1)))
+    old = Auto(AutoConfig(classes=2, itl_targets_s=(None, 0.1)))
     for _ in range(200):
         old.observe(decoded(0.02, requests=24))
     grown = old.batch_size(state([1]))
-    new = Auto(AutoConfig(classes=2, class_itl_targets_s=(0.5, 0.1), max_wait_s=1.0), old)
+    new = Auto(AutoConfig(classes=2, itl_targets_s=(0.5, 0.1), max_wait_s=1.0), old)
     assert grown > 40
     assert new.batch_size(state([1])) == grown
     assert new.batch_size(state([0])) == 32

@@ -229,7 +229,7 @@ class TestRules:
     @pytest.mark.slow
     def test_the_gap_between_two_tokens_stays_within_its_budget(self) -> None:
         times = make_times()
-        policy = exclusive(times, itl_budget_s=0.075)
+        policy = exclusive(times, itl_budgets_s=(0.075,))
         engine = saturated(ToyEngine(policy, times, slots=128))
         gap_s, gaps = 0.0, []
         for result in steady(engine):
@@ -245,7 +245,7 @@ class TestRules:
         )
 
     def test_of_the_classes_that_run_the_strictest_bounds_the_refill(self) -> None:
-        policy = exclusive(class_itl_budgets_s=(None, 0.075))
+        policy = exclusive(itl_budgets_s=(None, 0.075))
         saturated(ToyEngine(policy, make_times(), slots=64))
 
         def refill(classes: list[int]) -> StepPlan:

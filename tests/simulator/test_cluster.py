@@ -44,7 +44,7 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "forecast_admission": ("forecast_admission", {"min_samples": 8, "classes": 3}),
     "exclusive": ("exclusive_mixed", {"mode": "exclusive", "step_times": PRIOR, "min_samples": 8, "replan_steps": 16}),
     "exclusive fixed": ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}),
-    "auto": ("auto", {"itl_target_s": 0.05, "itl_budget_s": 0.2, "step_times": TIMES}),
+    "auto": ("auto", {"itl_targets_s": (0.05,), "itl_budgets_s": (0.2,), "step_times": TIMES}),
 }
 
 
@@ -334,7 +334,7 @@ def test_a_target_that_is_far_off_holds_nobody_back_where_nothing_waits_in_the_e
             ),
             chats,
         )
-        for targets in ({"classes": 2}, {"classes": 2, "class_itl_targets_s": (None, 0.5)})
+        for targets in ({"classes": 2}, {"classes": 2, "itl_targets_s": (None, 0.5)})
     ]
     free, bound = (float(np.median([request.ttft_s for request in each.requests])) for each in runs)
     assert bound < 2 * free

@@ -83,7 +83,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     assert (order.class_targets_s, order.work_weight) == (live_order.class_targets_s, live_order.work_weight)
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
-    told = AutoConfig(**simulated.batch_settings, class_itl_budgets_s=(None, None, None))
+    told = AutoConfig(**simulated.batch_settings, itl_budgets_s=(None, None, None))
     assert told == settings.auto_config(None)
 
 
