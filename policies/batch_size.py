@@ -24,7 +24,7 @@ from typing import Literal
 from policies.checks import require_at_least, require_one_of, require_order, require_positive, require_probability
 from policies.errors import InputError
 from policies.latency_search import LatencySearch, TokenGap, WindowMean
-from policies.lengths import LengthStatistics, LengthStatisticsConfig
+from policies.lengths import LengthStatistics
 from policies.types import BatchPolicy, BatchState, Limit, Phase, StepPlan, StepResult
 
 # Rounding that an exact integer may lose on its way through square roots.
@@ -169,7 +169,7 @@ class MemoryAware:
 
     def __init__(self, config: MemoryAwareConfig) -> None:
         self.config = config
-        self._lengths = LengthStatistics(LengthStatisticsConfig(window=config.window))
+        self._lengths = LengthStatistics(window=config.window)
         self._cap: int | None = None
         self._buffer_tokens = 0.0
         self._buffer_age = config.buffer_refresh_steps
@@ -183,7 +183,7 @@ class MemoryAware:
         return capped_plan(state, min(max(self._cap, self.config.min_batch_size, decoding), highest), Limit.MEMORY)
 
     def observe(self, result: StepResult) -> None:
-        self._lengths.observe(result.finished)
+        self._lengths.observe(result)
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that eq. 12 lets run at once as things stand. Changes nothing."""

@@ -36,7 +36,7 @@ from policies.checks import (
     require_probability,
 )
 from policies.errors import ConfigError
-from policies.lengths import LengthMoments, LengthStatistics, LengthStatisticsConfig, LifeTable, SurvivalLaw
+from policies.lengths import LengthMoments, LengthStatistics, LifeTable, SurvivalLaw
 from policies.phases import (
     PhaseLength,
     RefillLimits,
@@ -88,7 +88,7 @@ class ExclusiveMixedConfig:
         replan_steps: plans between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
             out until there are enough of each kind.
         min_samples: completions before lengths count as known.
-        window, max_output_tokens: as in ``LengthStatisticsConfig``.
+        window: as in ``LengthStatistics``.
         speculates: as in ``ForecastAdmissionConfig``.
         initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
 
@@ -108,7 +108,6 @@ class ExclusiveMixedConfig:
     replan_steps: int = 128
     min_samples: int = 32
     window: int = 1000
-    max_output_tokens: int = 32768
     initial_phase_steps: int = 32
     initial_slots_fraction: float = 0.1
     speculates: bool = False
@@ -116,7 +115,7 @@ class ExclusiveMixedConfig:
     def __post_init__(self) -> None:
         require_one_of(("auto", "exclusive", "mixed"), self, "mode")
         require_one_of(("exact", "threshold", "ifr", "fixed"), self, "phase_rule")
-        require_at_least(1, self, "replan_steps", "min_samples", "window", "max_output_tokens", "initial_phase_steps")
+        require_at_least(1, self, "replan_steps", "min_samples", "window", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "occupancy_smoothing", "initial_slots_fraction")
         require_positive(self, "max_wait_s")
@@ -384,19 +383,17 @@ class ExclusiveMixed:
         self.config = config
         self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
         self._model = StepTimeModel(config.step_times)
-        self._lengths = LengthStatistics(
-            LengthStatisticsConfig(window=config.window, max_output_tokens=config.max_output_tokens)
-        )
+        self._lengths = LengthStatistics(window=config.window)
         self._choice = _ModeChoice(config)
         self._stall = _Stall()
         self._occupancy = 0.0
         self._refills = 0
         self._plans_left = 0
-        self._decode_steps: int | None = None if config.speculates else 0
         if learned:
             self._model, self._lengths = learned._model, learned._lengths
             self._occupancy, self._refills = learned._occupancy, learned._refills
-            self._decode_steps = None if config.speculates else learned._decode_steps
+        if config.speculates:
+            self._lengths.stop_counting_steps()
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
@@ -430,9 +427,7 @@ class ExclusiveMixed:
 
     def observe(self, result: StepResult) -> None:
         self._model.observe(result)
-        self._lengths.observe(result.finished, self._decode_steps)
-        if self._decode_steps is not None:
-            self._decode_steps += result.decode_requests > 0
+        self._lengths.observe(result)
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
         self._choice.observe(result)
@@ -531,7 +526,7 @@ class ExclusiveMixed:
         if moments is None or times is None or moments.requests < self.config.min_samples:
             return
         workload = _Workload(
-            table=self._lengths.table(0, state.running.output_tokens, self._decode_steps),
+            table=self._lengths.table(0, state.running.output_tokens),
             moments=moments,
             times=times,
             occupancy=max(1.0, self._occupancy),

@@ -38,7 +38,7 @@ from policies.batch_size import (
 )
 from policies.checks import require_at_least, require_positive, require_probability
 from policies.errors import InputError
-from policies.lengths import LengthStatistics, LengthStatisticsConfig, SurvivalLaw
+from policies.lengths import LengthStatistics, SurvivalLaw
 from policies.overcommit import Overcommit
 from policies.types import (
     BatchState,
@@ -70,7 +70,6 @@ class ForecastAdmissionConfig:
             completions uses the law of all classes.
         min_samples: completions, over all classes, below which no law is used.
         window: departures remembered per class.
-        max_output_tokens: longest answer told apart from longer ones.
         horizons: points of the horizon grid.
         refresh_steps: plans between two refreshes of a class's law; one class is refreshed at a time.
         fallback: eq. 12 and its prior moments.
@@ -85,7 +84,6 @@ class ForecastAdmissionConfig:
     classes: int = 1
     min_samples: int = 32
     window: int = 1000
-    max_output_tokens: int = 32768
     horizons: int = 24
     refresh_steps: int = 64
     fallback: MemoryAwareConfig = MemoryAwareConfig()
@@ -94,7 +92,7 @@ class ForecastAdmissionConfig:
     def __post_init__(self) -> None:
         require_probability(self, "overflow_probability")
         require_positive(self, "length_bias")
-        require_at_least(1, self, "classes", "min_samples", "window", "max_output_tokens", "refresh_steps")
+        require_at_least(1, self, "classes", "min_samples", "window", "refresh_steps")
         require_at_least(2, self, "horizons")
 
 
@@ -120,17 +118,12 @@ class ForecastAdmission:
         self._held_back = False
         self._fallback = MemoryAware(config.fallback) if step_times is None else Stock()
         self._lengths: LengthStatistics = (
-            learned._lengths
-            if learned
-            else LengthStatistics(
-                LengthStatisticsConfig(
-                    classes=config.classes, window=config.window, max_output_tokens=config.max_output_tokens
-                )
-            )
+            learned._lengths if learned else LengthStatistics(classes=config.classes, window=config.window)
         )
+        if config.speculates:
+            self._lengths.stop_counting_steps()
         self._survival = _SurvivalTable(config.classes, config.horizons)
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
-        self._decode_steps: int | None = None if config.speculates else learned._decode_steps if learned else 0
         self._plans = 0
 
     @property
@@ -152,9 +145,7 @@ class ForecastAdmission:
     def observe(self, result: StepResult) -> None:
         if not self.uses_forecast:
             self._fallback.observe(result)
-        self._lengths.observe(result.finished, self._decode_steps)
-        if self._decode_steps is not None:
-            self._decode_steps += result.decode_requests > 0
+        self._lengths.observe(result)
         if self._step_times is not None and self.uses_forecast:
             self._weigh(result, self._step_times)
 
@@ -196,9 +187,9 @@ class ForecastAdmission:
         if self._lengths.count(class_index) >= self.config.min_samples:
             mine = running.class_index == class_index if self.config.classes > 1 else slice(None)
             ages = running.output_tokens[mine]
-            law = self._lengths.table(class_index, ages, self._decode_steps).law()
+            law = self._lengths.table(class_index, ages).law()
         else:
-            law = self._lengths.pooled_table(running.output_tokens, self._decode_steps).law()
+            law = self._lengths.pooled_table(running.output_tokens).law()
         if law is not None:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 

@@ -14,11 +14,10 @@ moments that 001's eq. 8 and 9 need. Departures:
   (ERRATA 1.3, 1.4).
 
 Ages are counted in output tokens. One decode step is one token for every decoding request; under speculative decoding
-pass no steps, and the window is treated as a plain list.
+steps are not counted, and the window is treated as a plain list.
 """
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple, Self
@@ -26,10 +25,11 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
-from policies.types import FinishedRequest, FloatArray, IntArray
+from policies.types import FinishedRequest, FloatArray, IntArray, StepResult
 
+# Longer answers are not told apart.
+_MAX_OUTPUT_TOKENS = 32768
 # A hazard of exactly 1 would make everything conditional on living longer undefined.
 _MAX_HAZARD = 1.0 - 1e-9
 # The last tenth of the deaths speaks for ages beyond all that was seen.
@@ -372,84 +372,72 @@ class _Window:
         return life_table(edges, left, ended, np.maximum(0, left - (seen_at - self._began_at_step)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthStatisticsConfig:
-    """What is remembered.
-
-    Attributes:
-        classes: number of length classes; requests carry an index below it. With 1, any index counts as the one class.
-        window: departures remembered per class; 1000 keeps the relative error of a mean near 3 % at cv 1.
-        max_output_tokens: longest answer told apart from longer ones.
-
-    Raises:
-        ConfigError: a value is below 1.
-    """
-
-    classes: int = 1
-    window: int = 1000
-    max_output_tokens: int = 32768
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "classes", "window", "max_output_tokens")
-
-
 class LengthStatistics:
-    """Windows of one engine or of one router, a window per class. Memory is bounded by classes * window."""
+    """Windows of one engine, one for each class. Memory is bounded by classes * window."""
 
-    def __init__(self, config: LengthStatisticsConfig) -> None:
-        self.config = config
-        self._edges = length_grid(config.max_output_tokens)
-        self._windows = tuple(_Window(config.window) for _ in range(config.classes))
+    def __init__(self, *, classes: int = 1, window: int = 1000) -> None:
+        """
+        Args:
+            classes: number of length classes; requests carry an index below it. With 1, any index counts as the one.
+            window: departures remembered per class; 1000 keeps the relative error of a mean near 3 % at cv 1.
+        """
+        self._edges = length_grid(_MAX_OUTPUT_TOKENS)
+        self._windows = tuple(_Window(window) for _ in range(classes))
         self._completed = 0
+        self._step: int | None = 0
 
     @property
     def completed(self) -> int:
         """Completions in all windows."""
         return self._completed
 
-    def observe(self, finished: Sequence[FinishedRequest], step: int | None = None) -> None:
-        """Remember departures.
+    def stop_counting_steps(self) -> None:
+        """For good: a decode step may bring a request several tokens, so windows are plain lists from now on."""
+        self._step = None
 
-        Args:
-            step: decode steps run so far, or None where steps are not known.
+    def observe(self, result: StepResult) -> None:
+        """Remember who departed with a step, and count it.
 
         Raises:
-            InputError: a class_index is not below ``config.classes``.
+            InputError: a class_index is not below the number of classes.
         """
-        for request in finished:
+        for request in result.finished:
             window = self._window(request.class_index)
             before = window.count
-            window.add(request, step)
+            window.add(request, self._step)
             self._completed += window.count - before
+        if self._step is not None:
+            self._step += result.decode_requests > 0
 
     def count(self, class_index: int) -> int:
         return self._window(class_index).count
 
-    def sums(self, class_index: int | None = None) -> MomentSums:
-        """Sums of one class, or of all when None."""
-        if class_index is not None:
-            return self._window(class_index).sums
+    def sums(self) -> MomentSums:
+        """Over all classes."""
         total = MomentSums()
         for window in self._windows:
             total = total.plus(window.sums)
         return total
 
-    def moments(self, class_index: int | None = None) -> LengthMoments | None:
-        return self.sums(class_index).moments()
+    def moments(self) -> LengthMoments | None:
+        return self.sums().moments()
 
-    def table(self, class_index: int, running_ages: ArrayLike = (), step: int | None = None) -> LifeTable:
+    def table(self, class_index: int, running_ages: ArrayLike | None = None) -> LifeTable:
         """Ends and exposure of one class in its window.
 
         Args:
-            running_ages: output tokens of the requests of this class that run now, shape (n,).
-            step: decode steps run so far, on the count that ``observe`` got; None takes the window as a plain list.
+            running_ages: output tokens of the requests of this class that run now, shape (n,); None takes those that
+                departed alone, each from its first token.
         """
-        return self._window(class_index).table(self._edges, np.asarray(running_ages, dtype=np.int64), step)
+        window = self._window(class_index)
+        if running_ages is None:
+            return window.table(self._edges, np.empty(0, dtype=np.int64), None)
+        return window.table(self._edges, np.asarray(running_ages, dtype=np.int64), self._step)
 
-    def pooled_table(self, running_ages: ArrayLike = (), step: int | None = None) -> LifeTable:
+    def pooled_table(self, running_ages: ArrayLike) -> LifeTable:
         """All classes together; ``running_ages`` may hold requests of any class."""
-        table = self.table(0, running_ages, step)
-        for class_index in range(1, self.config.classes):
+        table = self.table(0, running_ages)
+        for class_index in range(1, len(self._windows)):
             table = table + self.table(class_index)
         return table
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.lengths import LengthStatistics, LengthStatisticsConfig, geometric_law
+from policies.lengths import LengthStatistics, geometric_law
 from policies.phases import best_phase_of_survival, best_phase_steps
 from policies.registry import build
 from policies.step_time import StepTimeModel
@@ -147,10 +147,10 @@ def test_refresh_of_one_length_law(benchmark: BenchmarkFixture) -> None:
 
 
 def test_life_table_of_a_full_window(benchmark: BenchmarkFixture) -> None:
-    statistics = LengthStatistics(LengthStatisticsConfig())
+    statistics = LengthStatistics()
     for seed in range(600):
-        statistics.observe(make_result(2, seed).finished, seed)
-    benchmark(statistics.table, 0, make_state(0, 0).running.output_tokens, 600)
+        statistics.observe(make_result(2, seed))
+    benchmark(statistics.table, 0, make_state(0, 0).running.output_tokens)
 
 
 def test_step_time_observe(benchmark: BenchmarkFixture) -> None:

@@ -129,7 +129,7 @@ def test_lengths_are_right_where_steps_bring_several_tokens(part: str) -> None:
             whole[ended], age[ended] = rng.integers(150, 450, ended.sum()), 0
         assert isinstance(auto.admission, ForecastAdmission)
         learned = auto.admission if part == "forecast" else auto.phases
-        hazard = learned._lengths.table(0, age, learned._decode_steps).constant_hazard()
+        hazard = learned._lengths.table(0, age).constant_hazard()
         assert hazard is not None
         return 1.0 / hazard
 

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 from policies.errors import ConfigError, InputError
 from policies.lengths import (
     LengthStatistics,
-    LengthStatisticsConfig,
     LifeTable,
     MomentSums,
     SurvivalLaw,
@@ -19,7 +18,7 @@ from policies.lengths import (
     length_grid,
     life_table,
 )
-from policies.types import FinishedRequest
+from policies.types import FinishedRequest, Phase, StepResult
 
 GRID = length_grid(4096)
 
@@ -30,6 +29,23 @@ def table_of(lengths: np.ndarray, edges: np.ndarray = GRID) -> LifeTable:
 
 def finished(prompt: int, output: int, class_index: int = 0) -> FinishedRequest:
     return FinishedRequest(prompt_tokens=prompt, output_tokens=output, class_index=class_index)
+
+
+def step(*done: FinishedRequest) -> StepResult:
+    """A decode step with which these end."""
+    return StepResult(
+        now_s=0.0,
+        step_s=0.01,
+        phase=Phase.DECODE,
+        prefill_tokens=0,
+        prefill_requests=0,
+        decode_requests=400,
+        kv_tokens=0,
+        max_batch_size=400,
+        running_count=400,
+        waiting_count=0,
+        finished=done,
+    )
 
 
 class TestGrid:
@@ -233,28 +249,28 @@ class TestMoments:
 
 class TestLengthStatistics:
     def test_only_the_window_is_remembered(self) -> None:
-        statistics = LengthStatistics(LengthStatisticsConfig(window=10))
-        statistics.observe([finished(1, 1000)] * 50)
-        statistics.observe([finished(5, 10)] * 10)
+        statistics = LengthStatistics(window=10)
+        statistics.observe(step(*[finished(1, 1000)] * 50))
+        statistics.observe(step(*[finished(5, 10)] * 10))
         moments = statistics.moments()
         assert moments is not None
         assert (moments.requests, moments.mean_output_tokens, moments.var_output) == (10, 10.0, 0.0)
 
     def test_classes_are_kept_apart_and_pooled_on_demand(self) -> None:
-        statistics = LengthStatistics(LengthStatisticsConfig(classes=2))
-        statistics.observe([finished(1, 10, 0), finished(1, 30, 1), finished(1, 30, 1)])
+        statistics = LengthStatistics(classes=2)
+        statistics.observe(step(finished(1, 10, 0), finished(1, 30, 1), finished(1, 30, 1)))
         assert (statistics.count(0), statistics.count(1), statistics.completed) == (1, 2, 3)
-        assert statistics.pooled_table().ended.sum() == 3
+        assert statistics.pooled_table([]).ended.sum() == 3
         assert statistics.table(1).constant_hazard() == pytest.approx(1 / 30)
 
     def test_a_class_out_of_range_is_refused(self) -> None:
-        statistics = LengthStatistics(LengthStatisticsConfig(classes=2))
+        statistics = LengthStatistics(classes=2)
         with pytest.raises(InputError, match="class_index"):
-            statistics.observe([finished(1, 10, 2)])
+            statistics.observe(step(finished(1, 10, 2)))
 
     def test_aborted_requests_only_say_that_they_would_have_been_longer(self) -> None:
-        statistics = LengthStatistics(LengthStatisticsConfig())
-        statistics.observe([FinishedRequest(prompt_tokens=1, output_tokens=50, aborted=True), finished(1, 100)])
+        statistics = LengthStatistics()
+        statistics.observe(step(FinishedRequest(prompt_tokens=1, output_tokens=50, aborted=True), finished(1, 100)))
         table = statistics.table(0)
         assert statistics.completed == 1
         assert table.constant_hazard() == pytest.approx(1 / 150)
@@ -262,25 +278,26 @@ class TestLengthStatistics:
     def test_a_steady_engine_with_a_short_window_is_estimated_without_bias(self) -> None:
         # 400 slots, 300 completions remembered: exposure before the window must not count.
         rng = np.random.default_rng(9)
-        statistics = LengthStatistics(LengthStatisticsConfig(window=300))
+        statistics = LengthStatistics(window=300)
         left = rng.geometric(1 / 100, 400)
         length = left.copy()
-        for step in range(1500):
+        for _ in range(1500):
             left -= 1
-            for slot in np.flatnonzero(left == 0):
-                statistics.observe([finished(1, int(length[slot]))], step)
-                length[slot] = left[slot] = rng.geometric(1 / 100)
+            ended = np.flatnonzero(left == 0)
+            statistics.observe(step(*(finished(1, int(length[slot])) for slot in ended)))
+            length[ended] = left[ended] = rng.geometric(1 / 100, len(ended))
         ages = length - left
-        truncated = statistics.table(0, ages, 1500).constant_hazard()
+        truncated = statistics.table(0, ages).constant_hazard()
+        statistics.stop_counting_steps()
         plain = statistics.table(0, ages).constant_hazard()
         assert truncated == pytest.approx(1 / 100, rel=0.12)
         assert plain is not None
         assert plain < 0.75 / 100
 
     def test_sums_of_replicas_add(self) -> None:
-        replicas = [LengthStatistics(LengthStatisticsConfig()) for _ in range(2)]
+        replicas = [LengthStatistics() for _ in range(2)]
         for replica, outputs in zip(replicas, ((10, 20), (60,)), strict=True):
-            replica.observe([finished(100, output) for output in outputs])
+            replica.observe(step(*(finished(100, output) for output in outputs)))
         moments = replicas[0].sums().plus(replicas[1].sums()).moments()
         assert moments is not None
         assert (moments.requests, moments.mean_output_tokens) == (3, 30.0)
