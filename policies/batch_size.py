@@ -29,6 +29,9 @@ from policies.types import BatchPolicy, BatchState, Limit, Phase, StepPlan, Step
 
 # Rounding that an exact integer may lose on its way through square roots.
 _EPSILON = 1e-9
+# Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.
+_MAX_CHUNK_TOKENS = 65536
+_CHUNK_STRIDE_TOKENS = 256
 _cap_of = attrgetter("max_batch_size")
 
 
@@ -249,7 +252,6 @@ class SlaConstrainedConfig:
 
     Attributes:
         itl_target_s: D_SLA, mean seconds between tokens.
-        tolerance_fraction: epsilon_D / D_SLA.
         min_batch_size, max_batch_size: B_min and B_max; the engine's slots bound the batch besides.
         initial_batch_size: where the search begins; it climbs by at most ``stride`` beyond what is known to be safe.
         stride: alpha, requests.
@@ -260,7 +262,6 @@ class SlaConstrainedConfig:
     """
 
     itl_target_s: float
-    tolerance_fraction: float = 0.04
     min_batch_size: int = 1
     max_batch_size: int = 4096
     initial_batch_size: int = 32
@@ -269,7 +270,6 @@ class SlaConstrainedConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "itl_target_s")
-        require_probability(self, "tolerance_fraction")
         require_at_least(1, self, "min_batch_size", "initial_batch_size", "stride", "window_steps")
         require_order(self, "min_batch_size", "max_batch_size")
 
@@ -289,7 +289,6 @@ class SlaConstrained:
             maximum=config.max_batch_size,
             initial=config.initial_batch_size,
             target_s=config.itl_target_s,
-            tolerance_s=config.itl_target_s * config.tolerance_fraction,
             stride=config.stride,
         )
 
@@ -305,12 +304,9 @@ class SlaConstrained:
         gap_s = self._gap.add(result)
         if gap_s:
             full = result.running_count >= self.limit and result.waiting_count > 0
-            self._update(gap_s, result.decode_requests, binding=full)
-
-    def _update(self, gap_s: float, decode_requests: int, *, binding: bool) -> None:
-        window = self._window.add(gap_s, decode_requests, binding=binding)
-        if window:
-            self._search.update(window.latency_s, window.used, binding=window.binding)
+            window = self._window.add(gap_s, result.decode_requests, binding=full)
+            if window:
+                self._search.update(window.latency_s, window.used, binding=window.binding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,10 +382,8 @@ class ChunkSizeConfig:
 
     Attributes:
         itl_target_s: mean seconds of a step that holds both prefill and decode.
-        tolerance_fraction: dead band, as a share of the target.
-        min_chunk_tokens, max_chunk_tokens: bounds; the engine's token budget bounds the step besides.
+        min_chunk_tokens: the least that the search answers with; the engine's token budget bounds the step besides.
         initial_chunk_tokens: where the search begins.
-        stride_tokens: climbs by at most this much beyond what is known to be safe.
         window_steps: fused steps averaged per update.
 
     Raises:
@@ -397,18 +391,13 @@ class ChunkSizeConfig:
     """
 
     itl_target_s: float
-    tolerance_fraction: float = 0.04
     min_chunk_tokens: int = 64
-    max_chunk_tokens: int = 65536
     initial_chunk_tokens: int = 512
-    stride_tokens: int = 256
     window_steps: int = 8
 
     def __post_init__(self) -> None:
         require_positive(self, "itl_target_s")
-        require_probability(self, "tolerance_fraction")
-        require_at_least(1, self, "min_chunk_tokens", "initial_chunk_tokens", "stride_tokens", "window_steps")
-        require_order(self, "min_chunk_tokens", "max_chunk_tokens")
+        require_at_least(1, self, "min_chunk_tokens", "initial_chunk_tokens", "window_steps")
 
 
 class ChunkSize:
@@ -424,11 +413,10 @@ class ChunkSize:
         self._window = WindowMean(config.window_steps)
         self._search = LatencySearch(
             minimum=config.min_chunk_tokens,
-            maximum=config.max_chunk_tokens,
+            maximum=_MAX_CHUNK_TOKENS,
             initial=config.initial_chunk_tokens,
             target_s=config.itl_target_s,
-            tolerance_s=config.itl_target_s * config.tolerance_fraction,
-            stride=config.stride_tokens,
+            stride=_CHUNK_STRIDE_TOKENS,
         )
 
     @property

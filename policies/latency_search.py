@@ -15,6 +15,8 @@ from math import ceil, floor
 
 from policies.types import StepResult
 
+# epsilon_D / D_SLA: a latency so near its target is on it.
+_TOLERANCE_FRACTION = 0.04
 # Shorter is a clock's rounding; the bound must stay finite.
 _LEAST_LATENCY_S = 1e-9
 
@@ -26,11 +28,9 @@ class LatencySearch:
         value: the present answer; low, high: where the true one is believed to be, low <= value <= high.
     """
 
-    def __init__(
-        self, *, minimum: int, maximum: int, initial: int, target_s: float, tolerance_s: float, stride: int
-    ) -> None:
-        self._minimum, self._maximum = minimum, maximum
-        self._target_s, self._tolerance_s, self._stride = target_s, tolerance_s, stride
+    def __init__(self, *, minimum: int, maximum: int, initial: int, target_s: float, stride: int) -> None:
+        self._minimum, self._maximum, self._stride = minimum, maximum, stride
+        self._target_s, self._tolerance_s = target_s, target_s * _TOLERANCE_FRACTION
         self.value = min(max(initial, minimum), maximum)
         self.low, self.high = minimum, maximum
         self._probe = 1

@@ -8,9 +8,7 @@ from policies.types import Phase, StepResult
 
 
 def make_search(minimum: int = 1, maximum: int = 512, initial: int = 32, stride: int = 16) -> LatencySearch:
-    return LatencySearch(
-        minimum=minimum, maximum=maximum, initial=initial, target_s=0.05, tolerance_s=0.002, stride=stride
-    )
+    return LatencySearch(minimum=minimum, maximum=maximum, initial=initial, target_s=0.05, stride=stride)
 
 
 def make_result(*, step_s: float, decodes: int, prefills: int = 0, running: int = 8) -> StepResult:
