@@ -23,7 +23,7 @@ from policies.checks import require_at_least, require_positive
 from policies.clock import Clock
 from policies.errors import ProtocolError, StateStoreError
 from policies.gang import tick_s
-from policies.placement import ReplicaSpeed, ReplicaSpeedConfig
+from policies.placement import ReplicaSpeed
 from policies.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
@@ -120,7 +120,7 @@ class _Steps:
 
     def __init__(self, step_times: StepTimes, clock: Clock) -> None:
         self._step_times, self._clock = step_times, clock
-        self._policy = ReplicaSpeed(ReplicaSpeedConfig())
+        self._policy = ReplicaSpeed()
         self._last_s: float | None = None
 
     @property

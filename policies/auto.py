@@ -1,6 +1,6 @@
 """The engine's default policy: forecast admission, latency-bound batch and chunk, exclusive or mixed by cost.
 
-A composition, not a new decision: ``smallest`` over the admission, with latency targets also ``ClassTargets``
+A composition, not a new decision: ``Smallest`` over the admission, with latency targets also ``ClassTargets``
 (Algorithm 2 and the chunk under the strictest class's target), and ``ExclusiveMixed`` last, so that phases wait for
 requests that the others would really let in. Whoever needs other settings of the parts composes them the same way.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, smallest
+from policies.batch_size import MemoryAware, MemoryAwareConfig, Smallest, Stock
 from policies.checks import require_at_least, require_one_of
 from policies.class_targets import ClassTargets, ClassTargetsConfig
 from policies.errors import ConfigError
@@ -115,7 +115,7 @@ class Auto:
         self.targets: ClassTargets | None = (
             ClassTargets(targets, learned.targets if learned else None) if targets else None
         )
-        self._composed = smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
+        self._composed = Smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
 
     def _admission(self, learned: "Auto | None") -> ForecastAdmission | MemoryAware | Stock:
         if self.config.admission == "memory_aware":

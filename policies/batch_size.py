@@ -437,14 +437,17 @@ class ChunkSize:
 
 
 class Smallest:
-    """Several policies as one: each sees the state as the ones before it left it, and the smallest cap counts.
+    """001's b = min(b_mem, b_SLA), for any policies: the smallest cap counts, and what all admit, in the first's order.
 
-    A policy hands on its cap as the slots and its admissions as the queue, so one that chooses phases belongs last:
-    it then waits for as many requests as the others would really let in. Token budgets of mixed plans bind mixed
-    steps only.
+    Each policy sees the state as the ones before it left it, with their cap as the slots and their admissions as the
+    queue. So one that chooses phases belongs last: it then waits for as many requests as the others would really let
+    in. Token budgets of mixed plans bind mixed steps only.
     """
 
-    def __init__(self, policies: tuple[BatchPolicy, ...]) -> None:
+    def __init__(self, *policies: BatchPolicy) -> None:
+        """Raises InputError when there is no policy."""
+        if not policies:
+            raise InputError("Smallest needs at least one policy")
         self.policies = policies
 
     def plan(self, state: BatchState) -> StepPlan:
@@ -458,17 +461,6 @@ class Smallest:
     def observe(self, result: StepResult) -> None:
         for policy in self.policies:
             policy.observe(result)
-
-
-def smallest(*policies: BatchPolicy) -> Smallest:
-    """001's b = min(b_mem, b_SLA), for any policies: admitted is what all admit, in the order of the first.
-
-    Raises:
-        InputError: there is no policy.
-    """
-    if not policies:
-        raise InputError("smallest needs at least one policy")
-    return Smallest(policies)
 
 
 def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:

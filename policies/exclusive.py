@@ -60,6 +60,8 @@ _MOST_HAZARD = 0.999
 _MOST_SHARE = 0.9
 # A phase longer than this many times its length ends with whatever can start: nobody waits for a k-th arrival.
 _PATIENCE = 1.5
+# Weight of the newest step with a prefill in the smoothed number of running requests.
+_OCCUPANCY_SMOOTHING = 0.1
 # Share of a span's cost that enters the running ratio, and the ratio hoped for in a mode that was not in use since the
 # last look: by so much the closed form may err, so what may be the better mode is tried.
 _RATIO_SMOOTHING = 0.3
@@ -84,7 +86,6 @@ class ExclusiveMixedConfig:
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
-        occupancy_smoothing: weight of the newest step with a prefill in the smoothed number of running requests.
         replan_steps: plans between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
             out until there are enough of each kind.
         min_samples: completions before lengths count as known.
@@ -104,7 +105,6 @@ class ExclusiveMixedConfig:
     max_wait_s: float | None = None
     hysteresis_fraction: float = 0.01
     priority_margin_fraction: float = 0.0
-    occupancy_smoothing: float = 0.1
     replan_steps: int = 128
     min_samples: int = 32
     window: int = 1000
@@ -117,7 +117,7 @@ class ExclusiveMixedConfig:
         require_one_of(("exact", "threshold", "ifr", "fixed"), self, "phase_rule")
         require_at_least(1, self, "replan_steps", "min_samples", "window", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
-        require_probability(self, "occupancy_smoothing", "initial_slots_fraction")
+        require_probability(self, "initial_slots_fraction")
         require_positive(self, "max_wait_s")
         require_each_positive(self, "itl_budgets_s")
         require_at_least(1, self, "refill")
@@ -434,7 +434,7 @@ class ExclusiveMixed:
         self._stall.observe(result)
         if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
             self._refills += 1
-            weight = max(self.config.occupancy_smoothing, 1.0 / self._refills)
+            weight = max(_OCCUPANCY_SMOOTHING, 1.0 / self._refills)
             self._occupancy += weight * (result.running_count - self._occupancy)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:

@@ -16,47 +16,27 @@ The controller moves g towards the point where the measured c meets that. a foll
 taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
 """
 
-from dataclasses import dataclass
 from math import log
 
-from policies.checks import require_at_least, require_positive, require_probability
 from policies.types import StepResult, StepTimes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OvercommitConfig:
-    """The controller.
-
-    Attributes:
-        most: largest g; at 4 nothing but the prompts that fit now holds admission back, as in vLLM itself.
-        margin: h, as a share of the safe capacity.
-        window_steps: steps between two moves.
-        smoothing: weight of the newest window in c.
-        gain: the largest move up, as a share of 1 + g; down it is twice that at most. Near the optimum moves are
-            smaller: preemptions come in bursts, and a fixed step would swing between none and too many.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
-
-    most: float = 4.0
-    margin: float = 0.03
-    window_steps: int = 32
-    smoothing: float = 0.4
-    gain: float = 0.01
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "most")
-        require_at_least(1, self, "window_steps")
-        require_probability(self, "smoothing")
-        require_positive(self, "gain", "margin")
+# The largest g: there nothing but the prompts that fit now holds admission back, as in vLLM itself.
+MOST = 4.0
+# h, as a share of the safe capacity.
+_MARGIN = 0.03
+# Steps between two moves.
+_WINDOW_STEPS = 32
+# Weight of the newest window in c.
+_SMOOTHING = 0.4
+# The largest move up, as a share of 1 + g; down it is twice that at most. Near the optimum moves are smaller:
+# preemptions come in bursts, and a fixed step would swing between none and too many.
+_GAIN = 0.01
 
 
 class Overcommit:
     """Adapts ``share``, the g above, from 0."""
 
-    def __init__(self, config: OvercommitConfig | None = None) -> None:
-        self.config = config or OvercommitConfig()
+    def __init__(self) -> None:
         self.share = 0.0
         self._cost: float | None = None
         self._steps = 0
@@ -77,7 +57,7 @@ class Overcommit:
 
     @property
     def due(self) -> bool:
-        return self._steps >= self.config.window_steps and self._busy_s > 0.0 and self._decode_steps > 0
+        return self._steps >= _WINDOW_STEPS and self._busy_s > 0.0 and self._decode_steps > 0
 
     def move(self, times: StepTimes, *, binding: bool) -> None:
         """Close the window and move.
@@ -86,12 +66,12 @@ class Overcommit:
             binding: whether g kept requests waiting that would fit now: without, a larger one would change nothing.
         """
         overhead, cost = self._overhead_share(times), self._cost_share(times)
-        self._cost = cost if self._cost is None else self._cost + self.config.smoothing * (cost - self._cost)
-        wanted = overhead * (self.config.margin + self.share) / (2.0 * (1.0 + self.share))
+        self._cost = cost if self._cost is None else self._cost + _SMOOTHING * (cost - self._cost)
+        wanted = overhead * (_MARGIN + self.share) / (2.0 * (1.0 + self.share))
         pull = _pull(wanted, self._cost)
         if pull < 0.0 or binding:
-            self.share += pull * self.config.gain * (1.0 + self.share)
-            self.share = min(max(0.0, self.share), self.config.most)
+            self.share += pull * _GAIN * (1.0 + self.share)
+            self.share = min(max(0.0, self.share), MOST)
         self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
         self._busy_s = 0.0
 

@@ -16,8 +16,12 @@ from itertools import islice
 from typing import Protocol
 
 from policies.checks import require_at_least, require_positive
-from policies.errors import ConfigError
 from policies.types import ReplicaView, RequestView, StepTimes
+
+# Seconds of steps after which what was seen of a replica's speed has lost two thirds of its weight.
+_SPEED_MEMORY_S = 60.0
+# Bounds of the slowness, so that no odd minute puts a replica out of use.
+_LEAST_SLOWNESS, _MOST_SLOWNESS = 1e-3, 1e3
 
 
 class Placement(Protocol):
@@ -214,43 +218,20 @@ class PrefixIndex:
             yield digest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSpeedConfig:
-    """How fast the measured speed of a replica follows.
-
-    Attributes:
-        memory_s: seconds of steps after which an observation has lost two thirds of its weight.
-        least, most: bounds of the slowness, so that no odd minute puts a replica out of use.
-
-    Raises:
-        ConfigError: a value is not positive, or least exceeds most.
-    """
-
-    memory_s: float = 60.0
-    least: float = 1e-3
-    most: float = 1e3
-
-    def __post_init__(self) -> None:
-        require_positive(self, "memory_s", "least", "most")
-        if self.least > self.most:
-            raise ConfigError(f"least ({self.least}) must not exceed most ({self.most})")
-
-
 class ReplicaSpeed:
     """How many of its own seconds a replica needs for one second of engine steps as predicted.
 
-        slowness = sum of measured step times / sum of predicted ones, both forgotten at exp(-measured / memory_s)
+        slowness = sum of measured step times / sum of predicted ones, both forgotten at exp(-measured / a minute)
 
     Compared step by step, with the requests that took part, so that a replica that runs half empty does not seem slow:
     it would get less work, run emptier, and seem slower still.
     """
 
-    def __init__(self, config: ReplicaSpeedConfig) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self._measured_s = self._predicted_s = 0.0
 
     def observe(self, measured_s: float, predicted_s: float) -> None:
-        kept = math.exp(-measured_s / self.config.memory_s)
+        kept = math.exp(-measured_s / _SPEED_MEMORY_S)
         self._measured_s = kept * self._measured_s + measured_s
         self._predicted_s = kept * self._predicted_s + predicted_s
 
@@ -259,4 +240,4 @@ class ReplicaSpeed:
         """1 until a step was seen."""
         if self._predicted_s <= 0.0:
             return 1.0
-        return min(self.config.most, max(self.config.least, self._measured_s / self._predicted_s))
+        return min(_MOST_SLOWNESS, max(_LEAST_SLOWNESS, self._measured_s / self._predicted_s))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.checks import require_at_least, require_positive
+from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
 from policies.types import FloatArray, Phase, StepCoefficients, StepResult, StepTimes
 
@@ -31,6 +31,10 @@ _LATER_BLOCK = 64
 _SHORT_BLOCKS = 16
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826
+# How many steps of typical size a prior weighs.
+_PRIOR_STEPS = 4.0
+# Residuals are clipped at this many robust standard deviations.
+_CLIP_SIGMAS = 3.0
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
 _FLOOR = 0.05
 # Keeps a fit without a prior solvable while its steps are all alike; relative to what was seen.
@@ -70,9 +74,7 @@ class StepTimeConfig:
 
     Attributes:
         prior: coefficients to start from, or None.
-        prior_steps: how many steps of typical size the prior weighs.
         forgetting: weight of a step relative to the next one; 0.998 remembers about 500 steps of a kind.
-        clip_sigmas: residuals are clipped at this many robust standard deviations.
         min_steps: steps of a kind before its form counts as measured.
 
     Raises:
@@ -80,15 +82,12 @@ class StepTimeConfig:
     """
 
     prior: StepTimes | None = None
-    prior_steps: float = 4.0
     forgetting: float = 0.998
-    clip_sigmas: float = 3.0
     min_steps: int = 16
 
     def __post_init__(self) -> None:
         if not 0.5 < self.forgetting <= 1.0:
             raise ConfigError(f"forgetting must be in (0.5, 1], got {self.forgetting}")
-        require_positive(self, "prior_steps", "clip_sigmas")
         require_at_least(1, self, "min_steps")
 
 
@@ -112,7 +111,7 @@ class _Form:
         self._seconds: list[float] = []
         self._known = prior is not None
         start = np.array([getattr(prior, name) if prior else 0.0 for name in self._names]) * self._scale
-        strength = config.prior_steps / max(float(start.sum()), 1e-9) ** 2 if prior else _FAINT
+        strength = _PRIOR_STEPS / max(float(start.sum()), 1e-9) ** 2 if prior else _FAINT
         self._unit = np.eye(len(self._names))
         self._ridge = strength * self._unit
         self._anchor: FloatArray = strength * start
@@ -157,7 +156,7 @@ class _Form:
         self._fitted = None
 
     def _clipped(self, residual: FloatArray) -> FloatArray:
-        bound = max(self._config.clip_sigmas * self._blended_spread(residual), _FLOOR)
+        bound = max(_CLIP_SIGMAS * self._blended_spread(residual), _FLOOR)
         return np.asarray(np.minimum(np.maximum(residual, -bound), bound))
 
     def _blended_spread(self, residual: FloatArray) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch_size import smallest
+from policies.batch_size import Smallest
 from policies.registry import Family, build, kinds
 from policies.step_time import StepTimeConfig
 from policies.types import (
@@ -60,7 +60,7 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
         "exclusive_mixed", mode="exclusive", phase_rule="ifr", replan_steps=3, min_samples=4, step_times=PRIOR
     ),
     "exclusive_mixed fixed": lambda: build("exclusive_mixed", mode="exclusive", phase_rule="fixed", refill=5),
-    "phases before caps": lambda: smallest(
+    "phases before caps": lambda: Smallest(
         build("exclusive_mixed", mode="exclusive", replan_steps=3),
         build("memory_aware"),
         build("sla_constrained", **TARGET),

@@ -17,11 +17,11 @@ from policies.batch_size import (
     SlaConstrainedConfig,
     SlaConstrainedLiteral,
     SlaConstrainedLiteralConfig,
+    Smallest,
     Stock,
     linear_batch_size,
     memory_safe_batch_size,
     safety_buffer_tokens,
-    smallest,
 )
 from policies.errors import ConfigError, InputError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
@@ -432,31 +432,31 @@ class _Fixed:
 class TestSmallest:
     def test_the_smallest_cap_counts_and_says_which_limit_it_was(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA), _Fixed(30, Limit.SLOTS))
-        plan = smallest(*policies).plan(make_state(running=2, waiting=64))
+        plan = Smallest(*policies).plan(make_state(running=2, waiting=64))
         assert (plan.max_batch_size, plan.limited_by, len(plan.admit)) == (12, Limit.SLA, 10)
 
     def test_every_policy_observes_every_step(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA))
-        smallest(*policies).observe(decode_result(step_s=0.1, batch=1))
+        Smallest(*policies).observe(decode_result(step_s=0.1, batch=1))
         assert [policy.observed for policy in policies] == [1, 1]
 
     def test_a_phase_opened_for_requests_that_a_later_cap_refuses_falls_back_to_decode(self) -> None:
-        plan = smallest(_Fixed(8, Limit.SLOTS, Phase.PREFILL), _Fixed(4, Limit.MEMORY)).plan(
+        plan = Smallest(_Fixed(8, Limit.SLOTS, Phase.PREFILL), _Fixed(4, Limit.MEMORY)).plan(
             make_state(running=4, waiting=4)
         )
         assert (plan.phase, plan.admit) == (Phase.DECODE, ())
 
     def test_the_budget_of_a_mixed_step_does_not_bind_a_prefill_phase(self) -> None:
         chunked, phased = _Fixed(64, Limit.SLOTS, budget=500), _Fixed(64, Limit.SLOTS, Phase.PREFILL)
-        assert smallest(chunked, phased).plan(make_state(waiting=4)).max_batch_tokens == 8192
-        assert smallest(chunked, _Fixed(64, Limit.SLOTS)).plan(make_state(waiting=4)).max_batch_tokens == 500
+        assert Smallest(chunked, phased).plan(make_state(waiting=4)).max_batch_tokens == 8192
+        assert Smallest(chunked, _Fixed(64, Limit.SLOTS)).plan(make_state(waiting=4)).max_batch_tokens == 500
 
     def test_phases_wait_for_as_many_requests_as_memory_lets_in(self) -> None:
         phases = ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive", phase_rule="fixed", refill=8))
-        composed = smallest(_Fixed(20, Limit.MEMORY), phases)
+        composed = Smallest(_Fixed(20, Limit.MEMORY), phases)
         state = make_state(running=16, waiting=64)
         assert [composed.plan(state).phase for _ in range(3)][-1] is Phase.DECODE
 
     def test_without_a_policy_there_is_nothing_to_compose(self) -> None:
         with pytest.raises(InputError):
-            smallest()
+            Smallest()

@@ -3,8 +3,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from policies.errors import ConfigError
-from policies.overcommit import Overcommit, OvercommitConfig
+from policies.overcommit import MOST, Overcommit
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
 
 
@@ -46,7 +45,7 @@ def settled(step_times: StepTimes, preempted_per_share: float) -> float:
 
 
 def test_it_admits_all_it_may_where_recomputing_is_cheap() -> None:
-    assert settled(CHEAP, preempted_per_share=2.0) == OvercommitConfig().most
+    assert settled(CHEAP, preempted_per_share=2.0) == MOST
 
 
 def test_it_stays_with_the_forecast_where_recomputing_is_dear() -> None:
@@ -98,8 +97,3 @@ def test_a_window_is_due_only_when_it_decoded_and_is_complete() -> None:
     assert not overcommit.due
     window(overcommit, preempted=0, steps=1)
     assert overcommit.due
-
-
-def test_settings_out_of_bounds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="most"):
-        OvercommitConfig(most=-1)
