@@ -1,11 +1,9 @@
 """Every policy that is chosen by name: kind -> (config class, policy class).
 
-A policy without settings has no config class, and a packing is a plain function: for those ``config`` is None.
-``build`` takes the settings as keywords; a config field that is itself a config or a record takes one, built by the
-caller.
+A policy without settings has no config class. ``build`` takes the settings as keywords; a config field that is itself a
+config or a record takes one, built by the caller.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,13 +20,10 @@ from policies.batch_size import (
     SlaConstrainedLiteralConfig,
     Stock,
 )
-from policies.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketServeBuckets, BucketServeConfig
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
-from policies.packing import best_fit_decreasing, first_fit_decreasing
 from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
 
 
@@ -36,20 +31,17 @@ class Family(Enum):
     """What a policy decides."""
 
     BATCH = "batch"
-    BINS = "bins"
-    BUCKETS = "buckets"
     ORDER = "order"
     PLACEMENT = "placement"
-    PACKING = "packing"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One registered policy: a class, or for packing the function itself."""
+    """One registered policy; ``config`` is None where it takes no settings."""
 
     family: Family
     config: type[Any] | None
-    policy: Callable[..., Any]
+    policy: type[Any]
 
 
 REGISTRY: dict[str, Entry] = {
@@ -61,9 +53,6 @@ REGISTRY: dict[str, Entry] = {
     "chunk_size": Entry(Family.BATCH, ChunkSizeConfig, ChunkSize),
     "forecast_admission": Entry(Family.BATCH, ForecastAdmissionConfig, ForecastAdmission),
     "exclusive_mixed": Entry(Family.BATCH, ExclusiveMixedConfig, ExclusiveMixed),
-    "multi_bin": Entry(Family.BINS, MultiBinConfig, MultiBin),
-    "adaptive_buckets": Entry(Family.BUCKETS, AdaptiveBucketsConfig, AdaptiveBuckets),
-    "bucket_serve": Entry(Family.BUCKETS, BucketServeConfig, BucketServeBuckets),
     "fcfs": Entry(Family.ORDER, None, FCFS),
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),
@@ -71,8 +60,6 @@ REGISTRY: dict[str, Entry] = {
     "virtual_deadline": Entry(Family.ORDER, VirtualDeadlineConfig, VirtualDeadline),
     "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
     "most_credit": Entry(Family.PLACEMENT, None, MostCredit),
-    "first_fit_decreasing": Entry(Family.PACKING, None, first_fit_decreasing),
-    "best_fit_decreasing": Entry(Family.PACKING, None, best_fit_decreasing),
 }
 
 
@@ -82,7 +69,7 @@ def kinds(family: Family) -> tuple[str, ...]:
 
 
 def build(kind: str, **params: Any) -> Any:
-    """A new policy of that kind; for packing, the function.
+    """A new policy of that kind.
 
     Raises:
         ConfigError: the kind is unknown, a setting is unknown or missing, or one is out of bounds.
@@ -93,7 +80,7 @@ def build(kind: str, **params: Any) -> Any:
     if entry.config is None:
         if params:
             raise ConfigError(f"policy {kind!r} takes no settings, got {', '.join(sorted(params))}")
-        return entry.policy if entry.family is Family.PACKING else entry.policy()
+        return entry.policy()
     try:
         config = entry.config(**params)
     except TypeError as error:
