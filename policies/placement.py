@@ -58,7 +58,6 @@ class LeastOutstandingWorkConfig:
             cached prefix again would cost about prefix tokens * prefill seconds per token: set it to what a typical hit
             saves.
         default_output_tokens: the answer's length where there is no prediction.
-        default_seconds_per_token: for replicas that have reported neither step times nor a rate.
         shared_batch_size: requests among which the fixed cost of a decode step is divided.
 
     Raises:
@@ -67,12 +66,11 @@ class LeastOutstandingWorkConfig:
 
     tie_s: float = 0.05
     default_output_tokens: float = 256.0
-    default_seconds_per_token: float = 0.001
     shared_batch_size: int = 32
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "tie_s")
-        require_positive(self, "default_output_tokens", "default_seconds_per_token", "shared_batch_size")
+        require_positive(self, "default_output_tokens", "shared_batch_size")
 
 
 def output_tokens_left(request: RequestView, default_output_tokens: float) -> float:
@@ -115,14 +113,10 @@ class LeastOutstandingWork:
         self.config = config
 
     def request_work_s(self, replica: ReplicaView, request: RequestView) -> float:
-        """Predicted seconds of this request on this replica, by its step times, else its rate, else the default's."""
+        """Predicted seconds of this request on this replica."""
         output_tokens = output_tokens_left(request, self.config.default_output_tokens)
-        if replica.step_times is not None:
-            shared = self.config.shared_batch_size
-            return work_s(request, replica.step_times, output_tokens=output_tokens, shared_batch_size=shared)
-        rate = replica.seconds_per_token
-        rate = self.config.default_seconds_per_token if rate is None else rate
-        return (request.prefill_tokens + output_tokens) * rate
+        shared = self.config.shared_batch_size
+        return work_s(request, replica.step_times, output_tokens=output_tokens, shared_batch_size=shared)
 
     def score(self, replica: ReplicaView, request: RequestView) -> float:
         """Predicted seconds until the replica has worked off what it holds and this request; lower is better."""

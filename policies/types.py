@@ -55,7 +55,7 @@ class RequestView:
         predicted_output_tokens: the predictor's mean for the whole answer, or None when there is no prediction.
         max_output_tokens: the caller's own cap, or None.
         class_index: which length statistics it belongs to, 0 <= class_index < number of classes.
-        slo_class, tenant: labels of the service level and of the customer, or None.
+        slo_class: label of the service level, or None.
     """
 
     request_id: str
@@ -67,7 +67,6 @@ class RequestView:
     max_output_tokens: int | None = None
     class_index: int = 0
     slo_class: str | None = None
-    tenant: str | None = None
 
     @property
     def prefill_tokens(self) -> int:
@@ -327,17 +326,15 @@ class ReplicaView:
 
     Attributes:
         credit: slots it still offers.
+        step_times: as fitted.
         outstanding_s: predicted seconds of work that it holds.
-        step_times: its fitted step times, or None while unknown.
-        seconds_per_token: a plain rate for when step_times is None; None when that is unknown too.
         slo_classes: the service levels it is reserved for, or None when it takes all.
     """
 
     replica_id: str
     credit: int
+    step_times: StepTimes
     outstanding_s: float = 0.0
-    step_times: StepTimes | None = None
-    seconds_per_token: float | None = None
     slo_classes: frozenset[str] | None = None
 
     def serves(self, slo_class: str | None) -> bool:

@@ -21,7 +21,7 @@ from policies.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline
 from policies.packing import best_fit_decreasing, first_fit_decreasing
 from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
 from policies.registry import Family, kinds
-from policies.types import ReplicaView, RequestView
+from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
 ORDERS: dict[str, Callable[[], Order]] = {
     "fcfs": FCFS,
@@ -45,6 +45,12 @@ BINS: dict[str, Callable[[], MultiBin]] = {
 }
 PACKERS = {"first_fit": first_fit_decreasing, "best_fit": best_fit_decreasing}
 
+
+def steps_of(seconds_per_token: float) -> StepTimes:
+    form = StepCoefficients(overhead_s=0.01, prefill_s=seconds_per_token, decode_s=seconds_per_token)
+    return StepTimes(prefill=form, decode=form, mixed=form)
+
+
 CLASSES = st.sampled_from(["chat", "batch", None])
 REQUESTS = st.builds(
     RequestView,
@@ -62,7 +68,7 @@ REPLICAS = st.lists(
         replica_id=st.text("abc", min_size=1, max_size=3),
         credit=st.integers(0, 3),
         outstanding_s=st.floats(0.0, 100.0),
-        seconds_per_token=st.one_of(st.none(), st.floats(1e-4, 1.0)),
+        step_times=st.floats(1e-4, 1.0).map(steps_of),
         slo_classes=st.sampled_from([None, frozenset({"chat"}), frozenset({"batch", "chat"})]),
     ),
     max_size=6,

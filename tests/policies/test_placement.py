@@ -35,7 +35,9 @@ def make_policy(**settings: float) -> LeastOutstandingWork:
 
 def make_replica(replica_id: str, outstanding_s: float = 0.0, credit: int = 1, *classes: str) -> ReplicaView:
     owned = frozenset(classes) if classes else None
-    return ReplicaView(replica_id=replica_id, credit=credit, outstanding_s=outstanding_s, slo_classes=owned)
+    return ReplicaView(
+        replica_id=replica_id, credit=credit, step_times=TIMES, outstanding_s=outstanding_s, slo_classes=owned
+    )
 
 
 def test_the_least_outstanding_work_wins_over_the_most_credit() -> None:
@@ -64,8 +66,8 @@ def test_a_replica_of_another_class_is_not_chosen() -> None:
 
 
 def test_a_slow_idle_replica_loses_to_a_fast_busy_one_on_long_work() -> None:
-    slow = ReplicaView(replica_id="slow", credit=1, seconds_per_token=0.01)
-    fast = ReplicaView(replica_id="fast", credit=1, outstanding_s=1.0, seconds_per_token=0.001)
+    lame = replace(TIMES, decode=StepCoefficients(overhead_s=0.5, decode_s=1e-2))
+    slow, fast = replace(make_replica("slow"), step_times=lame), make_replica("fast", 1.0)
     assert make_policy().choose([slow, fast], REQUEST) == "fast"
     short = replace(REQUEST, prompt_tokens=10, predicted_output_tokens=2.0)
     assert make_policy().choose([slow, fast], short) == "slow"
@@ -128,13 +130,17 @@ def test_cached_prompt_tokens_cost_no_prefill() -> None:
     assert whole - work_s(cached, TIMES, output_tokens=50, shared_batch_size=32) == pytest.approx(60 * 1e-4)
 
 
-def test_step_times_are_preferred_to_a_rate_and_a_rate_to_the_default() -> None:
-    policy = make_policy(default_seconds_per_token=0.5)
-    known = ReplicaView(replica_id="a", credit=1, step_times=TIMES, seconds_per_token=7.0)
+def test_a_replicas_own_step_times_and_the_default_length_make_its_work() -> None:
+    policy = make_policy(default_output_tokens=70.0)
+    lame = replace(
+        make_replica("a"), step_times=replace(TIMES, prefill=StepCoefficients(overhead_s=0.0, prefill_s=1.0))
+    )
     by_times = work_s(REQUEST, TIMES, output_tokens=50.0, shared_batch_size=32)
-    assert policy.request_work_s(known, REQUEST) == by_times
-    assert policy.request_work_s(replace(known, step_times=None), REQUEST) == 150 * 7.0
-    assert policy.request_work_s(make_replica("a"), REQUEST) == 150 * 0.5
+    assert policy.request_work_s(make_replica("a"), REQUEST) == by_times
+    assert policy.request_work_s(lame, REQUEST) > 100.0
+    unknown = replace(REQUEST, predicted_output_tokens=None)
+    by_default = work_s(REQUEST, TIMES, output_tokens=70.0, shared_batch_size=32)
+    assert policy.request_work_s(make_replica("a"), unknown) == by_default
 
 
 def test_tokens_left_respect_the_callers_limit_and_what_was_generated() -> None:
@@ -188,7 +194,7 @@ def test_a_replica_that_went_away_is_forgotten() -> None:
     assert index.known_tokens(["a", "b"], PROMPT[:30]) == {"b": 30}
 
 
-@pytest.mark.parametrize("name", ["default_output_tokens", "default_seconds_per_token", "shared_batch_size"])
+@pytest.mark.parametrize("name", ["default_output_tokens", "shared_batch_size"])
 def test_settings_that_must_be_positive_are_checked(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         make_policy(**{name: 0})
