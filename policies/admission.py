@@ -8,7 +8,7 @@ spent takes to come back.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_positive
 
@@ -52,7 +52,7 @@ class Limits:
 
     max_waiting: int
     max_wait_s: float = UNLIMITED
-    quotas: tuple[Quota, ...] = field(default=())
+    quotas: tuple[Quota, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from policies.bin_edges import equal_mass_edges, exponential_edges, optimal_edges
-from policies.bin_worth import (
-    bins_for_load,
-)
+from policies.bin_worth import bins_for_load
 from policies.checks import require_at_least, require_one_of, require_positive
 from policies.errors import ConfigError, InputError
 from policies.types import FloatArray
@@ -226,6 +224,7 @@ class MultiBin:
         """
         adopted = tuple(float(edge) for edge in edges)
         if not self.fits(adopted):
-            raise InputError(f"edges must be {self.config.bins + 1} ascending numbers, got {adopted}")
+            most = "" if self.config.seconds_per_token is None else "at most "
+            raise InputError(f"edges must be {most}{self.config.bins + 1} ascending numbers, got {adopted}")
         self._edges = adopted
         self._inner = adopted[1:-1]

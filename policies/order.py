@@ -32,7 +32,7 @@ class Order(Protocol):
 class FCFS:
     """First come, first served."""
 
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int = 0) -> float:
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
         return arrival_s
 
 
@@ -53,7 +53,7 @@ class LJF:
 class EstimatedWork:
     """Least work first: prompt and predicted output in seconds. No bound, as SJF."""
 
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int = 0) -> float:
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
         return estimated_work_s
 
 
@@ -113,7 +113,7 @@ class VirtualDeadline:
         targets = (*config.class_targets_s.values(), config.default_target_s)
         self._least_target_s, self._greatest_target_s = min(targets), max(targets)
 
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int = 0) -> float:
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
         """The virtual deadline, on the clock of ``arrival_s``.
 
         Raises:

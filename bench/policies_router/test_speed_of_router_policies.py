@@ -82,7 +82,7 @@ def test_bins_for_a_load(benchmark: BenchmarkFixture) -> None:
 
 def test_key_of_a_virtual_deadline(benchmark: BenchmarkFixture) -> None:
     order = VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"chat": 0.5, "batch": 30.0}))
-    assert benchmark(order.key, 1e9, "chat", 2.5) > 1e9
+    assert benchmark(order.key, 1e9, "chat", 2.5, 900) > 1e9
 
 
 @pytest.mark.parametrize("replica_count", [8, 64])

@@ -219,3 +219,8 @@ def test_without_a_clock_the_number_of_bins_stays() -> None:
 def test_edges_of_fewer_bins_fit_where_the_load_decides(edges: list[float], fits: bool) -> None:
     assert MultiBin(MultiBinConfig(bins=3, seconds_per_token=0.01)).fits(edges) is fits
     assert MultiBin(MultiBinConfig(bins=3)).fits(edges) is (len(edges) == 4)
+
+
+def test_what_would_fit_is_said_where_the_load_decides() -> None:
+    with pytest.raises(InputError, match="edges must be at most 4 ascending numbers"):
+        MultiBin(MultiBinConfig(bins=3, seconds_per_token=0.01)).adopt([0, 1, 2, 3, 4])

@@ -65,14 +65,14 @@ def test_each_order_ranks_by_its_own_quantity() -> None:
 
 def test_the_virtual_deadline_is_arrival_plus_target_plus_weighted_work() -> None:
     policy = VirtualDeadline(CONFIG)
-    assert policy.key(100.0, "chat", 3.0) == 100.0 + 0.5 + 2.0 * 3.0
-    assert policy.key(100.0, None, 3.0) == 100.0 + 2.0 + 2.0 * 3.0
-    assert policy.key(100.0, "unheard of", 3.0) == policy.key(100.0, None, 3.0)
+    assert policy.key(100.0, "chat", 3.0, 1) == 100.0 + 0.5 + 2.0 * 3.0
+    assert policy.key(100.0, None, 3.0, 1) == 100.0 + 2.0 + 2.0 * 3.0
+    assert policy.key(100.0, "unheard of", 3.0, 1) == policy.key(100.0, None, 3.0, 1)
 
 
 def test_work_counts_up_to_its_cap() -> None:
     policy = VirtualDeadline(CONFIG)
-    assert policy.key(0.0, "chat", math.inf) == policy.key(0.0, "chat", 16.0) == 0.5 + 2.0 * 16.0
+    assert policy.key(0.0, "chat", math.inf, 1) == policy.key(0.0, "chat", 16.0, 1) == 0.5 + 2.0 * 16.0
 
 
 @given(ARRIVALS, st.sampled_from([0.25, 1.0, 4.0]))
@@ -112,8 +112,8 @@ def test_the_window_is_tight() -> None:
     policy = VirtualDeadline(CONFIG)
     window_s = policy.overtaking_window_s("batch", 16.0)
     assert window_s == policy.overtaking_bound_s == 8.0 - 0.5 + 2.0 * 16.0
-    late = policy.key(0.0, "batch", 16.0)
-    assert policy.key(window_s - 0.25, "chat", 0.0) < late < policy.key(window_s + 0.25, "chat", 0.0)
+    late = policy.key(0.0, "batch", 16.0, 1)
+    assert policy.key(window_s - 0.25, "chat", 0.0, 1) < late < policy.key(window_s + 0.25, "chat", 0.0, 1)
 
 
 def test_shortest_first_lets_short_requests_overtake_for_ever() -> None:
@@ -149,7 +149,7 @@ def test_keys_are_finite_doubles(arrival_s: float, slo_class: str | None, work_s
 @pytest.mark.parametrize(("arrival_s", "work_s"), [(math.nan, 1.0), (math.inf, 1.0), (0.0, -1.0), (0.0, math.nan)])
 def test_a_key_is_not_made_of_what_is_no_time(arrival_s: float, work_s: float) -> None:
     with pytest.raises(InputError):
-        VirtualDeadline(CONFIG).key(arrival_s, "chat", work_s)
+        VirtualDeadline(CONFIG).key(arrival_s, "chat", work_s, 1)
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_settings_that_would_break_the_bound_are_refused(settings: dict[str, obj
 
 def test_a_policy_pickles_with_its_classes() -> None:
     policy = pickle.loads(pickle.dumps(VirtualDeadline(CONFIG)))
-    assert policy.key(1.0, "batch", 2.0) == VirtualDeadline(CONFIG).key(1.0, "batch", 2.0)
+    assert policy.key(1.0, "batch", 2.0, 1) == VirtualDeadline(CONFIG).key(1.0, "batch", 2.0, 1)
