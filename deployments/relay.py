@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import msgspec
 
 from policies.checks import require_at_least, require_positive
-from policies.clock import Clock
 from policies.errors import ProtocolError, StateStoreError
 from policies.gang import tick_s
 from policies.placement import ReplicaSpeed
@@ -28,7 +27,7 @@ from policies.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
-from router.clock import MonotonicClock
+from router.clock import Clock, MonotonicClock
 from router.codec import Output, RequestSize
 from router.state_store import ReplicaInfo, StateStore
 from router.wire import Buffer

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from policies.clock import Clock
+from router.clock import Clock
 
 T = TypeVar("T")
 

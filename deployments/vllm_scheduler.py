@@ -36,10 +36,9 @@ from deployments.scheduler_settings import SchedulerSettings
 from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
-from policies.clock import Clock
 from policies.errors import ConfigError, SluiceError
 from policies.types import FinishedRequest, Phase, StepPlan, StepResult
-from router.clock import MonotonicClock
+from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,12 @@
-"""The clocks of live code."""
+"""Time as a thing that is handed in: live code reads a monotonic clock, tests move one by hand."""
 
 import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds; never decreases. Comparable only with readings of the same clock."""
 
 
 class MonotonicClock:

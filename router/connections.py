@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Any
 
-from policies.clock import Clock
 from policies.errors import ReplicaLostError, SluiceError
+from router.clock import Clock
 from router.connection import ReplicaConnection
 from router.metrics import RouterMetrics
 from router.state_store import StateStore

@@ -20,7 +20,6 @@ import msgspec
 
 from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s
 from policies.checks import require_at_least, require_positive
-from policies.clock import Clock
 from policies.errors import (
     AdmissionError,
     InputError,
@@ -32,7 +31,7 @@ from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import TicketWriter
-from router.clock import SharedClock
+from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.connections import Connections
