@@ -17,7 +17,6 @@ import pytest
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
-from policies.clock import Clock
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
@@ -27,7 +26,7 @@ from predictor.histogram import HistogramPredictor
 from router import wire
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier, Mode
-from router.clock import MonotonicClock, SharedClock
+from router.clock import Clock, MonotonicClock, SharedClock
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
