@@ -6,6 +6,8 @@ counted in two ways, either of which is safe: as if windows had no end, exact as
 if every request filled its windows. The way that leaves more room holds.
 """
 
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +33,15 @@ class Group(NamedTuple):
     windowed: bool = False
 
 
+class _Reading(NamedTuple):
+    """One of the ways to count: the share of those groups that are taken to grow, and those taken to be filled."""
+
+    shares: float
+    filled: tuple[tuple[Group, int], ...]
+
+
 class PoolShare:
-    """What of the pool is there for tokens, in blocks of those groups that grow.
+    """What of the pool is there for tokens, in blocks of those groups that grow, and how many requests it has room for.
 
     Attributes:
         block_size: tokens per block.
@@ -40,13 +49,46 @@ class PoolShare:
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         growing = [group for group in groups if group.most is None]
+        windows = [group for group in groups if group.windowed]
+        states = [group for group in groups if group.most is not None and not group.windowed]
         self.block_size = max(group.block_size for group in growing or groups)
-        bounded = [group for group in groups if group.most is not None] if growing else []
-        states = [group for group in bounded if not group.windowed]
-        # Each way: groups taken to grow, and groups taken to be filled.
-        self._ways = [(growing or list(groups), bounded)]
-        if len(states) < len(bounded):
-            self._ways.append(([group for group in groups if group not in states], states))
+        self._states = sum(group.most or 0 for group in states)
+        self._others = [*growing, *windows]
+        if growing:
+            self._windows_filled = self._reading(growing, [*windows, *states])
+            self._windows_endless = self._reading(self._others, states) if windows else None
+        else:  # counted whole
+            self._windows_filled, self._windows_endless = self._reading(groups, ()), None
+
+    def _reading(self, growing: Sequence[Group], filled: Sequence[Group]) -> _Reading:
+        shares = sum(self.block_size / group.block_size for group in growing)
+        return _Reading(shares, tuple((group, group.most or 0) for group in filled))
+
+    def slots(self, slots: int, free: int, running: RunningRequests, begun: int) -> int:
+        """How many of these slots can have a request: each that starts takes its states, however short it is.
+
+        Policies count tokens alone, so what is kept for states must not be kept for requests that tokens hold back
+        anyway: there is room for as many more as would fit if they were like those that run. One more may come wherever
+        it could start at all. Without states the slots are as given.
+
+        Args:
+            free: blocks of the whole pool.
+            begun: requests that wait and hold theirs already.
+        """
+        if not self._states:
+            return slots
+        least = self._states + len(self._others)
+        room = max(free // self._mean_blocks(running), int(free >= least))
+        return max(1, min(slots, len(running) + begun + room))
+
+    def _mean_blocks(self, running: RunningRequests) -> int:
+        """Of one request like those that run: its states, and a block of every other group at least."""
+        tokens = running.total_tokens // len(running) if len(running) else 0
+        blocks = self._states
+        for group in self._others:
+            grown = 1 + tokens // group.block_size
+            blocks += grown if group.most is None else min(grown, group.most)
+        return blocks
 
     def count(self, free: int, total: int, running: RunningRequests, coming: int) -> tuple[int, int]:
         """Free and total blocks, as policies count them.
@@ -55,21 +97,21 @@ class PoolShare:
             free, total: of the whole pool.
             coming: requests that may start in this step.
         """
-        return max((self._counted(way, free, total, running, coming) for way in self._ways), key=lambda found: found[1])
+        found = self._counted(self._windows_filled, free, total, running, coming)
+        if self._windows_endless is None:
+            return found
+        return max(found, self._counted(self._windows_endless, free, total, running, coming), key=itemgetter(1))
 
     def _counted(
-        self, way: tuple[list[Group], list[Group]], free: int, total: int, running: RunningRequests, coming: int
+        self, reading: _Reading, free: int, total: int, running: RunningRequests, coming: int
     ) -> tuple[int, int]:
-        growing, filled = way
-        shares = sum(self.block_size / group.block_size for group in growing)
         kept = held = 0
-        for group in filled:
-            most = group.most or 0
+        for group, most in reading.filled:
             kept += (len(running) + coming) * most + group.in_flight
             tokens = running.prompt_tokens + running.output_tokens - running.prefill_tokens_left
             held += int(np.minimum(-(-tokens // group.block_size), most).sum())
         left, used = max(0, total - kept), max(0, total - free - held)
-        return int(max(0, left - used) / shares), int(left / shares)
+        return int(max(0, left - used) / reading.shares), int(left / reading.shares)
 
 
 def pool_share(scheduler: Scheduler) -> PoolShare:

@@ -158,11 +158,12 @@ class SnapshotTaker:
         chunks = tuple([request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING])
         running = self._running(chunks, in_flight)
         idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
-        slots = max(1, self.slots - idle)
-        waiting, waiting_count = self._waiting(now_s, slots - len(running))
         pool = scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        slots = self._pool.slots(max(1, self.slots - idle), free, running, len(scheduler.kv_holding_waiting))
+        waiting, waiting_count = self._waiting(now_s, slots - len(running))
         # vLLM keeps one block for padding.
-        free, total = self._pool.count(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1, running, len(waiting))
+        free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, len(waiting))
         state = BatchState(
             now_s=now_s,
             running=running,

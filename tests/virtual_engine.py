@@ -22,7 +22,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -93,6 +99,7 @@ class VirtualEngine:
         times: StepTimes = TIMES,
         scheduler: type[Scheduler] = SluiceScheduler,
         windows: tuple[int, ...] = (),
+        states: int = 0,
         **engine_args: Any,
     ) -> None:
         args = EngineArgs(
@@ -110,14 +117,19 @@ class VirtualEngine:
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = depth > 1
         shape: dict[str, Any] = dict(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        specs = [FullAttentionSpec(**shape), *(SlidingWindowSpec(**shape, sliding_window=window) for window in windows)]
+        state = MambaSpec(block_size=2048, shapes=((1, block_size),), dtypes=(torch.float32,))
+        specs = [
+            FullAttentionSpec(**shape),
+            *(SlidingWindowSpec(**shape, sliding_window=window) for window in windows),
+            *[state] * states,
+        ]
         groups = [KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(specs)]
         self.blocks, self.depth, self.times = blocks, depth, times
         self.scheduler: Any = scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size,
+            block_size=max(spec.block_size for spec in specs),
             hash_block_size=block_size,
             log_stats=False,
         )

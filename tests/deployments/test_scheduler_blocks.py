@@ -44,3 +44,28 @@ def test_a_state_is_the_same_for_every_request_however_long() -> None:
 def test_a_pool_whose_requests_have_windows_or_states_alone_is_counted_whole() -> None:
     assert PoolShare((STATE,)).count(90, 100, running(5), 10) == (90, 100)
     assert PoolShare((WINDOW,)).count(90, 100, running(5), 10) == (90, 100)
+
+
+def test_states_bound_the_slots_and_leave_tokens_a_share_of_the_pool() -> None:
+    share = PoolShare((FULL, STATE, STATE, STATE))
+    assert share.slots(256, 500, running(), 0) == 125, "three states and a block of tokens each"
+    assert share.slots(100, 500, running(), 0) == 100
+    assert share.count(500, 500, running(), 125)[1] == 500 - 3 * 125
+    # Ten that hold four blocks of tokens each: only so many like them may follow.
+    assert share.slots(256, 430, running(*[60] * 10), 0) == 10 + 430 // 7
+    assert share.slots(256, 430, running(*[60] * 10), 2) == 12 + 430 // 7
+
+
+def test_one_more_may_start_as_long_as_its_states_fit() -> None:
+    share = PoolShare((FULL, WINDOW, STATE))
+    assert share.slots(256, 3, running(3200), 0) == 2, "a short one fits beside a long one"
+    assert share.slots(256, 2, running(3200), 0) == 1
+    assert share.slots(256, 0, running(), 0) == 1, "and never none"
+
+
+def test_states_alone_bound_the_slots_too() -> None:
+    assert PoolShare((STATE, STATE)).slots(256, 100, running(*[500] * 5), 0) == 55
+
+
+def test_without_states_the_slots_are_as_given() -> None:
+    assert PoolShare((FULL, WINDOW)).slots(256, 0, running(16, 16), 0) == 256

@@ -31,6 +31,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "tight cache": {"blocks": 120},
     "windows": {"blocks": 200, "windows": (48, 48)},
+    "states": {"blocks": 200, "states": 2},
+    "windows and states": {"blocks": 200, "windows": (48,), "states": 2},
     "budget below most prompts": {"budget": 64},
     "few slots": {"slots": 4},
     "prefix cache": {"enable_prefix_caching": True},
@@ -431,6 +433,24 @@ def test_the_forecast_takes_windows_for_what_they_hold() -> None:
         preempted[mode] = engine.preempted
     assert preempted["mixed"] < preempted["stock"] / 3
     assert batch["mixed"] > 0.7 * batch["stock"]
+
+
+@pytest.mark.parametrize(("block_size", "states", "fit"), [(256, 3, 124), (256, 8, 55), (16, 3, 27)])
+def test_states_do_not_hold_the_batch_down_behind_a_queue(block_size: int, states: int, fit: int) -> None:
+    """Kept for everybody who waits, they would leave no room for a token, and one request would run after the other."""
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=block_size, states=states, budget=8192)
+    for number in range(40):
+        engine.add(f"early{number}", 30, 200)
+    engine.run()
+    assert engine.scheduler.status()["batch_size"] <= 499 // (states + 1), "no more than their states can start"
+    before = len(engine.log)
+    for number in range(256):
+        engine.add(f"r{number}", 30, 200)
+    for _ in range(400):
+        engine.step()
+    decodes = [log.decodes for log in engine.log[before:]]
+    assert sum(decodes) / len(decodes) > 0.5 * fit
+    assert engine.preempted < 256 / 3
 
 
 def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
