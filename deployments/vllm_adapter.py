@@ -425,8 +425,10 @@ def _without_transfer(params: SamplingParams) -> SamplingParams:
     return params
 
 
-# EPLB wants a size above 1, so they go together.
+# Some want a size above 1, or sizes that fill as many nodes, so they go together.
 _OF_ENGINES_ALONE = (
+    "nnodes",
+    "node_rank",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "prefill_context_parallel_size",
@@ -435,6 +437,8 @@ _OF_ENGINES_ALONE = (
     "enable_eplb",
     "eplb_config",
     "enable_dbo",
+    "enable_batch_sharded_sampling",
+    "enable_fault_tolerance",
     "enable_sleep_mode",
     "enable_cumem_allocator",
 )
