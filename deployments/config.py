@@ -455,6 +455,19 @@ def _default_classes() -> dict[str, ClassSection]:
 _LORA_ARGS = {"--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 
 
+_SET_ELSEWHERE = {
+    "--model": "model",
+    "--served-model-name": "served_model_name",
+    "--host": "HTTP options of Serve",
+    "--port": "HTTP options of Serve",
+    "--api-server-count": "router.replicas",
+    "--api-key": "keys",
+    # Of such an engine routers would be offered the slots of one rank: relays ask rank 0.
+    "--data-parallel-size": "engine.replicas",
+    "-dp": "engine.replicas",
+}
+
+
 # Ray Serve and HAProxy listen in its place.
 _OF_VLLMS_SERVER = {
     "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
@@ -469,6 +482,10 @@ _NOT_IN_ROUTERS = {
     "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
     "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
 }
+
+
+# The class in `deployments.kv_files`.
+FILE_CONNECTOR = "FileConnector"
 
 
 # Each multiplies the GPUs of an engine.
@@ -494,6 +511,25 @@ _PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes"}
 # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
 CPU_MEMORY_SHARE = 0.6
 _MEMORY = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
+
+
+def why_refused(option: str) -> str | None:
+    """Why `vllm_args` cannot have an option of vLLM's, with hyphens; None where they can."""
+    if option in _SET_ELSEWHERE:
+        return f"{option} is set by {_SET_ELSEWHERE[option]}, not by vllm_args"
+    if option in _OF_VLLMS_SERVER:
+        return f"{option} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
+    return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
+
+
+def why_one_worker(workers: int) -> str | None:
+    """Why engines that move caches through files cannot have so many workers; None where they can."""
+    if workers == 1:
+        return None
+    return (
+        f"engine.prefill.connector: file keeps one file for each prompt, and {workers} workers of an engine "
+        "would each write theirs into it: take nixl"
+    )
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
@@ -552,21 +588,11 @@ class ModelSection(Section):
     @field_validator("vllm_args")
     @classmethod
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        ours = {"--model": "model", "--served-model-name": "served_model_name", "--host": "HTTP options of Serve"}
-        ours |= {"--port": "HTTP options of Serve", "--api-server-count": "router.replicas", "--api-key": "keys"}
-        # Of such an engine routers would be offered the slots of one rank: relays ask rank 0.
-        ours |= {"--data-parallel-size": "engine.replicas", "-dp": "engine.replicas"}
         if argv and not argv[0].startswith("-"):
             raise ValueError(f"must begin with an option, got {argv[0]!r}")
-        for arg in argv:
-            if (name := arg.split("=")[0].replace("_", "-")) in ours:
-                raise ValueError(f"{name} is set by {ours[name]}, not by vllm_args")
-            if name in _OF_VLLMS_SERVER:
-                raise ValueError(
-                    f"{name} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
-                )
-            if name in _NOT_IN_ROUTERS:
-                raise ValueError(f"{name} {_NOT_IN_ROUTERS[name]}")
+        for name in _options(argv):
+            if (why := why_refused(name)) is not None:
+                raise ValueError(why)
         return argv
 
     @model_validator(mode="after")
@@ -620,11 +646,8 @@ class ModelSection(Section):
         if self.engine.prefill is not None and clash:
             raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
         by_file = self.engine.prefill is not None and self.engine.prefill.connector == "file"
-        if by_file and (workers := _workers(self.vllm_args)) not in (None, 1):
-            raise ValueError(
-                f"engine.prefill.connector: file keeps one file for each prompt, and {workers} workers of an engine "
-                "would each write theirs into it: take nixl"
-            )
+        if by_file and (why := why_one_worker(_workers(self.vllm_args) or 1)) is not None:
+            raise ValueError(why)
         return self
 
 
@@ -805,7 +828,7 @@ class AppConfig(ModelSection):
             settings["kv_connector_extra_config"] = {"kv_lease_duration": int(prefill.keep_s)}
         else:
             folder = prefill.folder or Path(tempfile.gettempdir(), f"sluice-kv-{os.getuid()}-{self.name}")
-            settings["kv_connector"], settings["kv_connector_module_path"] = "FileConnector", "deployments.kv_files"
+            settings["kv_connector"], settings["kv_connector_module_path"] = FILE_CONNECTOR, "deployments.kv_files"
             settings["kv_connector_extra_config"] = {
                 "folder": str(folder),
                 "max_bytes": prefill.max_folder_bytes,

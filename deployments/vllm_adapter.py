@@ -49,6 +49,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from deployments.config import FILE_CONNECTOR, why_one_worker, why_refused
 from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
 from deployments.request_metadata import RequestMetadata, without_metadata
@@ -87,23 +88,56 @@ _LOOKS_BACK = (
 _DEFAULTS = SamplingParams()
 
 
+# `AppConfig.vllm_argv` gives these itself.
+_OURS = {"--model", "--served-model-name"}
+
+
 class _Refusing(FlexibleArgumentParser):
     """vLLM's parser, raising where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"vllm_args: {message}")
 
+    def load_config_file(self, file_path: str) -> list[str]:
+        """vLLM calls this for `--config`."""
+        args = super().load_config_file(file_path)
+        _refuse({arg.replace("_", "-") for arg in args} & _OURS)
+        return args
+
+
+def _refuse(options: Iterable[str]) -> None:
+    for option in sorted(options):
+        if (why := why_refused(option)) is not None:
+            raise ConfigError(f"vllm_args: {why}")
+
+
+def _refuse_what_is_not_theirs(args: Namespace, parser: _Refusing) -> None:
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    _refuse({f"--{name.replace('_', '-')}" for name in given} - _OURS)
+    transfer = args.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == FILE_CONNECTOR:
+        workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
+        if (why := why_one_worker(workers)) is not None:
+            raise ConfigError(why)
+
 
 def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
 
+    What `deployments.config` refuses by name is refused here by what vLLM understood: it lets names be shortened, and
+    `--config` adds those of a file.
+
     Raises:
-        ConfigError: unknown or wrong arguments.
+        ConfigError: unknown or wrong arguments, or some that Sluice does not leave to them.
     """
-    args: Namespace = make_arg_parser(_Refusing(prog="vllm_args")).parse_args(list(argv))
+    parser = make_arg_parser(_Refusing(prog="vllm_args"))
     try:
+        args: Namespace = parser.parse_args(list(argv))
+        _refuse_what_is_not_theirs(args, parser)
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
+    except ConfigError:  # a ValueError too
+        raise
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"vllm_args: {error}") from error
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

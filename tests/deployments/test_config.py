@@ -16,6 +16,7 @@ from deployments.app import engine_env
 from deployments.config import DEMO_ARGS, AppConfig
 from policies.multi_bin import MultiBin
 from policies.order import VirtualDeadline
+from tests.deployments.refused_args import REFUSED_ARGS
 
 
 def config(**settings: Any) -> AppConfig:
@@ -122,29 +123,7 @@ def test_a_default_class_that_does_not_exist_is_refused() -> None:
     assert config(classes={"gold": {}}, default_class="gold").default_class == "gold"
 
 
-@pytest.mark.parametrize(
-    ("argv", "where"),
-    [
-        (["--model", "other"], "model"),
-        (["--served-model-name=x"], "served_model_name"),
-        (["--served_model_name", "x"], "served_model_name"),
-        (["--max-model-len", "8", "--port", "1"], "HTTP options"),
-        (["--host=0.0.0.0"], "HTTP options"),
-        (["--api-server-count", "4"], "router.replicas"),
-        (["--api-key", "k"], "keys"),
-        (["--data-parallel-size", "2"], "engine.replicas"),
-        (["-tp", "2", "-dp=2"], "engine.replicas"),
-        (["--ssl-keyfile", "key.pem"], "--ssl-keyfile is of vLLM's own server"),
-        (["--ssl_certfile=cert.pem"], "TLS goes in front"),
-        (["--max-model-len", "8", "--enable-ssl-refresh"], "own server"),
-        (["--uds", "/tmp/socket"], "own server"),
-        (["--headless"], "own server"),
-        (["--otlp-traces-endpoint", "http://collector:4317"], "--otlp-traces-endpoint needs vLLM's own statistics"),
-        (["--collect-detailed-traces=all"], "which routers do not have"),
-        (["--enable-per-request-metrics"], "Server-Timing"),
-        (["--max_num_queued_tokens", "9"], "max_waiting and max_wait_s"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "where"), REFUSED_ARGS)
 def test_arguments_for_vllm_that_have_a_setting_of_their_own_or_no_effect_are_refused(
     argv: list[str], where: str
 ) -> None:

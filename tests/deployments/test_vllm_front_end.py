@@ -3,10 +3,12 @@
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
@@ -28,6 +30,7 @@ from deployments.vllm_adapter import (
 from policies.errors import ConfigError, SluiceError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
+from tests.deployments.refused_args import REFUSED_ARGS
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -119,6 +122,45 @@ DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_pa
 def test_a_router_without_a_gpu_takes_arguments_that_only_engines_with_one_do(argv: list[str]) -> None:
     args = AsyncEngineArgs.from_cli_args(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, *argv]))
     assert front_end_config(args).parallel_config.world_size == 1
+
+
+@pytest.mark.parametrize(("argv", "where"), REFUSED_ARGS)
+def test_a_file_of_arguments_holds_none_that_are_refused_elsewhere(argv: list[str], where: str, tmp_path: Path) -> None:
+    given = AppConfig(model="m", vllm_args=("--config", in_file(argv, tmp_path))).vllm_argv()
+    with pytest.raises(ConfigError, match=where):
+        parse_vllm_args(given)
+
+
+def in_file(argv: list[str], folder: Path) -> str:
+    """The same arguments for `--config`, which knows no short names."""
+    items: dict[str, Any] = {}
+    for arg in argv:
+        if arg.startswith("-"):
+            name, _, value = arg.partition("=")
+            name = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size"}.get(name, name.lstrip("-"))
+            items[name] = value or True
+        else:
+            items[name] = arg
+    file = folder / "args.yaml"
+    file.write_text(yaml.safe_dump(items))
+    return str(file)
+
+
+def test_a_short_form_of_a_refused_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^vllm_args: --otlp-traces-endpoint needs vLLM's own statistics"):
+        parse_vllm_args(["--model", "m", "--otlp-traces-end", "http://collector:4317"])
+
+
+def test_a_file_of_arguments_gives_engines_that_share_cache_files_one_worker(tmp_path: Path) -> None:
+    given = ("--config", in_file(["-tp", "2"], tmp_path))
+    engine = EngineSection(prefill=PrefillSection(connector="file"))
+    with pytest.raises(ConfigError, match=r"^engine.prefill.connector: .* 2 workers"):
+        parse_vllm_args(AppConfig(model="m", engine=engine, vllm_args=given).engine_argv())
+
+
+def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_args: .*No such file"):
+        parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
 
 
 def test_a_model_that_embeds_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
