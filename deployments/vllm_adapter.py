@@ -527,16 +527,17 @@ class RoutedAsyncLLM(AsyncLLM):
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
-        if (context := current.get()) is not None:
-            timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
-            try:
-                self._routed.check_room(context.slo_class, n, timing)
-            except AdmissionError as error:
-                context.timings.append(timing)
-                context.refused = error
-                raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
-        if self._routed.is_cut_off:
-            raise GracefulHTTPError("the shared state does not answer", HTTPStatus.SERVICE_UNAVAILABLE)
+        if (context := current.get()) is None:
+            return
+        timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
+        try:
+            self._routed.check_room(context.slo_class, n, timing)
+        except (AdmissionError, StateStoreError) as error:
+            context.timings.append(timing)
+            context.refused = error
+            busy = isinstance(error, AdmissionError)
+            status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.SERVICE_UNAVAILABLE
+            raise GracefulHTTPError(str(error), status) from error
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *others: Any, **settings: Any) -> Any:
         """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""

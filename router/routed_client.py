@@ -196,7 +196,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
         Raises:
             AdmissionError: there is less `room`; counted as one refusal.
+            StateStoreError: it `is_cut_off`; counted as one error.
         """
+        if self.is_cut_off:
+            self._note_end(slo_class, 0, timing, "error")
+            raise StateStoreError("the shared state does not answer")
         if (room := self.room(slo_class)) < requests:
             slowness = [load.slowness for load in self.snapshot.replicas.values()]
             wait_s = predicted_wait_s(self.snapshot.waiting_s, slowness)

@@ -29,14 +29,18 @@ ROOM = {"standard": 4096, "narrow": 50}
 class Routed:
     """What it is told to raise, it raises for every request; else it answers with two tokens."""
 
-    is_cut_off = False
-
     def __init__(self) -> None:
         self.raises: Exception | None = None
+        self.checks_until_cut_off: int | None = None
         self.asked: list[Any] = []
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
 
     def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
+        if self.checks_until_cut_off == 0:
+            timing.outcome = "error"
+            raise StateStoreError("Redis is away")
+        if self.checks_until_cut_off is not None:
+            self.checks_until_cut_off -= 1
         if requests > ROOM[slo_class]:
             timing.outcome = "refused"
             raise AdmissionError("no room", retry_after_s=6.5)
@@ -123,6 +127,21 @@ async def test_a_request_that_may_not_queue_gets_its_status_streamed_or_not(
         routed.raises = error
         response = await client.post(path, json={**BODIES[path], "stream": stream})
         assert (response.status_code, response.json()["error"]["message"]) == (status, str(error))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("checks", [0, 1])
+async def test_a_shared_state_that_is_lost_between_two_checks_is_answered_as_if_before(
+    client: httpx.AsyncClient, routed: Routed, path: str, stream: bool, checks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM asks for a place before it begins a stream, and again for each engine request."""
+    caplog.set_level("INFO", logger="deployments.http_layer")
+    routed.checks_until_cut_off = checks
+    response = await client.post(path, json={**BODIES[path], "stream": stream})
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "Redis is away")
+    assert vars(caplog.records[-1])["outcomes"] == ["error"]
+    assert not routed.asked
 
 
 @pytest.mark.parametrize("path", BODIES)

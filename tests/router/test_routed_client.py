@@ -1292,6 +1292,10 @@ async def test_without_redis_a_new_request_is_refused_in_words() -> None:
         await front_end.ask(request())
     assert not front_end.client._entries
     await until(lambda: front_end.client.is_cut_off)
+    timing = RequestTiming(received_s=0.0, submitted_s=0.0)
+    with pytest.raises(StateStoreError):
+        front_end.client.check_room("standard", 1, timing)
+    assert timing.outcome == "error"
     await service.close()
 
 
