@@ -1,5 +1,6 @@
 """The deployment that speaks HTTP: every model's front end behind one address."""
 
+import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
@@ -109,15 +110,19 @@ class Router:
         return Response(await self._metrics.get(), media_type=PROMETHEUS_TEXT)
 
     async def _exposition(self) -> bytes:
-        """Metrics of all routers, of the shared state, and of vLLM's front end in this process."""
-        pages = [page for front_end in self._front_ends for page in await front_end.metrics_pages()]
+        """Metrics of all routers, of the shared state, and of vLLM's front end in this process.
+
+        Of all models at once: engines that hang are waited for once, so the page comes before Prometheus gives it up.
+        """
+        of_models = await asyncio.gather(*(front_end.metrics_pages() for front_end in self._front_ends))
+        pages = [page for of_model in of_models for page in of_model]
         pages.append(({"router": self._front_ends[0].routed.router_id}, generate_latest()))
         return merge(pages)
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""
         try:
-            first, *others = [await front_end.status() for front_end in self._front_ends]
+            first, *others = await asyncio.gather(*(front_end.status() for front_end in self._front_ends))
         except StateStoreError as error:
             return error_response(503, str(error), "ServiceUnavailable")
         answered_by = {"router": self._front_ends[0].routed.router_id, "pid": os.getpid()}

@@ -265,7 +265,9 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         await super().close()
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
-        return {**await super().statuses(), **await self.pool.client.statuses()}
+        """Of both pools at once: an engine that hangs in each is waited for once."""
+        mine, theirs = await asyncio.gather(super().statuses(), self.pool.client.statuses())
+        return {**mine, **theirs}
 
     # From the front end
 

@@ -54,6 +54,20 @@ async def test_many_who_ask_for_the_metrics_at_once_cost_one_page(router: Any) -
     assert {b'sluice_replicas_lost_total{model="m",router="a"} 1.0' in page.body for page in pages} == {True}
 
 
+async def test_models_are_asked_for_their_metrics_at_once(router: Any) -> None:
+    """In turn, one hung engine in each would keep the page from Prometheus longer than it waits."""
+    all_asked = asyncio.Barrier(2)
+
+    class Waits(FrontEnd):
+        async def metrics_pages(self) -> list[LabelledPage]:
+            await all_asked.wait()
+            return await super().metrics_pages()
+
+    router._front_ends = [Waits(), Waits()]
+    async with asyncio.timeout(5):
+        await router._metrics_page(ASKED)
+
+
 async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> None:
     """vLLM's own route says that it has scaled to one engine."""
     vllms = FastAPI()

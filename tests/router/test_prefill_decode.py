@@ -25,6 +25,7 @@ from predictor.learned import Question
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
+from router.connections import Connections
 from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore, connect
@@ -315,6 +316,21 @@ async def test_a_prefill_replica_that_hangs_is_not_waited_for(service: Service) 
     await service.finish(answers)
     assert service.count("hand_over_fallbacks", reason="late") + service.count("split_decisions", why="late") == 5
     assert answering.engine.fetched == 0
+
+
+async def test_both_pools_are_asked_for_their_status_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_asked = asyncio.Barrier(2)
+
+    async def status(self: Connections, replica_id: str) -> dict[str, Any]:
+        await both_asked.wait()
+        return {}
+
+    monkeypatch.setattr(Connections, "_status", status)
+    for pool in ("prefill", "decode"):
+        await service.replica(pool)
+    await service.start()
+    async with asyncio.timeout(5):
+        assert len(await service.client.statuses()) == 2
 
 
 @pytest.mark.parametrize("replacement", [False, True])
