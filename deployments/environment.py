@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import ipaddress
+import logging
 import os
 import random
 import resource
@@ -75,6 +76,7 @@ _WITHOUT_RAYS_PAGES = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_enable_metrics_collection": "0",
 }
+logger = logging.getLogger(__name__)
 
 _PROCESSOR = Path("/proc/cpuinfo")
 # Whoever seeds the common generator would send all its processes to one port.
@@ -130,8 +132,9 @@ def set_up_gpu_engine(own: Mapping[str, str]) -> None:
 
     own: what engine.env sets, which stands.
     """
-    if "OMP_NUM_THREADS" not in own:
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, and vLLM would keep to it where it sets more for loading
+    if "OMP_NUM_THREADS" not in own and (threads := os.environ.pop("OMP_NUM_THREADS", None)) is not None:
+        # Mostly Ray's, and vLLM would keep to it where it sets more for loading; a node's own looks the same.
+        logger.info("OMP_NUM_THREADS=%s is not used: set it in engine.env to keep it", threads)
     if not _has_flashinfer_kernels():
         # vLLM's default sampler would be compiled when the engine warms up, and end it.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -214,20 +214,24 @@ def test_a_nixl_that_does_not_import_is_named_with_the_backend_that_it_lacks(
 
 
 def test_an_engine_on_gpus_chooses_its_threads_and_compiles_nothing_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray sets OMP_NUM_THREADS to the CPUs of an actor, and what is set vLLM leaves alone."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "unset")
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    caplog.set_level("INFO", logger="deployments.environment")
     set_up_gpu_engine({"OMP_NUM_THREADS": "1"})
     assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert not caplog.messages
     assert os.environ.pop("VLLM_USE_FLASHINFER_SAMPLER") == "0"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch(0o755)
     set_up_gpu_engine({})
     assert not {"OMP_NUM_THREADS", "VLLM_USE_FLASHINFER_SAMPLER"} & os.environ.keys()
+    (said,) = caplog.messages
+    assert "OMP_NUM_THREADS=1" in said and "engine.env" in said, "whoever set it for the node learns how to keep it"
 
 
 def test_threads_are_chosen_before_torch_counts_them() -> None:
