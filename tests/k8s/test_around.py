@@ -74,6 +74,16 @@ def test_a_model_without_engines_has_routers_and_no_series_of_replicas(rendered:
         assert bool(re.search(rf"^{missing}{{", page, re.MULTILINE)) == bool(replicas)
 
 
+def test_routers_without_redis_are_told_from_routers_that_do_not_report(rendered: dict[str, str]) -> None:
+    """Their pages have then what they count themselves, before any request too, and nothing shared."""
+    expressions = {rule["alert"]: rule["expr"] for rule in _alerts(rendered)}
+    there, missing = re.findall(r"\bsluice_\w+", expressions["SluiceSharedStateAway"])
+    own, shared = RouterMetrics().exposition().decode(), shared_exposition(Snapshot(routers=1)).decode()
+    assert re.search(rf"^{there} 0", own, re.MULTILINE)
+    assert re.search(rf"^{missing} 1", shared, re.MULTILINE) and missing not in own
+    assert re.findall(r"\bsluice_\w+", expressions["SluiceSilent"]) == [there]
+
+
 def test_alerts_on_single_failures_see_the_first_one(rendered: dict[str, str]) -> None:
     """A labelled counter begins with it, at 1, in which `increase` alone sees no growth."""
     grown = {
