@@ -76,6 +76,7 @@ _WITHOUT_RAYS_PAGES = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_enable_metrics_collection": "0",
 }
+
 logger = logging.getLogger(__name__)
 
 _PROCESSOR = Path("/proc/cpuinfo")

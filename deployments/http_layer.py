@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Collection
+from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -49,6 +50,15 @@ def route_path(scope: Scope) -> str:
 def error_response(status: int, message: str, kind: str) -> JSONResponse:
     """In the shape of OpenAI's errors."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+def status_of(error: SluiceError) -> tuple[HTTPStatus, str]:
+    """Of a request that may not queue, or waited in vain: the status, and its type in OpenAI's errors."""
+    if isinstance(error, AdmissionError):
+        return HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequests"
+    if isinstance(error, InputError):
+        return HTTPStatus.BAD_REQUEST, "BadRequest"
+    return HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable"
 
 
 def _number(text: str) -> float | None:
@@ -160,12 +170,6 @@ async def _until_client_leaves(app: ASGIApp, scope: Scope, receive: Receive, sen
                 serving.cancel()
 
 
-def too_many(refused: AdmissionError) -> Response:
-    response = error_response(429, str(refused), "TooManyRequests")
-    response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
-    return response
-
-
 class _Exchange:
     """One response on its way out: holds its start back until the first piece of body, of a stream until a request of
     it is queued, then adds our headers.
@@ -224,12 +228,10 @@ class _Exchange:
             await self._send(message)
 
     async def _refuse(self, refused: SluiceError) -> None:
-        if isinstance(refused, InputError):
-            response: Response = error_response(400, str(refused), "BadRequest")
-        elif isinstance(refused, AdmissionError):
-            response = too_many(refused)
-        else:
-            response = error_response(503, str(refused), "ServiceUnavailable")
+        status, kind = status_of(refused)
+        response = error_response(status.value, str(refused), kind)
+        if isinstance(refused, AdmissionError):
+            response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
         self._start, self._refused, self.status = None, True, response.status_code
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})

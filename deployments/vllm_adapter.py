@@ -52,6 +52,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from deployments.config import FILE_CONNECTOR, why_one_worker, why_refused
 from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
+from deployments.http_layer import status_of
 from deployments.request_metadata import RequestMetadata, without_metadata
 from deployments.scheduler_settings import KEY
 from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
@@ -393,15 +394,9 @@ class RoutedEngineCore(EngineCoreClient):
                 question=self._question(request, context),
             )
             context.queued = True
-        except AdmissionError as error:
+        except (AdmissionError, InputError, StateStoreError) as error:
             context.refused = error
-            raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
-        except InputError as error:
-            context.refused = error
-            raise GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST) from error
-        except StateStoreError as error:
-            context.refused = error
-            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+            raise GracefulHTTPError(str(error), status_of(error)[0]) from error
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if self._unsupported is not None and (names := self._unsupported(request)):
@@ -535,9 +530,7 @@ class RoutedAsyncLLM(AsyncLLM):
         except (AdmissionError, StateStoreError) as error:
             context.timings.append(timing)
             context.refused = error
-            busy = isinstance(error, AdmissionError)
-            status = HTTPStatus.TOO_MANY_REQUESTS if busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise GracefulHTTPError(str(error), status) from error
+            raise GracefulHTTPError(str(error), status_of(error)[0]) from error
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *others: Any, **settings: Any) -> Any:
         """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""
