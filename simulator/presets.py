@@ -1,8 +1,9 @@
 """Whole systems by name, and what is left of Sluice without one of its features.
 
-`stock` is plain vLLM behind a plain balancer: no bins, first come, first served, most free slots, nothing held back.
-`sluice` is every default: forecast admission, exclusive or mixed by cost, bins, virtual deadline in router and engines,
-least work, and requests that wait in the router until a replica would let them run. It is told what is promised.
+`stock` is plain vLLM behind a plain balancer: first come, first served, most free slots, nothing held back.
+`sluice` is every default: forecast admission, exclusive or mixed by cost, virtual deadline in router and engines, least
+work, and requests that wait in the router until a replica would let them run. It is told what is promised. Neither has
+bins: they only matter to gang batches.
 """
 
 from collections.abc import Mapping
@@ -11,21 +12,18 @@ from math import isinf
 from typing import Any
 
 from policies.errors import ConfigError
-from policies.multi_bin import MultiBinConfig
 from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
 from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
-BINS = 4
 NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
 SYSTEMS = ("stock", "sluice")
 FEATURES = (
     "forecast admission",
     "latency targets",
     "phases by cost",
-    "bins",
     "virtual deadline",
     "placement by work",
     "queue in the router",
@@ -53,11 +51,7 @@ def system(
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
     elif name == "sluice":
         engine = replace(engine, ordered=True)
-        defaults = _told(targets or {}) | {
-            "batch": "auto",
-            "order": "virtual_deadline",
-            "bins": MultiBinConfig(bins=BINS, rule="equal_mass"),
-        }
+        defaults = _told(targets or {}) | {"batch": "auto", "order": "virtual_deadline"}
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
     return ClusterConfig(
@@ -90,8 +84,6 @@ def without(feature: str, config: ClusterConfig) -> ClusterConfig:
             return replace(config, batch_settings={**settings, "itl_targets_s": ()})
         case "phases by cost":
             return replace(config, batch_settings={**settings, "mode": "mixed"})
-        case "bins":
-            return replace(config, bins=None)
         case "virtual deadline":
             engine = replace(config.engine, ordered=False)
             return replace(config, order="fcfs", order_settings={}, engine=engine)

@@ -77,7 +77,7 @@ def _config(order: str) -> ClusterConfig:
     """
     kind, settings = ORDERS[order]
     sizes = EngineConfig(slots=24, total_blocks=500, max_batch_tokens=2048)
-    queue: dict[str, Any] = {"order": kind, "order_settings": settings, "router": RouterConfig(), "bins": None}
+    queue: dict[str, Any] = {"order": kind, "order_settings": settings, "router": RouterConfig()}
     return system("sluice", _profile(), sizes, 2, batch="forecast_admission", batch_settings={}, **queue)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from policies.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.order import VirtualDeadlineConfig
 from policies.types import StepCoefficients, StepTimes
+from simulator.cluster import run as simulated
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.metrics import GapHistogram
-from simulator.presets import FEATURES, system
-from simulator.report import Target, parse_target
+from simulator.predictors import predicted
+from simulator.presets import FEATURES, system, without
+from simulator.report import Target, parse_target, summary
+from simulator.workload import length_law, poisson, synthetic
 
 pytestmark = pytest.mark.slow
 
@@ -126,6 +130,19 @@ def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_a
     assert found["cheapest"]["1.0"]["point"]["engine"] == engines[1]
     assert found["cheapest"]["1.0"]["cost"] == pytest.approx(1.0)
     assert set(found["features"]["1.0"]) == {*FEATURES, "everything (against stock)"}
+
+
+def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
+    """One that cannot would cost a simulation for each load, and be shown as measured."""
+    rng = np.random.default_rng(0)
+    drawn = synthetic("drawn", length_law("lognormal:600:1"), length_law("exponential:30"), 140, rng)
+    labelled = replace(drawn.arriving(poisson(20.0, 140, rng)), slo_class=("chat", "batch") * 70)
+    given = predicted(labelled, "noise:0.44", rng)
+    targets = {"chat": Target(ttft_s=0.5, tpot_s=0.02), "batch": Target(ttft_s=10.0, tpot_s=1.0)}
+    engine = EngineConfig(slots=16, total_blocks=300, max_batch_tokens=1024)
+    whole = system("sluice", engine_profile("Llama-3.1-8B@l40s"), engine, 2, targets)
+    numbers = summary(simulated(whole, given))
+    assert not [name for name in FEATURES if summary(simulated(without(name, whole), given)) == numbers]
 
 
 def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> None:
