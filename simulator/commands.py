@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -225,14 +226,14 @@ def _write_json(path: Path | None, numbers: dict[str, Any]) -> None:
 
 
 def _write_plots(options: argparse.Namespace, title: str, text: str, draw: Callable[[Path], None]) -> None:
-    if options.plot is None and options.html is None:
-        return
-    picture = options.plot or options.html.with_suffix(".png")
-    draw(picture)
+    if options.plot is not None:
+        draw(options.plot)
     if options.html is not None:
-        options.html.write_text(plots.page(title, text, [picture]))
-        if options.plot is None:
-            picture.unlink()
+        with TemporaryDirectory() as folder:
+            picture = options.plot or Path(folder, f"{options.html.stem}.png")
+            if options.plot is None:
+                draw(picture)
+            options.html.write_text(plots.page(title, text, [picture]))
 
 
 def _draw_run(finished: Run, path: Path) -> None:

@@ -65,6 +65,15 @@ def test_a_report_needs_no_other_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [page]
 
 
+def test_a_report_leaves_a_picture_of_its_name_beside_it_alone(tmp_path: Path) -> None:
+    kept, asked_for = tmp_path / "report.png", tmp_path / "plot.png"
+    kept.write_text("somebody's own")
+    run("simulate", *FEW, "--html", str(tmp_path / "report.html"))
+    run("simulate", *FEW, "--html", str(tmp_path / "other.html"), "--plot", str(asked_for))
+    assert kept.read_text() == "somebody's own"
+    assert asked_for.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> None:
     trace, out = tmp_path / "mine.csv", tmp_path / "out.json"
     rows = [f"{0.1 * n},200,{20 + n},{'chat' if n % 2 else 'batch'}" for n in range(40)]
