@@ -18,7 +18,7 @@ from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_names, engine_profile
-from simulator.planner import PLANNED, PlanConfig, Tried, ablations, cheapest, contributions, try_all, workers
+from simulator.planner import PLANNED, PlanConfig, Point, Tried, ablations, cheapest, contributions, try_all, workers
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
 from simulator.report import Target, check_targets, parse_target, summary, table
@@ -250,9 +250,7 @@ def make_plan(options: argparse.Namespace) -> None:
     _check_outputs(options)
     workload, config = _workload(options), _plan_config(options)
     check_targets(config.targets, workload, all_classes=True)
-    points = config.points()
-    with tqdm(total=len(points), unit="simulation", disable=None) as bar:
-        tried = try_all(config, points, workload, bar.update, options.processes)
+    tried = _tried(config, config.points(), workload, options.processes)
     lines = [_heading(), *(_line(each) for each in tried), ""]
     answers: dict[str, Any] = {}
     added: dict[str, dict[str, dict[str, float | None]]] = {}
@@ -261,9 +259,7 @@ def make_plan(options: argparse.Namespace) -> None:
         answers[str(load)] = None if best is None else asdict(best)
         lines.append(_answer(load, best, config))
         at = (best or max(tried, key=lambda each: (each.point.load == load, each.attainment))).point
-        changes = contributions(
-            try_all(config, tqdm(ablations(at), disable=None), workload, _nothing, options.processes)
-        )
+        changes = contributions(_tried(config, ablations(at), workload, options.processes))
         added[str(load)] = changes
         lines += _contribution_lines(at.replicas, at.engine, changes)
     text = "\n".join(lines)
@@ -272,8 +268,9 @@ def make_plan(options: argparse.Namespace) -> None:
     _write_plots(options, f"Plan for {workload.name}", text, lambda path: _draw_plan(tried, path))
 
 
-def _nothing() -> None:
-    """A second sweep that shows its own bar."""
+def _tried(config: PlanConfig, points: Sequence[Point], workload: Workload, processes: int) -> list[Tried]:
+    with tqdm(total=len(points), unit="simulation", disable=None) as bar:
+        return try_all(config, points, workload, bar.update, processes)
 
 
 def _plan_config(options: argparse.Namespace) -> PlanConfig:

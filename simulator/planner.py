@@ -111,7 +111,7 @@ def workers(jobs: int) -> int:
 
 
 def try_all(
-    config: PlanConfig, points: Iterable[Point], workload: Workload, on_done: Callable[[], object], processes: int
+    config: PlanConfig, points: Sequence[Point], workload: Workload, on_done: Callable[[], object], processes: int
 ) -> list[Tried]:
     """Every point, in order.
 
@@ -122,11 +122,10 @@ def try_all(
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
     one = partial(_try, config, workload)
-    listed = list(points)
     if processes == 1:
-        return [_noted(one(point), on_done) for point in listed]
+        return [_noted(one(point), on_done) for point in points]
     with ProcessPoolExecutor(max_workers=processes) as pool:
-        return [_noted(tried, on_done) for tried in pool.map(one, listed)]
+        return [_noted(tried, on_done) for tried in pool.map(one, points)]
 
 
 def _noted(tried: Tried, on_done: Callable[[], object]) -> Tried:

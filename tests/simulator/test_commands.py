@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from policies.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.order import VirtualDeadlineConfig
 from policies.types import StepCoefficients, StepTimes
+from simulator import commands, planner
 from simulator.cluster import run as simulated
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.metrics import GapHistogram
+from simulator.planner import Tried, _try
 from simulator.predictors import predicted
 from simulator.presets import FEATURES, system, without
 from simulator.report import Target, parse_target, summary
@@ -160,6 +162,37 @@ def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> Non
         for n in ("1", "2")
     )
     assert one == two
+
+
+class Bar:
+    """Stands for tqdm's, and notes what it was told, in the order of what happens."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, *, total: int, **_: object) -> None:
+        self.events.append(f"of {total}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append("closed")
+
+    def update(self, count: int = 1) -> None:
+        self.events.append("done")
+
+
+def test_both_bars_of_a_plan_move_when_a_simulation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(*arguments: Any) -> Tried:
+        Bar.events.append("runs")
+        return _try(*arguments)
+
+    monkeypatch.setattr(Bar, "events", [])
+    monkeypatch.setattr(commands, "tqdm", Bar)
+    monkeypatch.setattr(planner, "_try", tried)
+    plan(tmp_path / "plan.json", "--requests", "6", "--replicas", "1", "--systems", "stock", "--processes", "1")
+    sweeps = [[f"of {count}", *["runs", "done"] * count, "closed"] for count in (1, len(FEATURES) + 2)]
+    assert Bar.events == sweeps[0] + sweeps[1]
 
 
 def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
