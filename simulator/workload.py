@@ -67,7 +67,15 @@ class Workload:
 
     @classmethod
     def of(
-        cls, name: str, arrival_s: FloatArray, prompt_tokens: IntArray, output_tokens: IntArray, **columns: object
+        cls,
+        name: str,
+        arrival_s: FloatArray,
+        prompt_tokens: IntArray,
+        output_tokens: IntArray,
+        *,
+        cached_tokens: FloatArray | IntArray | None = None,
+        predicted_output_tokens: FloatArray | None = None,
+        slo_class: Sequence[str] | None = None,
     ) -> Self:
         """Sorted by arrival, from 0, with lengths of at least 1.
 
@@ -78,18 +86,16 @@ class Workload:
         n = len(order)
         if not n or not n == len(prompt_tokens) == len(output_tokens):
             raise InputError(f"workload {name} needs equal columns, got {n} arrivals and {len(prompt_tokens)} prompts")
-        labels = columns.get("slo_class")
-        cached, predicted = columns.get("cached_tokens"), columns.get("predicted_output_tokens")
+        cached = np.zeros(n) if cached_tokens is None else cached_tokens
+        predicted = np.full(n, np.nan) if predicted_output_tokens is None else predicted_output_tokens
         return cls(
             name=name,
             arrival_s=np.asarray(arrival_s[order] - arrival_s[order[0]], dtype=np.float64),
             prompt_tokens=np.maximum(np.asarray(prompt_tokens, dtype=np.int64)[order], 1),
             output_tokens=np.maximum(np.asarray(output_tokens, dtype=np.int64)[order], 1),
-            cached_tokens=np.zeros(n, np.int64) if cached is None else np.asarray(cached, dtype=np.int64)[order],
-            predicted_output_tokens=(
-                np.full(n, np.nan) if predicted is None else np.asarray(predicted, dtype=np.float64)[order]
-            ),
-            slo_class=None if labels is None else tuple(np.asarray(labels)[order].tolist()),
+            cached_tokens=np.asarray(cached, dtype=np.int64)[order],
+            predicted_output_tokens=np.asarray(predicted, dtype=np.float64)[order],
+            slo_class=None if slo_class is None else tuple(np.asarray(slo_class)[order].tolist()),
         )
 
     def __len__(self) -> int:
