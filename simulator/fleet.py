@@ -65,7 +65,6 @@ class Fleet:
 
     Attributes:
         engines: every engine there ever was.
-        replica_s: seconds of replicas, summed, up to the last change; `replica_seconds` counts to a given time.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The real predictor's answers come with the trace, as its column predicted_output_tokens.
 
-Sources: the confusion of bins of paper 000, section 6.2 (`policies.multi_bin.neighbour_error_matrix`) and appendix C.1.
+Sources: the confusion of bins of paper 000, section 6.2 (`policies.bin_worth.neighbour_error_matrix`) and appendix C.1.
 The noise in rank is this project's fit to the accuracies of its Table 1: normal scores of the true ranks plus 0.44
 times Student's t with 3 degrees of freedom give 84 % of 2 bins, 63 % of 4 and 41 % of 8 right (ERRATA 0.16).
 """
