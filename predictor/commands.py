@@ -139,13 +139,14 @@ def evaluate(options: argparse.Namespace) -> None:
     judged = read_samples(options.data)
     learn = read_samples(options.learn_from) if options.learn_from else []
     found = evaluation.evaluate(judged, learn, ranker.scores, ranker.curve, options.learn_requests)
-    ceilings = evaluation.ceilings(judged)
     if options.figure:
         from predictor.plots import draw_confusion
 
         draw_confusion(found["mixed"]["checkpoint"], "Length predictor", options.figure)
-    report = evaluation.report(found, ceilings)
-    print(json.dumps(report, indent=2) if options.json else evaluation.as_table(found))
+    if options.json:
+        print(json.dumps(evaluation.report(found, evaluation.ceilings(judged)), indent=2))
+    else:
+        print(evaluation.as_table(found))
 
 
 def export(options: argparse.Namespace) -> None:

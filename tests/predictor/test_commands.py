@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from deployments import cli
+from predictor import evaluation
 from predictor.commands import training_config
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
 
 
 def test_a_predictor_is_trained_and_judged_from_the_command_line(
-    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
     prompts = list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))
@@ -31,6 +32,9 @@ def test_a_predictor_is_trained_and_judged_from_the_command_line(
     assert set(report["sets"]) == {"mixed", "test"}
     assert set(report["sets"]["mixed"]) == {"checkpoint", "prompt_length", "histogram", "one_histogram"}
     assert figure.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.delattr(evaluation, "ceilings")  # only JSON shows them, and they take seconds
+    cli.main(["predictor", "eval", "--checkpoint", str(out), "--data", str(test)])
+    assert capsys.readouterr().out.count("checkpoint") == 2
 
 
 def test_the_request_log_and_kept_prompts_make_training_data(tmp_path: Path) -> None:
