@@ -147,8 +147,6 @@ def _run(
 ) -> Run:
     if options.prefill_replicas is None:
         return run(config, workload, on_progress)
-    if config.clients is not None:
-        raise ConfigError("--prefill-replicas goes with arrival times, not --clients")
     pools = PoolsConfig(
         prefill_replicas=options.prefill_replicas,
         split=_split(options, options.split, 1 if options.split == "always" else 256),

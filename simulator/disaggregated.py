@@ -16,6 +16,7 @@ from functools import partial
 from statistics import fmean
 
 from policies.checks import require_at_least
+from policies.errors import ConfigError
 from policies.placement import work_s
 from policies.prefill_decode import (
     BucketOrder,
@@ -35,6 +36,7 @@ from simulator.requests import Request
 from simulator.workload import Workload
 
 _SHARED_BATCH = 32
+_ONE_POOL = ("clients", "failures", "autoscale", "replica_classes")  # what only a cluster of one pool simulates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,13 @@ def run_disaggregated(
     workload: Workload,
     on_progress: Callable[[int], object] | None = None,
 ) -> Run:
-    """Serve the workload with ``config.replicas`` engines that decode, besides those that prefill."""
+    """Serve the workload with ``config.replicas`` engines that decode, besides those that prefill.
+
+    Raises:
+        ConfigError: the cluster has clients, failures, scaling or reserved replicas, which pools do not know.
+    """
+    if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
+        raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
     requests = workload.requests()
     capacity = config.engine.capacity_tokens
     served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]

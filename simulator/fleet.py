@@ -77,6 +77,7 @@ class Fleet:
         self.engines: list[Engine] = []
         self._router, self._new_engine, self._busy, self._autoscale = router, new_engine, busy, autoscale
         self._joined_s: dict[str, float] = {}
+        self._reserved: dict[str, frozenset[str] | None] = {}
         self._starting = 0
         self._replica_s = 0.0
         self._few_since_s: float | None = None
@@ -94,6 +95,7 @@ class Fleet:
         engine = self._new_engine(f"replica-{len(self.engines)}")
         self.engines.append(engine)
         self._joined_s[engine.replica_id] = now_s
+        self._reserved[engine.replica_id] = slo_classes
         return self._router.join(engine, now_s, slo_classes)
 
     def failure(self, failure: Failure) -> Event:
@@ -106,12 +108,12 @@ class Fleet:
         self._count(replica_id, now_s)
         events = self._router.lose(replica_id, now_s)
         if failure.replaced_after_s is not None:
-            events.append(self._start_later(now_s + failure.replaced_after_s))
+            events.append(self._start_later(now_s + failure.replaced_after_s, self._reserved[replica_id]))
         return events
 
-    def _start_later(self, at_s: float) -> Event:
+    def _start_later(self, at_s: float, slo_classes: frozenset[str] | None = None) -> Event:
         self._starting += 1
-        return Event(at_s, Kind.FLEET, self._started)
+        return Event(at_s, Kind.FLEET, partial(self._started, slo_classes))
 
     def _count(self, replica_id: str, now_s: float) -> None:
         self._replica_s += now_s - self._joined_s.pop(replica_id)
@@ -133,9 +135,9 @@ class Fleet:
         self._shrink(wanted, here, now_s)
         return events
 
-    def _started(self, now_s: float) -> Iterable[Event]:
+    def _started(self, slo_classes: frozenset[str] | None, now_s: float) -> Iterable[Event]:
         self._starting -= 1
-        return self._join(now_s)
+        return self._join(now_s, slo_classes)
 
     def _shrink(self, wanted: int, here: int, now_s: float) -> None:
         """Retire the newest once fewer have been wanted for long enough; never one for another that only starts."""

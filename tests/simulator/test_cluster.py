@@ -276,6 +276,17 @@ def test_a_replica_reserved_for_a_class_takes_no_other() -> None:
     assert {r.slo_class for r in result.requests if r.replica_id == "replica-0"} == {"chat"}
 
 
+def test_a_replacement_is_reserved_as_the_replica_was_that_it_replaces() -> None:
+    labels = tuple("chat" if n % 2 else "batch" for n in range(80))
+    given_work = replace(workload(80, 5.0, seed=8), slo_class=labels)
+    failures = tuple(Failure(replica=n, at_s=at_s, replaced_after_s=1.0) for n, at_s in ((0, 3.0), (2, 8.0)))
+    reserved = (frozenset({"chat"}), None)
+    result = run(small("stock", replica_classes=reserved, failures=failures), given_work)
+    assert_all_served(result)
+    for replica_id in ("replica-2", "replica-3"):
+        assert {r.slo_class for r in result.requests if r.replica_id == replica_id} == {"chat"}
+
+
 def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
     given_work = workload(40, 0.4, seed=9, prompt="constant:300")
     cached = replace(given_work, cached_tokens=np.full(40, 256))

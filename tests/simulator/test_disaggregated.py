@@ -1,5 +1,7 @@
 """Prefill and decode in pools of their own."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from simulator.cluster import ClusterConfig
 from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
+from simulator.fleet import AutoscaleConfig, Failure
 from simulator.planner import PlanConfig, try_all
 from simulator.report import Target
 from simulator.workload import Workload, length_law, poisson, synthetic
@@ -94,6 +97,21 @@ def test_the_plan_gives_prefill_its_share_of_replicas_and_leaves_small_setups_wh
     assert 1 <= planned_prefill_replicas(long_prompts, TIMES, 4) <= 3
     assert planned_prefill_replicas(answers, TIMES, 4) == 0
     assert planned_prefill_replicas(long_prompts, TIMES, 1) == 0
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"clients": 4},
+        {"failures": (Failure(replica=0, at_s=1.0),)},
+        {"autoscale": AutoscaleConfig()},
+        {"replica_classes": (frozenset({"chat"}),)},
+    ],
+)
+def test_what_pools_cannot_simulate_is_refused(unknown: dict[str, Any]) -> None:
+    config = ClusterConfig(times=TIMES, engine=EngineConfig(slots=16, total_blocks=2000), **unknown)
+    with pytest.raises(ConfigError, match="pool for prefill"):
+        run_disaggregated(config, POOLS, workload(10))
 
 
 def test_pools_have_bounds() -> None:
