@@ -20,7 +20,6 @@ from typing import IO, Self
 import numpy as np
 from numpy.random import Generator
 
-from policies.checks import require_positive
 from policies.errors import InputError
 from policies.types import FloatArray, IntArray
 from simulator.requests import Request
@@ -28,21 +27,8 @@ from simulator.requests import Request
 MAX_ROWS = 5_000_000
 _ARRIVAL = ("arrival_s", "t_in_session_s")
 _CLASS = ("slo_class", "class", "client", "agent_kind", "source")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """Tokens for lengths counted otherwise: 1.33 per word holds for plain English only, 4 characters more widely."""
-
-    tokens_per_word: float = 1.33
-    characters_per_token: float = 4.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "tokens_per_word", "characters_per_token")
-
-    def factors(self) -> tuple[tuple[str, float], ...]:
-        """Suffix of a column and tokens per unit, the surest first."""
-        return ("tokens", 1.0), ("chars", 1.0 / self.characters_per_token), ("words", self.tokens_per_word)
+# Suffix of a column and tokens per unit, the surest first: 1.33 per word holds for plain English only.
+_UNITS = (("tokens", 1.0), ("chars", 0.25), ("words", 1.33))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,9 +169,7 @@ def mixed(name: str, *parts: Workload) -> Workload:
     )
 
 
-def read_workload(
-    path: Path, *, rng: Generator, conversion: Conversion | None = None, prompt_tokens: int | None = None
-) -> Workload:
+def read_workload(path: Path, *, rng: Generator, prompt_tokens: int | None = None) -> Workload:
     """Any file of requests or of lengths. Without arrival times in it, all arrive at once.
 
     Sessions of unknown start begin evenly over the first hour, drawn by rng.
@@ -200,11 +184,11 @@ def read_workload(
     try:
         with _opened(path) as file:
             if ".jsonl" in path.name:
-                return _of_rows(name, _json_rows(file), rng, conversion or Conversion(), prompt_tokens)
+                return _of_rows(name, _json_rows(file), rng, prompt_tokens)
             reader = csv.DictReader(file)
             if reader.fieldnames and "probability" in reader.fieldnames:
                 return _of_probabilities(name, list(reader), rng)
-            return _of_rows(name, reader, rng, conversion or Conversion(), prompt_tokens)
+            return _of_rows(name, reader, rng, prompt_tokens)
     except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -221,24 +205,18 @@ def _json_rows(file: IO[str]) -> Iterator[dict[str, str]]:
         yield {**row, "prompt_chars": str(len(row["prompt"]))} if "prompt" in row else row
 
 
-def _of_rows(
-    name: str,
-    rows: Iterable[Mapping[str, str]],
-    rng: Generator,
-    conversion: Conversion,
-    prompt_tokens: int | None,
-) -> Workload:
+def _of_rows(name: str, rows: Iterable[Mapping[str, str]], rng: Generator, prompt_tokens: int | None) -> Workload:
     listed = list(islice(rows, MAX_ROWS + 1))
     if len(listed) > MAX_ROWS:
         raise InputError(f"more than {MAX_ROWS} rows")
     # JSON rows need not all have the same keys.
     columns = dict.fromkeys(column for row in listed for column in row)
     table = {column: [row.get(column, "") for row in listed] for column in columns}
-    outputs = _lengths(table, "output", conversion)
+    outputs = _lengths(table, "output")
     if outputs is None:
         raise InputError(f"needs output_tokens (or _chars, _words), has {', '.join(table) or 'no rows'}")
-    prompts = _lengths(table, "prompt", conversion)
-    prompts = _lengths(table, "context", conversion) if prompts is None else prompts
+    prompts = _lengths(table, "prompt")
+    prompts = _lengths(table, "context") if prompts is None else prompts
     if prompts is None:
         if prompt_tokens is None:
             raise InputError("has no prompt lengths: name one with prompt_tokens (--prompt-tokens)")
@@ -262,8 +240,8 @@ def _column(table: Mapping[str, list[str]], name: str, *, missing: float) -> Flo
     return np.array([missing if value in (None, "") else float(value) for value in table[name]])
 
 
-def _lengths(table: Mapping[str, list[str]], what: str, conversion: Conversion) -> IntArray | None:
-    for suffix, factor in conversion.factors():
+def _lengths(table: Mapping[str, list[str]], what: str) -> IntArray | None:
+    for suffix, factor in _UNITS:
         values = table.get(f"{what}_{suffix}")
         if values is not None and all(value not in (None, "") for value in values):
             return np.rint(np.array([float(value) for value in values]) * factor).astype(np.int64)
