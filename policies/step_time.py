@@ -210,12 +210,9 @@ class StepTimeModel:
         """What was observed of this kind so far weighs less from now on; the form stays until new steps come."""
         self._forms[kind].fade()
 
-    def steps_seen(self, kind: Phase) -> int:
-        """Steps that held only prefill, only decodes, or both."""
-        return self._forms[kind].steps
-
     def measured(self, kind: Phase) -> bool:
-        return self.steps_seen(kind) >= self.config.min_steps
+        """Whether it has seen enough steps that held only prefill, only decodes, or both."""
+        return self._forms[kind].steps >= self.config.min_steps
 
     def times(self) -> StepTimes | None:
         """The three forms as they stand; None while there is neither a prior nor one measured kind.
@@ -265,7 +262,7 @@ def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
 
 
 def _complete(known: dict[Phase, StepCoefficients]) -> StepTimes:
-    mixed = known.get(Phase.MIXED) or _joined(known.get(Phase.PREFILL), known.get(Phase.DECODE))
+    mixed = known.get(Phase.MIXED) or joined(known.get(Phase.PREFILL), known.get(Phase.DECODE))
     prefill = known.get(Phase.PREFILL) or StepCoefficients(overhead_s=mixed.overhead_s, prefill_s=mixed.prefill_s)
     decode = known.get(Phase.DECODE) or StepCoefficients(
         overhead_s=mixed.overhead_s, decode_s=mixed.decode_s, kv_s=mixed.kv_s
@@ -273,7 +270,8 @@ def _complete(known: dict[Phase, StepCoefficients]) -> StepTimes:
     return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
 
 
-def _joined(prefill: StepCoefficients | None, decode: StepCoefficients | None) -> StepCoefficients:
+def joined(prefill: StepCoefficients | None, decode: StepCoefficients | None) -> StepCoefficients:
+    """The mixed form where none was measured: both slopes, and the larger overhead."""
     p, d = prefill or StepCoefficients(overhead_s=0.0), decode or StepCoefficients(overhead_s=0.0)
     return StepCoefficients(
         overhead_s=max(p.overhead_s, d.overhead_s), prefill_s=p.prefill_s, decode_s=d.decode_s, kv_s=d.kv_s

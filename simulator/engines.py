@@ -18,10 +18,9 @@ from functools import cache
 from pathlib import Path
 
 from policies.errors import ConfigError, InputError
-from policies.step_time import StepTimeConfig, StepTimeModel
-from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+from policies.types import Phase, StepCoefficients, StepTimes
 from simulator.engine import StepClock
-from simulator.kernels import DATA, built_in, built_in_clock, linear_fit
+from simulator.kernels import DATA, built_in, built_in_clock, fitted, linear_fit
 from simulator.profiles import COLUMNS, ProfileRow, calibrated, read_profile, step_times
 
 _MEMORY_SHARE = 0.9
@@ -116,7 +115,7 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
             reader = csv.DictReader(file)
             if set(COLUMNS) <= set(reader.fieldnames or ()):
                 return calibrated(path), None
-            return _fitted(list(reader)), None
+            return fitted([_step(row) for row in reader]), None
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"cannot read the calibration {path}: {error!r}") from error
 
@@ -127,25 +126,5 @@ def _coefficients(found: dict[str, dict[str, float]]) -> tuple[StepTimes, int | 
     return StepTimes(**forms), None if cache_tokens is None else int(str(cache_tokens))
 
 
-def _fitted(rows: list[dict[str, str]]) -> StepTimes:
-    model = StepTimeModel(StepTimeConfig(forgetting=1.0))
-    for row in rows:
-        prefill, decodes, kv_tokens = (int(row[name]) for name in ("prefill_tokens", "decode_requests", "kv_tokens"))
-        model.observe(
-            StepResult(
-                now_s=0.0,
-                step_s=float(row["step_s"]),
-                phase=Phase.MIXED,
-                prefill_tokens=prefill,
-                prefill_requests=int(prefill > 0),
-                decode_requests=decodes,
-                kv_tokens=kv_tokens,
-                max_batch_size=1,
-                running_count=decodes,
-                waiting_count=0,
-            )
-        )
-    times = model.times()
-    if times is None:
-        raise InputError(f"{len(rows)} steps are too few to fit step times to")
-    return times
+def _step(row: dict[str, str]) -> tuple[int, int, int, float]:
+    return int(row["prefill_tokens"]), int(row["decode_requests"]), int(row["kv_tokens"]), float(row["step_s"])

@@ -157,40 +157,50 @@ def built_in_clock(name: str) -> KernelClock:
     return read_kernels(DATA / f"{name}.csv")
 
 
-def linear_fit(clock: StepClock, *, max_batch_tokens: int = 8192, slots: int = 256, context: int = 8192) -> StepTimes:
+def linear_fit(clock: StepClock, *, max_batch_tokens: int = 8192) -> StepTimes:
     """The linear forms that a policy would learn on such an engine: `StepTimeModel` over a grid of steps."""
-    model = StepTimeModel(StepTimeConfig(forgetting=1.0))
-    for prefill, decodes, each in _typical_steps(max_batch_tokens, slots, context):
-        kv_tokens = decodes * each
-        step_s = clock.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=kv_tokens)
-        model.observe(_result(prefill, decodes, kv_tokens, step_s))
-    times = model.times()
-    assert times is not None
-    return times
-
-
-def _typical_steps(max_batch_tokens: int, slots: int, context: int) -> Iterator[tuple[int, int, int]]:
-    chunks = [0, *(size for size in (64, 256, 512, 1024, 2048, 4096, 8192) if size <= max_batch_tokens)]
-    decodes = [0, *(count for count in (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512) if count <= slots)]
-    contexts = [size for size in (128, 512, 1024, 2048, 4096, 8192) if size <= context]
-    for chunk, count, each in product(chunks, decodes, contexts):
-        if chunk or count:
-            yield chunk, count, each if count else 0
-
-
-def _result(prefill: int, decodes: int, kv_tokens: int, step_s: float) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=step_s,
-        phase=Phase.MIXED,
-        prefill_tokens=prefill,
-        prefill_requests=int(prefill > 0),
-        decode_requests=decodes,
-        kv_tokens=kv_tokens,
-        max_batch_size=1,
-        running_count=decodes,
-        waiting_count=0,
+    return fitted(
+        [
+            (prefill, decodes, kv, clock.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=kv))
+            for prefill, decodes, kv in _typical_steps(max_batch_tokens)
+        ]
     )
+
+
+def _typical_steps(max_batch_tokens: int) -> Iterator[tuple[int, int, int]]:
+    chunks = [0, *(size for size in (64, 256, 512, 1024, 2048, 4096, 8192) if size <= max_batch_tokens)]
+    contexts = (128, 512, 1024, 2048, 4096, 8192)
+    for chunk, count, each in product(chunks, (0, 1, 4, 16, 32, 64, 96, 128, 192, 256), contexts):
+        if chunk or count:
+            yield chunk, count, count * each
+
+
+def fitted(steps: Sequence[tuple[int, int, int, float]]) -> StepTimes:
+    """`StepTimeModel` over all steps alike, each as prefill tokens, decode requests, tokens of context and seconds.
+
+    Raises:
+        InputError: they are too few.
+    """
+    model = StepTimeModel(StepTimeConfig(forgetting=1.0))
+    for prefill, decodes, kv_tokens, step_s in steps:
+        model.observe(
+            StepResult(
+                now_s=0.0,
+                step_s=step_s,
+                phase=Phase.MIXED,
+                prefill_tokens=prefill,
+                prefill_requests=int(prefill > 0),
+                decode_requests=decodes,
+                kv_tokens=kv_tokens,
+                max_batch_size=1,
+                running_count=decodes,
+                waiting_count=0,
+            )
+        )
+    times = model.times()
+    if times is None:
+        raise InputError(f"{len(steps)} steps are too few to fit step times to")
+    return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from policies.errors import ConfigError, InputError
+from policies.step_time import joined
 from policies.types import StepCoefficients, StepTimes
 
 MAX_ROWS = 100_000
@@ -139,13 +140,7 @@ def step_times(
         overhead_s=max(0.0, chosen[0].prefill_overhead_s), prefill_s=max(0.0, chosen[0].prefill_s_per_token)
     )
     decode = _decode_form(chosen)
-    mixed = chosen[0].mixed or StepCoefficients(
-        overhead_s=max(prefill.overhead_s, decode.overhead_s),
-        prefill_s=prefill.prefill_s,
-        decode_s=decode.decode_s,
-        kv_s=decode.kv_s,
-    )
-    return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
+    return StepTimes(prefill=prefill, decode=decode, mixed=chosen[0].mixed or joined(prefill, decode))
 
 
 def calibrated(profile: Path) -> StepTimes:

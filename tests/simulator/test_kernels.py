@@ -11,6 +11,7 @@ from policies.errors import ConfigError, InputError
 from simulator.engines import cache_tokens_of, engine_names, engine_profile, read_calibration
 from simulator.kernels import Grid, KernelClock, Row, built_in, built_in_clock, linear_fit
 
+_ONE_STEP = "prefill_tokens,decode_requests,kv_tokens,step_s\n1,0,0,0.1\n"
 LINEAR: list[Row] = [
     *(("dense", n, 0, 0, 5000.0 + 20.0 * n) for n in (1, 1024)),
     *(("sequence", n, 0, 0, 3.0 * n) for n in (1, 64)),
@@ -92,7 +93,12 @@ def test_a_calibration_of_steps_is_fitted_and_one_of_coefficients_taken_as_it_is
 
 
 def test_a_calibration_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
-    for name, text in (("a.json", "{}"), ("b.csv", "prefill_tokens\n1\n"), ("c.json", "not json")):
+    for name, text in (
+        ("a.json", "{}"),
+        ("b.csv", "prefill_tokens\n1\n"),
+        ("c.json", "not json"),
+        ("d.csv", _ONE_STEP),
+    ):
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(InputError, match=name):
