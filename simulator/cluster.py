@@ -138,16 +138,26 @@ def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
     )
 
 
+def admitted(config: ClusterConfig, workload: Workload) -> tuple[list[Request], list[Request]]:
+    """Fresh requests that fit into an engine's cache, and those that never could."""
+    requests = workload.requests()
+    capacity = config.engine.capacity_tokens
+    served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
+    refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
+    return served, refused
+
+
+def end_s(served: Iterable[Request]) -> float:
+    return max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
+
+
 def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object] | None = None) -> Run:
     """Serve the workload to its end. Requests too long for an engine's cache are refused, not served.
 
     Args:
         on_progress: told how many requests ended, now and then.
     """
-    requests = workload.requests()
-    capacity = config.engine.capacity_tokens
-    served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
-    refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
+    served, refused = admitted(config, workload)
     router = new_router(config)
     source = Source(served, config.clients, router.arrive)
 
@@ -168,7 +178,7 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
     loop.add(fleet.failure(failure) for failure in config.failures)
     loop.add(source.start())
     loop.run()
-    last_s = max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
+    last_s = end_s(served)
     return Run(served, refused, fleet.engines, last_s, fleet.replica_seconds(last_s), loop.events)
 
 
@@ -205,5 +215,4 @@ def run_gang(
     loop = EventLoop()
     loop.add(Source(requests, None, arrive).start())
     loop.run()
-    last_s = max(request.finished_s or 0.0 for request in requests)
-    return GangRun(requests, cluster, last_s, loop.events)
+    return GangRun(requests, cluster, end_s(requests), loop.events)

@@ -29,7 +29,7 @@ from policies.prefill_decode import (
     prefill_slots,
 )
 from policies.types import RequestView, StepTimes
-from simulator.cluster import ClusterConfig, Run, Source, new_router
+from simulator.cluster import ClusterConfig, Run, Source, admitted, end_s, new_router
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine
 from simulator.requests import Request
@@ -146,9 +146,7 @@ class _Pools:
 
 def _reader(config: ClusterConfig, workload: Workload) -> ClusterConfig:
     """An engine that only prefills: plain batches, and as many prompts as fit two of its steps."""
-    requests = workload.requests()
-    mean_tokens = sum(request.prompt_tokens for request in requests) / max(1, len(requests))
-    fitting = prefill_slots(config.engine.max_batch_tokens, max(1.0, mean_tokens))
+    fitting = prefill_slots(config.engine.max_batch_tokens, float(workload.prompt_tokens.mean()))
     engine = replace(config.engine, slots=min(config.engine.slots, fitting))
     return replace(config, engine=engine, batch="stock", batch_settings={})
 
@@ -166,14 +164,11 @@ def run_disaggregated(
     """
     if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
         raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
-    requests = workload.requests()
-    capacity = config.engine.capacity_tokens
-    served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
-    refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
+    served, refused = admitted(config, workload)
     both = _Pools(config, pools, workload, on_progress or (lambda count: None))
     loop = EventLoop()
     loop.add(both.start())
     loop.add(Source(served, None, both.arrive).start())
     loop.run()
-    last_s = max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
+    last_s = end_s(served)
     return Run(served, refused, both.engines, last_s, last_s * len(both.engines), loop.events)

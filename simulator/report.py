@@ -45,7 +45,7 @@ def parse_target(text: str) -> tuple[str, Target]:
 
 def check_targets(targets: Mapping[str, Target], workload: Workload, *, all_classes: bool) -> None:
     """Raises InputError: a target is of a class that the workload has not, or of ``all_classes`` one has none."""
-    classes = {request.slo_class for request in workload.requests()}
+    classes: set[str | None] = set(workload.slo_class or (None,))
     if unknown := targets.keys() - classes - {EVERY_CLASS}:
         has = ", ".join(sorted(name for name in classes if name)) or "none (a trace names them in the column slo_class)"
         raise InputError(f"targets of classes that no request has: {', '.join(sorted(unknown))}; there are: {has}")
