@@ -13,7 +13,6 @@ from policies.errors import ConfigError
 from policies.gang import GangConfig
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import Order
-from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig
 from policies.registry import Family, build, kinds
 from policies.types import BatchPolicy, StepTimes
 from simulator.core import Event, EventLoop, Kind
@@ -132,7 +131,6 @@ def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
         config.router,
         order=order or build(config.order, **config.order_settings),
         placement=build(config.placement),
-        work=LeastOutstandingWork(LeastOutstandingWorkConfig()),
         step_times=config.times,
         bins=MultiBin(config.bins) if config.bins else None,
     )

@@ -14,7 +14,7 @@ class Request:
         predicted_output_tokens: what a predictor says, or None.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
-        key: what the router ordered it by.
+        work_s, key: what the router took it to cost, and ordered it by.
         entered_s: when it came to the engine that holds it.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
     """
@@ -27,6 +27,7 @@ class Request:
     cached_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None
+    work_s: float = 0.0
     key: float = 0.0
     entered_s: float | None = None
     generated_tokens: int = 0

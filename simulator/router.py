@@ -13,7 +13,7 @@ from typing import Literal
 from policies.checks import require_at_least
 from policies.multi_bin import MultiBin
 from policies.order import Order
-from policies.placement import LeastOutstandingWork, Placement
+from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
 from simulator.core import Event
 from simulator.engine import Engine
@@ -58,18 +58,18 @@ class Router:
         *,
         order: Order,
         placement: Placement,
-        work: LeastOutstandingWork,
         step_times: StepTimes,
         bins: MultiBin | None = None,
     ) -> None:
         self.config = config
         self.waiting = 0
-        self._order, self._placement, self._work, self._bins = order, placement, work, bins
-        self._step_times = step_times
+        self._order, self._placement, self._bins = order, placement, bins
+        self._work = LeastOutstandingWork(LeastOutstandingWorkConfig())
+        self._empty_view = ReplicaView(replica_id="", credit=0, step_times=step_times)
         self._engines: dict[str, Engine] = {}
         self._views: dict[str, ReplicaView] = {}
         self._queues: dict[str | None, _Queue] = {}
-        self._work_s: dict[str, float] = {}
+        self._held = 0
         self._sequence = 0
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
         self._offered: dict[str, int] = {}
@@ -78,17 +78,17 @@ class Router:
     @property
     def ongoing(self) -> int:
         """Requests that wait here or are held by a replica."""
-        return self.waiting + len(self._work_s)
+        return self.waiting + self._held
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
         ahead = self.config.credit_lookahead
         self._engines[engine.replica_id] = engine
         self._offered[engine.replica_id], self._asked_s[engine.replica_id] = engine.config.slots, now_s
-        self._views[engine.replica_id] = ReplicaView(
+        self._views[engine.replica_id] = replace(
+            self._empty_view,
             replica_id=engine.replica_id,
             credit=1 << 40 if ahead is None else engine.config.slots + ahead,
-            step_times=self._step_times,
             slo_classes=slo_classes,
         )
         return self._dispatch(now_s)
@@ -101,7 +101,7 @@ class Router:
         """A replica is gone; what it held waits again, with the tokens that were sent."""
         self.leave(replica_id)
         for request in self._engines.pop(replica_id).stop():
-            self._work_s.pop(request.request_id)
+            self._held -= 1
             request.moves += 1
             self._enqueue(request)
         return self._dispatch(now_s)
@@ -118,12 +118,11 @@ class Router:
         return self._dispatch(now_s)
 
     def _enqueue(self, request: Request) -> None:
-        work_s = self._estimated_work_s(request)
-        key = self._order.key(request.arrival_s, request.slo_class, work_s, request.prompt_tokens)
-        request.key = key
+        request.work_s = self._work.request_work_s(self._empty_view, request.view())
+        request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
         self._sequence += 1
         queue = self._queues.setdefault(request.slo_class, [])
-        heappush(queue, (key, request.class_index, self._sequence, request))
+        heappush(queue, (request.key, request.class_index, self._sequence, request))
         self.waiting += 1
 
     def _ask_again(self, now_s: float) -> None:
@@ -136,10 +135,6 @@ class Router:
                 more, self._offered[replica_id] = offered - self._offered[replica_id], offered
                 self._views[replica_id] = replace(view, credit=view.credit + more)
                 self._asked_s[replica_id] = now_s
-
-    def _estimated_work_s(self, request: Request) -> float:
-        view = ReplicaView(replica_id="", credit=0, step_times=self._step_times)
-        return self._work.request_work_s(view, request.view())
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events: list[Event] = []
@@ -162,19 +157,20 @@ class Router:
 
     def _put_on(self, request: Request, replica_id: str) -> None:
         view = self._views[replica_id]
-        work_s = self._work.request_work_s(view, request.view())
         request.replica_id = replica_id
-        self._work_s[request.request_id] = work_s
-        self._views[replica_id] = replace(view, credit=view.credit - 1, outstanding_s=view.outstanding_s + work_s)
+        self._held += 1
+        outstanding_s = view.outstanding_s + request.work_s
+        self._views[replica_id] = replace(view, credit=view.credit - 1, outstanding_s=outstanding_s)
 
     def finished(self, now_s: float, engine: Engine, requests: Iterable[Request]) -> list[Event]:
         """A replica ended requests: their slots and work are free again."""
         work_s, count = 0.0, 0
         for request in requests:
-            work_s += self._work_s.pop(request.request_id)
+            work_s += request.work_s
             count += 1
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)
+        self._held -= count
         view = self._views.get(engine.replica_id)
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)
