@@ -37,7 +37,7 @@ from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import PaddedTimes
 from simulator.plots import figure, save
 from simulator.presets import system
-from simulator.reproduce.common import Setting, saturated, spread, steady_rate, table
+from simulator.reproduce.common import Setting, fixed_bins, saturated, spread, steady_rate, table
 from simulator.router import RouterConfig
 from simulator.workload import Workload, gamma_bursts
 
@@ -131,7 +131,7 @@ def _gang(answers: Answers, job: tuple[str, int, int]) -> list[float]:
     chosen = rng.choice(served, GANG_REQUESTS)
     lengths = traffic["known"].output_tokens[past]
     edges = optimal_edges(lengths, k, GANG, resolution=512)
-    binned = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    binned = fixed_bins(edges)
     plain = _gang_rate(traffic["known"].rows(chosen), MultiBinConfig(bins=1))
     return [_gang_rate(traffic[source].rows(chosen), binned) / plain for source in SOURCES]
 
@@ -150,7 +150,7 @@ def gang(setting: Setting, answers: Answers) -> FloatArray:
 
 def gang_table(found: FloatArray) -> list[str]:
     rows = [
-        (name, k, *(f"×{spread(found[i, j, :, s].tolist())}" for s in range(len(SOURCES))))
+        (name, k, *(f"×{spread(found[i, j, :, s])}" for s in range(len(SOURCES))))
         for (i, name), (j, k) in product(enumerate(TRAFFIC), enumerate(BINS))
     ]
     return table(("traffic", "bins", *SOURCES.values()), rows)
@@ -195,9 +195,9 @@ def _against_first(values: FloatArray) -> list[str]:
     """Of shape (runs, sources). A count of which the first may be 0 is given as it is."""
     first = values[:, 0]
     if not first.all():
-        return [spread(source.tolist()) for source in values.T]
+        return [spread(source) for source in values.T]
     changes = 100.0 * (values[:, 1:] / first[:, None] - 1.0)
-    return [spread(first.tolist()), *(_change(source.tolist()) for source in changes.T)]
+    return [spread(first), *(_change(source.tolist()) for source in changes.T)]
 
 
 def _change(percents: Sequence[float]) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from policies.errors import InputError
+from policies.multi_bin import MultiBinConfig
+from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.predictors import predicted
 from simulator.workload import Workload, read_workload
@@ -68,11 +70,16 @@ class Setting:
             return list(bar(pool.map(task, listed)))
 
 
-def mean(values: Sequence[float]) -> float:
+def fixed_bins(edges: FloatArray) -> MultiBinConfig:
+    """Bins between these edges, shape (bins + 1,), whatever lengths come."""
+    return MultiBinConfig(bins=len(edges) - 1, rule="fixed", initial_edges=tuple(edges.tolist()))
+
+
+def mean(values: Sequence[float] | FloatArray) -> float:
     return float(np.mean(values))
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float] | FloatArray) -> str:
     """Median and range."""
     return f"{np.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from policies.bin_edges import equal_mass_edges, exponential_edges
+from policies.bin_edges import equal_mass_edges, exponential_edges, uniform_edges
 from policies.bin_worth import (
     exponential_service_bound,
     latency_uniform,
@@ -16,13 +16,12 @@ from policies.bin_worth import (
     throughput_uniform_with_errors,
 )
 from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import GangRun, run_gang
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, mean, table
+from simulator.reproduce.common import Setting, fixed_bins, mean, table
 from simulator.workload import Workload, length_law, poisson, synthetic
 
 # Tokens per unit of the paper's time: lengths are whole tokens here.
@@ -43,15 +42,6 @@ def _full(batch_size: int) -> GangConfig:
     return GangConfig(batch_size=batch_size, max_wait_s=math.inf)
 
 
-def _edges(inner: Sequence[float]) -> tuple[float, ...]:
-    return (0.0, *(float(edge) for edge in inner), float("inf"))
-
-
-def _uniform_bins(k: int) -> MultiBinConfig:
-    inner = np.linspace(UNIT, 20 * UNIT, k + 1)[1:-1]
-    return MultiBinConfig(bins=k, rule="fixed", initial_edges=_edges(inner.tolist()))
-
-
 def _uniform(case: _Case) -> Workload:
     rng = np.random.default_rng(case.seed)
     law = length_law(f"uniform:{UNIT}:{20 * UNIT}")
@@ -62,7 +52,16 @@ def _uniform(case: _Case) -> Workload:
 
 
 def _run_uniform(case: _Case) -> GangRun:
-    return run_gang(_full(128), _uniform_bins(case.k), _TIMES, _uniform(case))
+    return run_gang(_full(128), fixed_bins(uniform_edges(case.k, UNIT, 20 * UNIT)), _TIMES, _uniform(case))
+
+
+def _by_rate(
+    setting: Setting, task: Callable[[_Case], object], bins: Sequence[int], rates: Sequence[float]
+) -> FloatArray:
+    """Means over the runs, shape (bins, rates), or (bins, rates, 2) where the task gives pairs."""
+    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
+    found = np.array(setting.each(task, cases), dtype=np.float64)
+    return np.asarray(found.reshape(len(bins), len(rates), setting.runs, *found.shape[1:]).mean(axis=2))
 
 
 def _throughput(case: _Case) -> float:
@@ -76,8 +75,7 @@ def _latency(case: _Case) -> float:
 def figure_3(setting: Setting) -> list[str]:
     """Throughput against arrival rate; B = 128, lengths uniform on [1, 20], one server."""
     bins, rates = (1, 2, 3, 4, 5), (2.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0)
-    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
-    found = np.array(setting.each(_throughput, cases)).reshape(len(bins), len(rates), setting.runs).mean(axis=2)
+    found = _by_rate(setting, _throughput, bins, rates)
     _draw(setting, "000_figure_3", bins, rates, found, "throughput", _throughput_line)
     rows = [
         (k, float(line.max()), _most(k), f"{line.max() / _most(k) - 1:+.2%}")
@@ -117,8 +115,7 @@ def _draw(
 def figure_4(setting: Setting) -> list[str]:
     """Latency against arrival rate; B = 128, lengths uniform on [1, 20], one server, k = 1, 2, 3."""
     bins, rates = (1, 2, 3), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
-    found = np.array(setting.each(_latency, cases)).reshape(len(bins), len(rates), setting.runs).mean(axis=2)
+    found = _by_rate(setting, _latency, bins, rates)
     _draw(setting, "000_figure_4", bins, rates, np.minimum(found, 300.0), "latency (cut at 300)", _latency_line)
     rows = [
         (k, rate, float(latency), _latency_line(k, rate), f"{latency / _latency_line(k, rate) - 1:+.1%}")
@@ -137,10 +134,7 @@ def figure_6(setting: Setting) -> list[str]:
     """Throughput and latency of 8 servers with B = 8 on answers to GSM8K, equiprobable bins, oracle lengths."""
     source = setting.workload("gsm8k")
     bins, rates = (1, 2, 4, 8, 16, 32), (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0)
-    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
-    found = setting.each(partial(_gsm8k, source), cases)
-    shape = (len(bins), len(rates), setting.runs)
-    throughput, latency = (np.array([pair[at] for pair in found]).reshape(shape).mean(axis=2) for at in (0, 1))
+    throughput, latency = np.moveaxis(_by_rate(setting, partial(_gsm8k, source), bins, rates), 2, 0)
     _draw(setting, "000_figure_6_throughput", bins, rates, throughput, "requests per second", None)
     _draw(setting, "000_figure_6_latency", bins, rates, np.minimum(latency, 60.0), "latency, s (cut at 60)", None)
     best, most = latency.argmin(axis=1), throughput.max(axis=1)
@@ -155,8 +149,7 @@ def _gsm8k(source: Workload, case: _Case) -> tuple[float, float]:
     rng = np.random.default_rng(case.seed)
     count = 16_000
     work = predicted(source.sample(count, rng).arriving(poisson(case.rate, count, rng)), "oracle", rng)
-    edges = tuple(equal_mass_edges(work.output_tokens, case.k).tolist())
-    bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=edges)
+    bins = fixed_bins(equal_mass_edges(work.output_tokens, case.k))
     result = run_gang(_full(8), bins, LengthTimes(s_per_token=0.025), work, replicas=8)
     return result.throughput, result.mean_latency_s
 
@@ -183,14 +176,11 @@ def _error_line(k: int, error: float) -> float:
 def figure_9(setting: Setting) -> list[str]:
     """Throughput and latency for exponential lengths, mu = 0.1, B = 200, N = 200 000, edges of Lemma A.1."""
     bins, rates = (1, 2, 3, 4, 5), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
-    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
-    found = setting.each(_exponential, cases)
-    shape = (len(bins), len(rates), setting.runs)
-    throughput, latency = (np.array([pair[at] for pair in found]).reshape(shape).mean(axis=2) for at in (0, 1))
+    throughput, latency = np.moveaxis(_by_rate(setting, _exponential, bins, rates), 2, 0)
     _draw(setting, "000_figure_9a", bins, rates, throughput, "throughput", _exponential_line)
     _draw(setting, "000_figure_9b", bins, rates, np.minimum(latency, 1500.0), "latency (cut at 1500)", None)
     rows = [
-        (k, float(line.max()), 200.0 / exponential_service_bound(k, 0.1, 200), mean(latency[i][:2].tolist()))
+        (k, float(line.max()), 200.0 / exponential_service_bound(k, 0.1, 200), mean(latency[i][:2]))
         for i, (k, line) in enumerate(zip(bins, throughput, strict=True))
     ]
     heading = ("k", "highest throughput, simulated", "bound of equation 60 (corrected)", "latency at rates 1, 2")
@@ -206,7 +196,5 @@ def _exponential(case: _Case) -> tuple[float, float]:
     count = 200_000
     drawn = synthetic("exponential", length_law("constant:1"), length_law(f"exponential:{10 * UNIT}"), count, rng)
     work = predicted(drawn.arriving(poisson(case.rate, count, rng)), "oracle", rng)
-    edges = exponential_edges(case.k, 0.1 / UNIT, 200)
-    bins = MultiBinConfig(bins=case.k, rule="fixed", initial_edges=tuple(edges.tolist()))
-    result = run_gang(_full(200), bins, _TIMES, work)
+    result = run_gang(_full(200), fixed_bins(exponential_edges(case.k, 0.1 / UNIT, 200)), _TIMES, work)
     return result.throughput, result.mean_latency_s

@@ -115,8 +115,8 @@ def table_1(setting: Setting) -> list[str]:
     found = np.array(setting.each(_tokens_per_s, jobs)).reshape(len(_TABLE_1), len(systems), setting.runs)
     rows = []
     for row, results in zip(_TABLE_1, found, strict=True):
-        gains = [f"{spread((100 * (each / results[0] - 1)).tolist())} %" for each in results[1:]]
-        rows.append((row.model, row.static, row.dynamic, f"{mean(results[0].tolist()):.0f}", *gains))
+        gains = [f"{spread(100 * (each / results[0] - 1))} %" for each in results[1:]]
+        rows.append((row.model, row.static, row.dynamic, f"{mean(results[0]):.0f}", *gains))
     heading = (
         "model", "paper: static", "paper: dynamic", "simulated: static", "eq. 12", "forecast", "1024 slots, no policy"
     )  # fmt: skip
@@ -151,7 +151,7 @@ def table_2(setting: Setting) -> list[str]:
     found = np.array(setting.each(_capacity, jobs)).reshape(len(_TABLE_2), len(systems), setting.runs)
     rows = []
     for row, results in zip(_TABLE_2, found, strict=True):
-        ours = [spread(each.tolist()) for each in results]
+        ours = [spread(each) for each in results]
         lengths = f"{row.prompts.split(':')[1]} / {row.outputs.split(':')[1]}"
         rows.append((row.model, lengths, row.static, row.dynamic, *ours))
     heading = (

@@ -19,14 +19,12 @@ from policies.buckets import (
     optimal_bucket_edges,
 )
 from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
-from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import ClusterConfig, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import PaddedTimes
-from simulator.reproduce.common import Setting, drawn, mean, table
+from simulator.reproduce.common import Setting, drawn, fixed_bins, mean, table
 from simulator.requests import Request
 from simulator.workload import Workload, mixed, poisson
 
@@ -122,9 +120,8 @@ def _attainment(label: str, work: Workload, rate: float, seed: int) -> float:
     if label == "continuous batching":
         return _share_met(run(ClusterConfig(times=_profile().times, engine=_engine()), arriving).requests)
     k = 4 if label == "4 buckets" else 1
-    edges: FloatArray = optimal_bucket_edges(work.prompt_tokens, k)
     # The bins' assignment works on any length: here it is the prompt's, which makes them buckets.
-    bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    bins = fixed_bins(optimal_bucket_edges(work.prompt_tokens, k))
     by_prompt = _by_prompt(arriving)
     config = GangConfig(batch_size=_BATCH, max_wait_s=4.0)
     return _share_met(run_gang(config, bins, PaddedTimes(times=_profile().times), by_prompt).requests)

@@ -97,10 +97,8 @@ def balance(setting: Setting) -> list[str]:
     rows = []
     for (engine, name, mixing), (mixed, exclusive) in zip(keys, found, strict=True):
         published = _WORKLOADS[name][2:] if engine.endswith("H200") else ("-", "-", "-")
-        gain = f"{spread((100 * (exclusive / mixed - 1)).tolist())} %"
-        rows.append(
-            (engine, name, *published, mixing, f"{mean(mixed.tolist()):.0f}", f"{mean(exclusive.tolist()):.0f}", gain)
-        )
+        gain = f"{spread(100 * (exclusive / mixed - 1))} %"
+        rows.append((engine, name, *published, mixing, f"{mean(mixed):.0f}", f"{mean(exclusive):.0f}", gain))
     heading = (
         "engine", "workload", "published v1", "published EB", "published gain", "mixed step", "v1", "EB", "gain"
     )  # fmt: skip

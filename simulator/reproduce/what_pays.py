@@ -25,7 +25,7 @@ from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, drawn, saturated, spread, steady_rate, table
+from simulator.reproduce.common import Setting, drawn, fixed_bins, saturated, spread, steady_rate, table
 from simulator.router import RouterConfig
 from simulator.workload import Workload, gamma_bursts, length_law, mixed, poisson, synthetic
 
@@ -52,7 +52,7 @@ def _config(cache_tokens: int = 500_000, slots: int = _SLOTS, engine: str = _ENG
     return ClusterConfig(times=profile.times, clock=profile.clock, engine=sizes, **changes)
 
 
-def _percent(ratios: Sequence[float]) -> str:
+def _percent(ratios: FloatArray) -> str:
     """Median and range of relative changes."""
     changes = [100.0 * (ratio - 1.0) for ratio in ratios]
     return f"{np.median(changes):+.1f} % [{min(changes):+.1f}, {max(changes):+.1f}]"
@@ -77,7 +77,7 @@ def gang_bins(setting: Setting) -> list[str]:
     ]
     found = np.array(setting.each(partial(_gang_gain, sources), jobs)).reshape(len(_SETS), 3, 4, setting.runs)
     rows = [
-        (name, k, *(f"x{spread(found[i, j, m].tolist())}" for m in range(4)))
+        (name, k, *(f"x{spread(found[i, j, m])}" for m in range(4)))
         for i, name in enumerate(_SETS)
         for j, k in enumerate((2, 4, 8))
     ]
@@ -98,8 +98,7 @@ def _gang_gain(sources: Mapping[str, Workload], job: _Gang) -> float:
 def _gang_rate(work: Workload, past: Workload, k: int, rule: str) -> float:
     sample = past.output_tokens[:8192]
     edges = optimal_edges(sample, k, 8, resolution=512) if rule == "optimal" else equal_mass_edges(sample, k)
-    bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
-    return run_gang(_FULL, bins, LengthTimes(s_per_token=0.025), work).throughput
+    return run_gang(_FULL, fixed_bins(edges), LengthTimes(s_per_token=0.025), work).throughput
 
 
 def gang_low_load(setting: Setting) -> list[str]:
@@ -113,7 +112,7 @@ def gang_low_load(setting: Setting) -> list[str]:
     rows = [
         (
             f"{factor} x critical ({factor * critical:.2f}/s)",
-            *(_percent((found[i, j] / found[0, j]).tolist()) for i in (1, 2)),
+            *(_percent(found[i, j] / found[0, j]) for i in (1, 2)),
         )
         for j, factor in enumerate(factors)
     ]
@@ -124,8 +123,7 @@ def _gang_latency(source: Workload, job: tuple[int, float, int]) -> float:
     k, rate, seed = job
     rng = np.random.default_rng(seed)
     work = predicted(source.sample(4000, rng).arriving(poisson(rate, 4000, rng)), "oracle", rng)
-    edges = equal_mass_edges(source.output_tokens, k)
-    bins = MultiBinConfig(bins=k, rule="fixed", initial_edges=tuple(edges.tolist()))
+    bins = fixed_bins(equal_mass_edges(source.output_tokens, k))
     return run_gang(_FULL, bins, LengthTimes(s_per_token=0.025), work, replicas=64).mean_latency_s
 
 
@@ -175,7 +173,7 @@ def _tight(setting: Setting, kinds: Sequence[tuple[str, dict[str, Any]]]) -> Flo
 def continuous_bins(setting: Setting) -> list[str]:
     """Continuous batching, saturated: forecast admission with 4 bins' own survival curves against one curve for all."""
     found = _tight(setting, [("forecast_admission", {"classes": classes}) for classes in (1, _BINS)])
-    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
+    rows = [(*at, _percent(each[1, :, 0] / each[0, :, 0])) for at, each in zip(_TIGHT, found, strict=True)]
     return table(("lengths", "cache, tokens", "throughput, 4 bins against 1"), rows)
 
 
@@ -187,9 +185,9 @@ def admission(setting: Setting) -> list[str]:
     rows = []
     for at, each in zip(_TIGHT, _tight(setting, kinds), strict=True):
         rate = each[:, :, 0]
-        gains = [_percent((rate[m] / rate[0]).tolist()) for m in (1, 2, 3)]
+        gains = [_percent(rate[m] / rate[0]) for m in (1, 2, 3)]
         lost = "/".join(f"{count:.0f}" for count in each[:, :, 1].mean(axis=1))
-        rows.append((*at, *gains, _percent((rate[3] / rate[1]).tolist()), lost))
+        rows.append((*at, *gains, _percent(rate[3] / rate[1]), lost))
     heading = (
         "lengths", "cache, tokens", "eq. 12", "eq. 12, resident", "forecast", "forecast / eq. 12",
         "preemptions of 2000 requests: stock, 12, 12 resident, forecast",
@@ -200,7 +198,7 @@ def admission(setting: Setting) -> list[str]:
 def known_prompts(setting: Setting) -> list[str]:
     """Eq. 12 with the prompts known at admission against eq. 12 as published: throughput."""
     found = _tight(setting, [("memory_aware", {"known_prompts": known}) for known in (False, True)])
-    rows = [(*at, _percent((each[1, :, 0] / each[0, :, 0]).tolist())) for at, each in zip(_TIGHT, found, strict=True)]
+    rows = [(*at, _percent(each[1, :, 0] / each[0, :, 0])) for at, each in zip(_TIGHT, found, strict=True)]
     return table(("lengths", "cache, tokens", "throughput, known against published"), rows)
 
 
@@ -221,7 +219,7 @@ def phases(setting: Setting) -> list[str]:
     for (i, engine), (j, name) in product(enumerate(engines), enumerate(names)):
         rate = found[i, j, :, :, 0]
         pairs = (rate[1] / rate[0], rate[2] / rate[0], rate[3] / rate[0], rate[2] / rate[1])
-        rows.append((engine, name, *(_percent(pair.tolist()) for pair in pairs)))
+        rows.append((engine, name, *(_percent(pair) for pair in pairs)))
     heading = ("engine", "lengths", "k = 1 / mixed", "exact / mixed", "auto / mixed", "exact / k = 1")
     return table(heading, rows)
 
@@ -274,7 +272,7 @@ def dedicated_replicas(setting: Setting) -> list[str]:
     found = np.array(setting.each(partial(_dedicated, sources), jobs)).reshape(len(names), setting.runs)
     return table(
         ("lengths", "throughput, dedicated against shared"),
-        [(name, _percent(ratios.tolist())) for name, ratios in zip(names, found, strict=True)],
+        [(name, _percent(ratios)) for name, ratios in zip(names, found, strict=True)],
     )
 
 
@@ -299,7 +297,7 @@ def class_replicas(setting: Setting) -> list[str]:
     jobs = list(product(rates, range(setting.runs)))
     found = np.array(setting.each(partial(_classes, sources), jobs)).reshape(len(rates), setting.runs, 3)
     rows = [
-        (rate, f"{found[i, :, 0].mean():.2f}", *(_percent((found[i, :, m] / found[i, :, 0]).tolist()) for m in (1, 2)))
+        (rate, f"{found[i, :, 0].mean():.2f}", *(_percent(found[i, :, m] / found[i, :, 0]) for m in (1, 2)))
         for i, rate in enumerate(rates)
     ]
     return table(("requests/s", "goodput, shared", "1 replica for chat", "2 replicas for chat"), rows)
@@ -341,7 +339,7 @@ def queue_order(setting: Setting) -> list[str]:
     rows = []
     for (i, load), (j, (kind, settings)) in product(enumerate(loads), enumerate(orders)):
         order = ", ".join([kind, *(f"{name} {value:g}" for name, value in settings.items())])
-        changes = [_percent((found[i, :, j, m] / found[i, :, 0, m]).tolist()) for m in range(3)]
+        changes = [_percent(found[i, :, j, m] / found[i, :, 0, m]) for m in range(3)]
         rows.append((f"{load:.0%}", order, *changes))
     return table(("load", "order", "mean latency", "99th percentile", "mean time to first token"), rows)
 
@@ -373,7 +371,7 @@ def placement(setting: Setting) -> list[str]:
     found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(-1, setting.runs, 2, 3)
     rows = []
     for (name, way), each in zip(product(names, ways), found, strict=True):
-        changes = [_percent((each[:, 1, m] / each[:, 0, m]).tolist()) for m in range(3)]
+        changes = [_percent(each[:, 1, m] / each[:, 0, m]) for m in range(3)]
         rows.append((name, way, *changes))
     return table(("lengths", "handed out", "mean latency", "99th percentile", "mean time to first token"), rows)
 
