@@ -19,7 +19,7 @@ class LengthPrediction:
 class LengthPredictor(Protocol):
     """Never blocks: a prediction that is not at hand is None, and the caller goes on without."""
 
-    def predict(self, slo_class: str, prompt_tokens: int) -> LengthPrediction | None: ...
+    def predict(self, slo_class: str) -> LengthPrediction | None: ...
 
     def observe(self, slo_class: str, output_tokens: int) -> None:
         """Take note of a finished answer's true length."""

@@ -42,18 +42,6 @@ class BatchingConfig:
         require_at_least(0, self, "max_wait_s", "max_age_s", "cache_entries")
 
 
-@dataclass(slots=True)
-class BatchingCounts:
-    """Since the start; their ratios are the hit rate and the prompts of a mean batch."""
-
-    prompts: int = 0
-    cached: int = 0
-    refused: int = 0
-    given_up: int = 0
-    batches: int = 0
-    batched_prompts: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     token_ids: list[int]
@@ -78,7 +66,6 @@ class Batcher:
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._worker: asyncio.Task[None] | None = None
         self._budget_tokens = float(min(FIRST_BATCH_TOKENS, self._config.max_batch_tokens))
-        self.counts = BatchingCounts()
 
     async def score(self, prompt: str) -> float:
         """The prompt's score; identical prompts share one place in the queue.
@@ -87,11 +74,9 @@ class Batcher:
             AdmissionError: max_waiting prompts wait already, or this one has waited for max_age_s.
             PredictorError: the model failed.
         """
-        self.counts.prompts += 1
         token_ids = self._encode([prompt])[0]
         key = hashlib.blake2b(repr(token_ids).encode(), digest_size=16).digest()
         if (known := self._recall(key)) is not None:
-            self.counts.cached += 1
             return known
         return await asyncio.shield(self._enqueue(key, token_ids))
 
@@ -106,7 +91,6 @@ class Batcher:
         if key in self._waiting:
             return self._waiting[key].score
         if len(self._waiting) >= self._config.max_waiting:
-            self.counts.refused += 1
             raise AdmissionError(f"{self._config.max_waiting} prompts wait for the predictor already")
         loop = asyncio.get_running_loop()
         entry = self._waiting[key] = _Waiting(token_ids, key, loop.time(), loop.create_future())
@@ -142,13 +126,10 @@ class Batcher:
         latest_s = asyncio.get_running_loop().time() - self._config.max_age_s
         while self._waiting and (entry := next(iter(self._waiting.values()))).came_s <= latest_s:
             del self._waiting[entry.key]
-            self.counts.given_up += 1
             _fail(entry.score, AdmissionError(f"the predictor had no time for it in {self._config.max_age_s} s"))
 
     async def _run(self, batch: list[_Waiting]) -> None:
         """Score a batch; a failure goes to all who wait for it, not to the next batch."""
-        self.counts.batches += 1
-        self.counts.batched_prompts += len(batch)
         self._running = {entry.key: entry.score for entry in batch}
         prompts = [entry.token_ids for entry in batch]
         started_s = asyncio.get_running_loop().time()

@@ -28,6 +28,7 @@ from predictor.base import LengthPrediction
 DAY_0 = Path(__file__).with_name("day_0")
 CALIBRATION_FILE = "calibration.json"
 MIN_MEAN_TOKENS = 1e-6
+LOW, _, HIGH = FRACTIONS = (0.1, 0.5, 0.9)  # of the answers, whose quantiles a curve keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,6 @@ class CalibratorConfig:
         max_cells: values along the curve, at most.
         own_from_requests: below this the shipped curve is used, scaled to the mean seen so far. It is steeper than one
             served model's own: measured on real answers, even a flat curve of 24 requests errs less.
-        fractions: quantiles that are kept, ascending.
     """
 
     window_requests: int = 2048
@@ -49,13 +49,10 @@ class CalibratorConfig:
     cell_requests: int = 24
     max_cells: int = 16
     own_from_requests: int = 24
-    fractions: tuple[float, ...] = (0.1, 0.5, 0.9)
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "refit_every", "cell_requests", "max_cells", "own_from_requests")
         require_at_least(self.own_from_requests, self, "window_requests")
-        if not all(0.0 < f < 1.0 for f in self.fractions) or list(self.fractions) != sorted(set(self.fractions)):
-            raise ConfigError(f"fractions must ascend between 0 and 1, got {self.fractions}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,22 +135,22 @@ def fit_curve(
     cells = [
         np.concatenate(list(same)) for _, same in groupby(equal_counts, lambda cell: float(np.median(score[cell])))
     ]
-    laws = [_mean_and_quantiles(tokens[cell], cut[cell], config.fractions) for cell in cells]
+    laws = [_mean_and_quantiles(tokens[cell], cut[cell]) for cell in cells]
     counts = np.array([len(cell) for cell in cells], dtype=np.float64)
     columns = [tuple(never_falling(column, counts).tolist()) for column in np.array(laws).T]
     middles = tuple(float(np.median(score[cell])) for cell in cells)
-    return Curve(scores=middles, means=columns[0], fractions=config.fractions, quantiles=tuple(columns[1:]))
+    return Curve(scores=middles, means=columns[0], fractions=FRACTIONS, quantiles=tuple(columns[1:]))
 
 
-def _mean_and_quantiles(tokens: FloatArray, is_cut: NDArray[np.bool_], fractions: Sequence[float]) -> list[float]:
-    """Of the product-limit law, the longest counted as ended."""
+def _mean_and_quantiles(tokens: FloatArray, is_cut: NDArray[np.bool_]) -> list[float]:
+    """Mean and the quantiles at FRACTIONS of the product-limit law, the longest counted as ended."""
     order = np.lexsort((is_cut, tokens))
     tokens, ends = tokens[order], ~is_cut[order]
     ends[-1] = True
     at_risk = np.arange(len(tokens), 0, -1)
     survival = np.cumprod(np.where(ends, 1.0 - 1.0 / at_risk, 1.0))
     mass = -np.diff(survival, prepend=1.0)
-    reached = np.searchsorted(1.0 - survival, np.asarray(fractions) - 1e-12)
+    reached = np.searchsorted(1.0 - survival, np.asarray(FRACTIONS) - 1e-12)
     return [float(mass @ tokens), *tokens[np.minimum(reached, len(tokens) - 1)].tolist()]
 
 
@@ -214,5 +211,5 @@ class Calibrator:
         scores, tokens, is_cut = zip(*self._finished, strict=True)
         if self.has_own_curve:
             return fit_curve(scores, tokens, is_cut, self._config)
-        mean, *_ = _mean_and_quantiles(np.array(tokens, dtype=np.float64), np.array(is_cut), ())
+        mean, *_ = _mean_and_quantiles(np.array(tokens, dtype=np.float64), np.array(is_cut))
         return self._prior.scaled(mean / max(float(self._prior.mean_tokens(scores).mean()), MIN_MEAN_TOKENS))

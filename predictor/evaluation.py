@@ -25,11 +25,10 @@ from numpy.typing import ArrayLike
 from policies.errors import InputError
 from policies.types import FloatArray, IntArray
 from predictor.base import LengthPrediction
-from predictor.calibration import Calibrator, CalibratorConfig, Curve, fit_curve
+from predictor.calibration import FRACTIONS, Calibrator, CalibratorConfig, Curve, fit_curve
 from predictor.samples import Sample
 
 BIN_COUNTS = (2, 4, 8)
-LOW, MIDDLE, HIGH = 0.1, 0.5, 0.9
 SIMULATED_PROMPTS = 200_000
 NO_PRIOR = CalibratorConfig(own_from_requests=1)  # the baselines ship no curve: theirs begins with the first answer
 Score = Callable[[Sequence[str]], FloatArray]
@@ -183,7 +182,7 @@ def _median(samples: Sequence[Sample]) -> float:
 
 
 def _judgement(judged: Sequence[Sample], predictions: Sequence[LengthPrediction]) -> Judgement:
-    quantiles = np.array([[p.quantile_tokens[f] for f in (LOW, MIDDLE, HIGH)] for p in predictions])
+    quantiles = np.array([[p.quantile_tokens[f] for f in FRACTIONS] for p in predictions])
     actual = np.array([sample.output_tokens for sample in judged])
     return Judgement(actual, quantiles[:, 1], quantiles[:, 0], quantiles[:, 2])
 

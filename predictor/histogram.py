@@ -28,7 +28,7 @@ class HistogramPredictor:
         self._window_requests = window_requests
         self._windows: dict[str, _Window] = {}
 
-    def predict(self, slo_class: str, prompt_tokens: int) -> LengthPrediction | None:
+    def predict(self, slo_class: str) -> LengthPrediction | None:
         window = self._windows.get(slo_class)
         if window is None or len(window.lengths) < MIN_SAMPLES:
             return None

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from policies.checks import require_at_least
 from policies.drift import Accuracy, DriftConfig, DriftSwitch, Judged
 from predictor.asking import Asking
 from predictor.base import LengthPrediction
-from predictor.calibration import Calibrator, CalibratorConfig, Curve
+from predictor.calibration import HIGH, LOW, Calibrator, Curve
 
 Source = Literal["learned", "hint", "limit"]
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-LOW, HIGH = 0.1, 0.9
+MAX_MODELS, MAX_SYSTEM_PROMPTS, MAX_SWITCHES = 64, 64, 1024  # whose curves and trust are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,21 +83,10 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedConfig:
-    """How many curves and switches are kept, and how they behave.
+    """How the learned predictor gains and loses trust, and how clients' claims do."""
 
-    Attributes:
-        max_models, max_curves: curves of models, and of system prompts besides.
-    """
-
-    max_models: int = 64
-    max_curves: int = 64
-    max_switches: int = 1024
-    calibrator: CalibratorConfig = CalibratorConfig()
     drift: DriftConfig = DriftConfig()
     hints: DriftConfig = DriftConfig(window_requests=64, patience=24, starts_on=False)
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "max_models", "max_curves", "max_switches")
 
 
 class Kept(Generic[Key, Value]):
@@ -130,17 +118,11 @@ class LearnedPredictor:
         chosen = config or LearnedConfig()
         self.asking = asking
         self._scale = blake2b(repr(prior).encode(), digest_size=8).hexdigest()
-
-        def calibrator() -> Calibrator:
-            return Calibrator(prior, chosen.calibrator)
-
         # Apart, so that many system prompts cannot push a model's own curve out.
-        self._of_model: Kept[str, Calibrator] = Kept(chosen.max_models, calibrator)
-        self._of_system_prompt: Kept[tuple[str, str], Calibrator] = Kept(chosen.max_curves, calibrator)
-        self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(chosen.max_switches, lambda: DriftSwitch(chosen.drift))
-        self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(
-            chosen.max_switches, lambda: DriftSwitch(chosen.hints)
-        )
+        self._of_model: Kept[str, Calibrator] = Kept(MAX_MODELS, lambda: Calibrator(prior))
+        self._of_system_prompt: Kept[tuple[str, str], Calibrator] = Kept(MAX_SYSTEM_PROMPTS, lambda: Calibrator(prior))
+        self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.drift))
+        self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.hints))
 
     async def foresee(self, question: Question) -> Foresight:
         """Takes the asking's deadline at most."""

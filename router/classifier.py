@@ -188,7 +188,7 @@ class Classifier:
     def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
         prediction = foresight.prediction if foresight is not None else None
         if prediction is None:
-            prediction = self._predictor.predict(slo_class, size.prompt_tokens)
+            prediction = self._predictor.predict(slo_class)
         if prediction is None:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
             return None
@@ -209,7 +209,7 @@ class Classifier:
                 foresight,
                 output_tokens,
                 is_cut=is_cut,
-                histogram=self._predictor.predict(slo_class, prompt_tokens=0),
+                histogram=self._predictor.predict(slo_class),
                 bin_of=lambda tokens: self._bins.assign(tokens, slo_class=slo_class),
             )
         self._unsent.append(FinishedLength(slo_class, output_tokens, scored))

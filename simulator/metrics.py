@@ -72,7 +72,6 @@ class EngineTotals:
     batch_s: float = 0.0
     blocks_s: float = 0.0
     peak_blocks: int = 0
-    max_step_tokens: int = 0
     phase_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
     gaps: GapHistogram = field(default_factory=GapHistogram)
 
@@ -98,4 +97,3 @@ class EngineTotals:
         self.batch_s += step_s * batch_size
         self.blocks_s += step_s * used_blocks
         self.peak_blocks = max(self.peak_blocks, used_blocks)
-        self.max_step_tokens = max(self.max_step_tokens, prefill_tokens + decodes)

@@ -94,10 +94,8 @@ async def test_identical_prompts_are_scored_once_waiting_running_or_known() -> N
     await asyncio.sleep(0)
     model.gate.set()
     assert len(set(await asyncio.gather(*first, running, batcher.score("same")))) == 1
-    assert len(model.batches) == 1
     await batcher.score("same")
-    assert batcher.counts.cached >= 1
-    assert batcher.counts.batched_prompts == 1
+    assert model.batches == [encode(["same"])]
     await batcher.close()
 
 
@@ -120,7 +118,6 @@ async def test_more_than_may_wait_is_refused_at_once() -> None:
     await asyncio.sleep(0)
     with pytest.raises(AdmissionError, match="2 prompts wait"):
         await batcher.score("c")
-    assert batcher.counts.refused == 1
     model.gate.set()
     await asyncio.gather(running, *waiting)
     await batcher.close()
@@ -142,7 +139,6 @@ async def test_under_overload_the_newest_go_first_and_the_oldest_are_given_up() 
         with pytest.raises(AdmissionError, match="no time for it in 2.0 s"):
             await task
     assert [batch[0] for batch in model.batches] == encode("rn")
-    assert batcher.counts.given_up == 3
     await batcher.close()
 
 

@@ -12,7 +12,7 @@ def taught(lengths: list[int], window_requests: int = 100) -> HistogramPredictor
 
 
 def mean(predictor: HistogramPredictor, slo_class: str = "standard") -> float | None:
-    prediction = predictor.predict(slo_class, prompt_tokens=10)
+    prediction = predictor.predict(slo_class)
     return None if prediction is None else prediction.mean_tokens
 
 
