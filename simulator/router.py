@@ -32,7 +32,7 @@ class RouterConfig:
             in the router (a plain load balancer).
         credit: what a replica offers: all its slots, or those that its policy would fill as things stand, asked for
             with every heartbeat.
-        classes: length classes that the engines' policies tell apart: the bin, if above 1.
+        class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
 
     Raises:
@@ -41,11 +41,10 @@ class RouterConfig:
 
     credit_lookahead: int | None = 0
     credit: Literal["slots", "admitted"] = "slots"
-    classes: int = 1
+    class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "classes")
         require_at_least(0, self, "credit_lookahead")
 
 
@@ -109,7 +108,7 @@ class Router:
     def arrive(self, request: Request, now_s: float) -> list[Event]:
         if self._bins is not None:
             bin_index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
-            if self.config.classes > 1:
+            if self.config.class_by_bin:
                 request.class_index = bin_index
         if self._class_index:
             request.class_index = self._class_index.get(request.slo_class or "", 0)

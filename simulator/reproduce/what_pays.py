@@ -151,7 +151,7 @@ def _saturated(sources: Mapping[str, Workload], job: _Batch) -> tuple[float, int
         batch=job.batch,
         batch_settings=job.settings,
         bins=MultiBinConfig(bins=job.classes, rule="equal_mass"),
-        router=RouterConfig(classes=job.classes, credit_lookahead=job.slots),
+        router=RouterConfig(class_by_bin=True, credit_lookahead=job.slots),
     )
     finished = saturated(config, work)
     return steady_rate(finished), sum(engine.totals.preemptions for engine in finished.engines)

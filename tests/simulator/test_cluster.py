@@ -59,7 +59,7 @@ def workload(
 def small(batch: str, **changes: Any) -> ClusterConfig:
     kind, batch_settings = BATCHES[batch]
     bins = MultiBinConfig(bins=3, refit_every=16)
-    router = RouterConfig(classes=3)
+    router = RouterConfig(class_by_bin=True)
     given = {"replicas": 2, "order": "virtual_deadline", "bins": bins, "router": router, **changes}
     return ClusterConfig(times=TIMES, engine=SMALL, batch=kind, batch_settings=batch_settings, **given)
 
@@ -234,7 +234,7 @@ def test_scaling_starts_no_second_replica_for_one_that_is_being_replaced() -> No
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_batch_policy_can_be_asked_for_credit(batch: str) -> None:
     """One that cannot say what it would admit offers its slots."""
-    config = small(batch, router=RouterConfig(credit="admitted", classes=3))
+    config = small(batch, router=RouterConfig(credit="admitted", class_by_bin=True))
     assert_all_served(run(config, workload(40, 12.0, seed=1)))
 
 
