@@ -6,7 +6,7 @@ work, and requests that wait in the router until a replica would let them run. I
 bins: they only matter to gang batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isinf
 from typing import Any
@@ -20,14 +20,6 @@ from simulator.router import RouterConfig
 
 NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
 SYSTEMS = ("stock", "sluice")
-FEATURES = (
-    "forecast admission",
-    "latency targets",
-    "phases by cost",
-    "virtual deadline",
-    "placement by work",
-    "queue in the router",
-)
 
 
 def system(
@@ -74,21 +66,31 @@ def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
     }
 
 
+def _batch(**settings: Any) -> Callable[[ClusterConfig], ClusterConfig]:
+    return lambda config: replace(config, batch_settings={**config.batch_settings, **settings})
+
+
+def _in_order_of_arrival(config: ClusterConfig) -> ClusterConfig:
+    return replace(config, order="fcfs", order_settings={}, engine=replace(config.engine, ordered=False))
+
+
+# What takes each feature out.
+FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
+    "forecast admission": _batch(admission="slots"),
+    "latency targets": _batch(itl_targets_s=()),
+    "phases by cost": _batch(mode="mixed"),
+    "virtual deadline": _in_order_of_arrival,
+    "placement by work": lambda config: replace(config, placement="most_credit"),
+    "queue in the router": lambda config: replace(config, router=replace(config.router, credit_lookahead=None)),
+}
+
+
 def without(feature: str, config: ClusterConfig) -> ClusterConfig:
-    """Sluice with one feature as stock has it."""
-    settings: Mapping[str, Any] = config.batch_settings
-    match feature:
-        case "forecast admission":
-            return replace(config, batch_settings={**settings, "admission": "slots"})
-        case "latency targets":
-            return replace(config, batch_settings={**settings, "itl_targets_s": ()})
-        case "phases by cost":
-            return replace(config, batch_settings={**settings, "mode": "mixed"})
-        case "virtual deadline":
-            engine = replace(config.engine, ordered=False)
-            return replace(config, order="fcfs", order_settings={}, engine=engine)
-        case "placement by work":
-            return replace(config, placement="most_credit")
-        case "queue in the router":
-            return replace(config, router=replace(config.router, credit_lookahead=None))
-    raise ConfigError(f"unknown feature {feature!r}; there are {', '.join(FEATURES)}")
+    """Sluice with one feature as stock has it.
+
+    Raises:
+        ConfigError: there is no such feature.
+    """
+    if feature not in FEATURES:
+        raise ConfigError(f"unknown feature {feature!r}; there are {', '.join(FEATURES)}")
+    return FEATURES[feature](config)
