@@ -1,16 +1,14 @@
-"""Replicas that come and go: failures, and scaling by ongoing requests as Ray Serve does it.
+"""Replicas that come and go: failures, and scaling by predicted work as it serves (`policies.autoscale`).
 
-    wanted = ceil(ongoing requests / target_ongoing), between min_replicas and max_replicas
-
-A wanted replica joins start_s later; one too many takes nothing more and ends what it holds. Scaling down waits until
-fewer were wanted for hold_s without a break.
+As Ray Serve does, it keeps between min_replicas and max_replicas, and waits until more or fewer were wanted for a while
+without a break. A wanted replica joins start_s later; one too many takes nothing more and ends what it holds.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from policies.autoscale import ReplicasForWork, ReplicasForWorkConfig
 from policies.checks import require_at_least, require_order, require_positive
 from simulator.core import Event, Kind
 from simulator.engine import Engine
@@ -34,10 +32,10 @@ class AutoscaleConfig:
     """How many replicas there should be.
 
     Attributes:
-        target_ongoing: requests, waiting or running, per replica.
+        slot_use, max_queue_s: what is enough, as of `ReplicasForWorkConfig`.
         interval_s: between two looks.
+        upscale_delay_s, downscale_delay_s: how long more, or fewer, must be wanted.
         start_s: until a new replica takes requests (loading the model).
-        hold_s: how long fewer must be wanted before one goes.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -45,19 +43,23 @@ class AutoscaleConfig:
 
     min_replicas: int = 1
     max_replicas: int = 8
-    target_ongoing: float = 64.0
-    interval_s: float = 10.0
+    slot_use: float = 0.8
+    max_queue_s: float = 5.0
+    interval_s: float = 1.0
+    upscale_delay_s: float = 10.0
+    downscale_delay_s: float = 300.0
     start_s: float = 60.0
-    hold_s: float = 120.0
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "min_replicas")
         require_order(self, "min_replicas", "max_replicas")
-        require_positive(self, "target_ongoing", "interval_s")
-        require_at_least(0, self, "start_s", "hold_s")
+        require_positive(self, "interval_s")
+        require_at_least(0, self, "upscale_delay_s", "downscale_delay_s", "start_s")
+        self.policy()  # refuses what it cannot take
 
-    def wanted(self, ongoing: int) -> int:
-        return min(self.max_replicas, max(self.min_replicas, math.ceil(ongoing / self.target_ongoing)))
+    def policy(self) -> ReplicasForWork:
+        return ReplicasForWork(
+            ReplicasForWorkConfig(slot_use=self.slot_use, max_queue_s=self.max_queue_s, min_replicas=self.min_replicas)
+        )
 
 
 class Fleet:
@@ -80,7 +82,8 @@ class Fleet:
         self._reserved: dict[str, frozenset[str] | None] = {}
         self._starting = 0
         self._replica_s = 0.0
-        self._few_since_s: float | None = None
+        self._policy = autoscale.policy() if autoscale else None
+        self._more, self._since_s = 0, 0.0
 
     def start(self, replicas: int, slo_classes: tuple[frozenset[str] | None, ...] = ()) -> list[Event]:
         """The replicas that are there from the beginning."""
@@ -124,31 +127,37 @@ class Fleet:
 
     def _scale(self, now_s: float) -> Iterable[Event]:
         config = self._autoscale
-        assert config is not None
+        assert config is not None and self._policy is not None
         if not self._busy():
             return []
-        here = len(self._joined_s) + self._starting
-        wanted = config.wanted(self._router.ongoing)
+        wanted = min(config.max_replicas, self._policy.choose(self._router.state()))
+        missing = wanted - len(self._joined_s) - self._starting
         events = [Event(now_s + config.interval_s, Kind.FLEET, self._scale)]
-        for _ in range(wanted - here):
-            events.append(self._start_later(now_s + config.start_s))
-        self._shrink(wanted, here, now_s)
+        if self._has_stood(missing, now_s):
+            events += [self._start_later(now_s + config.start_s) for _ in range(missing)]
+            if missing < 0:
+                self._shrink(wanted, now_s)
         return events
+
+    def _has_stood(self, missing: int, now_s: float) -> bool:
+        """Whether more, or fewer, have been wanted for long enough; then the wait begins anew."""
+        assert self._autoscale is not None
+        more = (missing > 0) - (missing < 0)
+        if more != self._more:
+            self._more, self._since_s = more, now_s
+        delay_s = self._autoscale.upscale_delay_s if more > 0 else self._autoscale.downscale_delay_s
+        if now_s - self._since_s < delay_s:
+            return False
+        self._more = 0
+        return True
 
     def _started(self, slo_classes: frozenset[str] | None, now_s: float) -> Iterable[Event]:
         self._starting -= 1
         return self._join(now_s, slo_classes)
 
-    def _shrink(self, wanted: int, here: int, now_s: float) -> None:
-        """Retire the newest once fewer have been wanted for long enough; never one for another that only starts."""
-        assert self._autoscale is not None
-        if here <= wanted:
-            self._few_since_s = None
-            return
-        self._few_since_s = now_s if self._few_since_s is None else self._few_since_s
-        if now_s - self._few_since_s < self._autoscale.hold_s:
-            return
-        spare = max(0, len(self._joined_s) - max(wanted, self._autoscale.min_replicas))
+    def _shrink(self, wanted: int, now_s: float) -> None:
+        """Retire the newest; never one for another that only starts."""
+        spare = max(0, len(self._joined_s) - wanted)
         for replica_id in list(self._joined_s)[len(self._joined_s) - spare :]:
             self._count(replica_id, now_s)
             self._router.leave(replica_id)

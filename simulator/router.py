@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
+from policies.autoscale import FleetState
 from policies.checks import require_at_least
 from policies.multi_bin import MultiBin
 from policies.order import Order
@@ -68,16 +69,21 @@ class Router:
         self._engines: dict[str, Engine] = {}
         self._views: dict[str, ReplicaView] = {}
         self._queues: dict[str | None, _Queue] = {}
-        self._held = 0
         self._sequence = 0
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
         self._offered: dict[str, int] = {}
         self._asked_s: dict[str, float] = {}
 
-    @property
-    def ongoing(self) -> int:
-        """Requests that wait here or are held by a replica."""
-        return self.waiting + self._held
+    def state(self) -> FleetState:
+        """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
+        here = [self._engines[replica_id] for replica_id in self._views]
+        return FleetState(
+            replicas=len(here),
+            slots=sum(engine.config.slots for engine in here),
+            running=sum(engine.holds for engine in here),
+            waiting=self.waiting,
+            waiting_s=sum(entry[-1].work_s for queue in self._queues.values() for entry in queue),
+        )
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
@@ -100,7 +106,6 @@ class Router:
         """A replica is gone; what it held waits again, with the tokens that were sent."""
         self.leave(replica_id)
         for request in self._engines.pop(replica_id).stop():
-            self._held -= 1
             request.moves += 1
             self._enqueue(request)
         return self._dispatch(now_s)
@@ -157,7 +162,6 @@ class Router:
     def _put_on(self, request: Request, replica_id: str) -> None:
         view = self._views[replica_id]
         request.replica_id = replica_id
-        self._held += 1
         outstanding_s = view.outstanding_s + request.work_s
         self._views[replica_id] = replace(view, credit=view.credit - 1, outstanding_s=outstanding_s)
 
@@ -169,7 +173,6 @@ class Router:
             count += 1
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)
-        self._held -= count
         view = self._views.get(engine.replica_id)
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)

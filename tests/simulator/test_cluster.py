@@ -216,15 +216,28 @@ def test_without_any_replica_left_requests_wait_for_the_next() -> None:
 
 
 def test_scaling_follows_the_load_and_pays_for_fewer_replicas_than_the_most() -> None:
-    scale = AutoscaleConfig(max_replicas=4, target_ongoing=8, interval_s=2.0, start_s=4.0, hold_s=6.0)
+    scale = AutoscaleConfig(
+        max_replicas=4, slot_use=0.5, interval_s=2.0, start_s=4.0, upscale_delay_s=0.0, downscale_delay_s=6.0
+    )
     result = run(small("stock", replicas=1, autoscale=scale), workload(600, 12.0, seed=5))
     assert_all_served(result)
     assert len(result.engines) > 1
     assert result.makespan_s < result.replica_s < 4 * result.makespan_s
 
 
+def test_scaling_waits_until_more_have_been_wanted_for_a_while() -> None:
+    """A burst of ten seconds moves nothing where the delay is longer."""
+    burst = workload(100, 10.0, seed=5)
+
+    def replicas(upscale_delay_s: float) -> int:
+        scale = AutoscaleConfig(max_replicas=4, slot_use=0.5, start_s=1.0, upscale_delay_s=upscale_delay_s)
+        return len(run(small("stock", replicas=1, autoscale=scale), burst).engines)
+
+    assert replicas(2.0) > replicas(1000.0) == 1
+
+
 def test_scaling_starts_no_second_replica_for_one_that_is_being_replaced() -> None:
-    scale = AutoscaleConfig(min_replicas=2, max_replicas=2, interval_s=2.0, start_s=4.0)
+    scale = AutoscaleConfig(min_replicas=2, max_replicas=2, interval_s=2.0, start_s=4.0, upscale_delay_s=0.0)
     failure = Failure(replica=0, at_s=5.0, replaced_after_s=10.0)
     result = run(small("stock", autoscale=scale, failures=(failure,)), workload(300, 10.0, seed=4))
     assert_all_served(result)
@@ -240,7 +253,9 @@ def test_every_batch_policy_can_be_asked_for_credit(batch: str) -> None:
 
 def test_scaling_down_keeps_those_that_serve_while_others_only_start() -> None:
     """A burst asks for three more that take long; it is over before they are there."""
-    scale = AutoscaleConfig(max_replicas=4, target_ongoing=8, interval_s=2.0, start_s=500.0, hold_s=6.0)
+    scale = AutoscaleConfig(
+        max_replicas=4, slot_use=0.5, interval_s=2.0, start_s=500.0, upscale_delay_s=0.0, downscale_delay_s=6.0
+    )
     burst = workload(60, 30.0, seed=5)
     rest = workload(40, 0.2, seed=6)
     arrivals = np.concatenate((burst.arrival_s, rest.arrival_s + 10.0))
@@ -252,7 +267,7 @@ def test_scaling_down_keeps_those_that_serve_while_others_only_start() -> None:
 
 
 def test_scaling_down_retires_nobody_for_a_replacement_that_is_under_way() -> None:
-    scale = AutoscaleConfig(max_replicas=2, target_ongoing=1.0, interval_s=2.0, hold_s=4.0)
+    scale = AutoscaleConfig(max_replicas=2, slot_use=0.05, interval_s=2.0, downscale_delay_s=4.0)
     failure = Failure(replica=0, at_s=1.0, replaced_after_s=1000.0)
     result = run(small("stock", replicas=3, autoscale=scale, failures=(failure,)), workload(300, 10.0, seed=4))
     assert_all_served(result)
