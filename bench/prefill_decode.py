@@ -5,9 +5,9 @@
 
 Both systems are `sluice serve` with two engines of the demo model; the order alternates from repeat to repeat. Streams
 of short questions run throughout; every few seconds a burst of long prompts comes. What counts are the gaps between the
-chunks of the short ones' streams, from the first burst until the last has been answered; a request that fails ends
-the whole. On a machine with as many cores as engines or fewer the two engines take each other's
-time, whatever is split: read the ratio, not the seconds.
+chunks of the short ones' streams, from the first burst until the last has been answered, and the pause after it; a
+request that fails ends the whole. On a machine with as many cores as engines or fewer the two engines take each
+other's time, whatever is split: read the ratio, not the seconds.
 """
 
 import argparse

@@ -76,7 +76,7 @@ def _about_intervals(repeats: int) -> str:
     if interval is None:
         return ""
     return (
-        f" In round brackets, of the ratios in rising order, number {interval.rank} and number "
+        f" In round brackets, of the ratios and differences in rising order, number {interval.rank} and number "
         f"{repeats + 1 - interval.rank}: the true median lies between them with {interval.coverage:.0%}."
     )
 

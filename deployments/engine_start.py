@@ -63,13 +63,15 @@ async def _vllm(args: Namespace) -> Any:
 
 
 async def _make_ready(engine: Any) -> None:
-    """An answer may never come: vLLM gives none when the engine core dies meanwhile."""
+    """An answer may never come where the engine hangs; the caller's deadline is for that."""
     try:
         await engine.status()  # from now on it knows what it would admit
         await engine.load_adapters()
     except Exception as error:  # of whatever kind: nobody will hear of this engine, so nobody else would end it
         await asyncio.to_thread(engine.shutdown)
-        raise EngineStartError(f"the engine has loaded, but cannot serve: {error or type(error).__name__}") from error
+        raise EngineStartError(
+            f"the engine has loaded, but cannot serve: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _kill_engine_cores() -> None:

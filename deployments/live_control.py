@@ -7,6 +7,7 @@ redeploy with other settings begins with those, and one with the settings of bef
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ import msgspec
 from deployments.scheduler_settings import SchedulerSettings
 from policies.errors import StateStoreError
 from router.state_store import StateStore
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 60.0  # an engine that has refused a change is not asked again at every heartbeat
 
@@ -49,20 +52,16 @@ class LiveControl:
         """
         packed = {name: msgspec.json.encode(value) for name, value in changes.items()}
         async with self._one_at_a_time:
-            in_force = await self._control(dict(changes))
-            if not packed:
-                return in_force
+            before = self._begun_with | {name: msgspec.json.decode(value) for name, value in self._taken_over.items()}
             try:
-                await self._store.change_settings(self._configured, packed)
+                in_force = await self._control(dict(changes))
+                if packed:
+                    await self._store.change_settings(self._configured, packed)
             except (StateStoreError, asyncio.CancelledError):  # else it alone would go by them
-                await self._control({name: self._before(name) for name in changes})
+                await self._control({name: before[name] for name in changes if name in before})
                 raise
             self._taken_over |= packed
             return in_force
-
-    def _before(self, name: str) -> Any:
-        packed = self._taken_over.get(name)
-        return self._begun_with[name] if packed is None else msgspec.json.decode(packed)
 
     async def follow(self) -> None:
         """Take over what others were told, and tell the shared state what it has lost.
@@ -77,11 +76,32 @@ class LiveControl:
             await self._take_over({name: value for name, value in told.items() if self._taken_over.get(name) != value})
 
     async def _take_over(self, new: dict[str, bytes]) -> None:
-        if not new or (new == self._refused and time.monotonic() < self._retry_s):
+        known = self._refused if time.monotonic() < self._retry_s else {}
+        new = {name: value for name, value in new.items() if known.get(name) != value}
+        if not new:
             return
         try:
-            await self._control({name: msgspec.json.decode(value) for name, value in new.items()})
+            await self._tell_engine(new)
         except Exception:
-            self._refused, self._retry_s = new, time.monotonic() + RETRY_S
-            raise
+            refused = await self._refused_of(new)
+            self._refused, self._retry_s = known | refused, time.monotonic() + RETRY_S
+            if refused:
+                raise
+
+    async def _refused_of(self, new: dict[str, bytes]) -> dict[str, bytes]:
+        """What the engine refuses also by itself. All together come first, for some are valid only so; but one that it
+        will never take must not keep the others out."""
+        if len(new) == 1:
+            return new
+        refused = {}
+        for name, value in new.items():
+            try:
+                await self._tell_engine({name: value})
+            except Exception as error:
+                logger.warning("the engine refuses %s: %s", name, error)
+                refused[name] = value
+        return refused
+
+    async def _tell_engine(self, new: dict[str, bytes]) -> None:
+        await self._control({name: msgspec.json.decode(value) for name, value in new.items()})
         self._taken_over |= new

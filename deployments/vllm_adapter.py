@@ -5,6 +5,7 @@ its engine-core client. On an engine replica `VllmEngine` is vLLM's engine core 
 travel between them are vLLM's, packed by vLLM's codec, so both sides must run the same vLLM (the handshake checks it).
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
 from importlib.metadata import entry_points
@@ -87,10 +88,7 @@ _LOOKS_BACK = (
     "trace_decode_token_ids",
 )
 _DEFAULTS = SamplingParams()
-
-
-# `AppConfig.vllm_argv` gives these itself.
-_OURS = {"--model", "--served-model-name"}
+DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
 
 class _Refusing(FlexibleArgumentParser):
@@ -102,19 +100,13 @@ class _Refusing(FlexibleArgumentParser):
     def load_config_file(self, file_path: str) -> list[str]:
         """vLLM calls this for `--config`."""
         args = super().load_config_file(file_path)
-        _refuse({arg.replace("_", "-") for arg in args} & _OURS)
+        for option in sorted({arg.replace("_", "-") for arg in args if arg.startswith("--")}):
+            if (why := why_refused(option)) is not None:
+                raise ConfigError(f"vllm_args: {why}")
         return args
 
 
-def _refuse(options: Iterable[str]) -> None:
-    for option in sorted(options):
-        if (why := why_refused(option)) is not None:
-            raise ConfigError(f"vllm_args: {why}")
-
-
-def _refuse_what_is_not_theirs(args: Namespace, parser: _Refusing) -> None:
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    _refuse({f"--{name.replace('_', '-')}" for name in given} - _OURS)
+def _refuse_files_of_several_workers(args: Namespace) -> None:
     transfer = args.kv_transfer_config
     if transfer is not None and transfer.kv_connector == FILE_CONNECTOR:
         workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
@@ -125,16 +117,16 @@ def _refuse_what_is_not_theirs(args: Namespace, parser: _Refusing) -> None:
 def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
 
-    What `deployments.config` refuses by name is refused here by what vLLM understood: it lets names be shortened, and
-    `--config` adds those of a file.
+    What `deployments.config` refuses by name is refused in the file of `--config` as well, and a name cannot be
+    shortened to pass by it.
 
     Raises:
         ConfigError: unknown or wrong arguments, or some that Sluice does not leave to them.
     """
-    parser = make_arg_parser(_Refusing(prog="vllm_args"))
+    parser = make_arg_parser(_Refusing(prog="vllm_args", allow_abbrev=False))
     try:
         args: Namespace = parser.parse_args(list(argv))
-        _refuse_what_is_not_theirs(args, parser)
+        _refuse_files_of_several_workers(args)
         validate_parsed_serve_args(args)
     except ConfigError:  # a ValueError too
         raise
@@ -649,18 +641,29 @@ class VllmEngine:
 
     async def status(self) -> dict[str, Any]:
         """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
-        status = dict(await self._core.call_utility_async("sluice_status"))
+        status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
         self._admits = status.get("batch_size")
         return status
 
     async def load_adapters(self) -> None:
         """Those that its arguments name. Raises an exception with vLLM's words when one cannot be loaded."""
         for lora in self._loras:
-            await self._core.add_lora_async(lora)
+            await self._asked(self._core.add_lora_async(lora))
 
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""
-        return dict(await self._core.call_utility_async("sluice_control", changes))
+        return dict(await self._asked(self._core.call_utility_async("sluice_control", changes)))
+
+    async def _asked(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """vLLM never answers a call during which the engine core dies. Raises EngineDeadError then."""
+        asked = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({asked}, timeout=DEAD_LOOK_S))[0]:
+                if self.dead:
+                    raise EngineDeadError()
+            return await asked
+        finally:
+            asked.cancel()
 
     @property
     def dead(self) -> bool:

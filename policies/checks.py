@@ -1,10 +1,11 @@
 """Bounds that several configs or formulas share; what is wrong is named with its value.
 
-``require_*`` look at fields of a config and raise ConfigError; a field that may be None passes where it is None.
+``require_*`` look at fields of a config, a dataclass, and raise ConfigError; one whose type allows None may be None.
 ``check_*`` look at arguments and raise InputError.
 """
 
 from math import inf
+from typing import get_args, get_type_hints
 
 from policies.errors import ConfigError, InputError
 
@@ -13,7 +14,7 @@ def require_at_least(minimum: float, config: object, *names: str) -> None:
     """Every named field is finite and at least ``minimum``."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not minimum <= value < inf:
+        if not _is_none(value, config, name) and not minimum <= value < inf:
             raise ConfigError(f"{name} must be finite and at least {minimum}, got {value}")
 
 
@@ -21,8 +22,15 @@ def require_positive(config: object, *names: str) -> None:
     """Every named field is finite and above 0."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not 0.0 < value < inf:
+        if not _is_none(value, config, name) and not 0.0 < value < inf:
             raise ConfigError(f"{name} must be finite and positive, got {value}")
+
+
+def _is_none(value: object, config: object, name: str) -> bool:
+    """Raises ConfigError where it is and may not be."""
+    if value is None and type(None) not in get_args(get_type_hints(type(config))[name]):
+        raise ConfigError(f"{name} must be set")
+    return value is None
 
 
 def require_each_positive(config: object, *names: str) -> None:

@@ -135,29 +135,28 @@ class Fleet:
         events = [Event(now_s + config.interval_s, Kind.FLEET, self._scale)]
         if self._has_stood(missing, now_s):
             events += [self._start_later(now_s + config.start_s) for _ in range(missing)]
-            if missing < 0:
-                self._shrink(wanted, now_s)
+            retired = self._retire_beyond(wanted, now_s)
+            if missing > 0 or retired:
+                self._more = 0  # the next has to be wanted for as long again
         return events
 
     def _has_stood(self, missing: int, now_s: float) -> bool:
-        """Whether more, or fewer, have been wanted for long enough; then the wait begins anew."""
+        """Whether more, or fewer, have been wanted for long enough."""
         assert self._autoscale is not None
         more = (missing > 0) - (missing < 0)
         if more != self._more:
             self._more, self._since_s = more, now_s
         delay_s = self._autoscale.upscale_delay_s if more > 0 else self._autoscale.downscale_delay_s
-        if now_s - self._since_s < delay_s:
-            return False
-        self._more = 0
-        return True
+        return now_s - self._since_s >= delay_s
 
     def _started(self, slo_classes: frozenset[str] | None, now_s: float) -> Iterable[Event]:
         self._starting -= 1
         return self._join(now_s, slo_classes)
 
-    def _shrink(self, wanted: int, now_s: float) -> None:
-        """Retire the newest; never one for another that only starts."""
+    def _retire_beyond(self, wanted: int, now_s: float) -> int:
+        """The newest; never one for another that only starts. Returns how many went."""
         spare = max(0, len(self._joined_s) - wanted)
         for replica_id in list(self._joined_s)[len(self._joined_s) - spare :]:
             self._count(replica_id, now_s)
             self._router.leave(replica_id)
+        return spare

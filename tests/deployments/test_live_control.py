@@ -85,6 +85,18 @@ async def test_what_one_engine_alone_refuses_is_said_once(store: MemoryStateStor
     assert second.told == 1
 
 
+async def test_what_one_engine_will_never_take_keeps_nothing_else_out(store: MemoryStateStore) -> None:
+    first, second = Replica(store, CONFIGURED, "chat"), Replica(store)
+    await first.live.change({"class_itl_targets_s": {"chat": 0.1}})
+    await first.live.change({"mode": "mixed"})
+    with pytest.raises(ConfigError, match="chat"):
+        await second.live.follow()
+    assert second.settings.mode == "mixed"
+    await first.live.change({"itl_target_s": 0.05})
+    await second.live.follow()
+    assert second.settings == CONFIGURED.changed({"mode": "mixed", "itl_target_s": 0.05})
+
+
 async def test_what_an_engine_refused_is_taken_over_once_it_can_be(
     store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +157,26 @@ async def test_what_the_others_cannot_be_told_does_not_stay_here(store: MemorySt
     with pytest.raises(asyncio.CancelledError):
         await changing
     assert replica.settings == before
+
+
+async def test_a_change_that_is_cancelled_while_the_engine_takes_it_does_not_stay(store: MemoryStateStore) -> None:
+    replica = Replica(store)
+    told, answers = asyncio.Event(), asyncio.Event()
+
+    async def slow(changes: dict[str, Any]) -> dict[str, Any]:
+        in_force = await replica._control(changes)
+        told.set()
+        await answers.wait()
+        return in_force
+
+    live = LiveControl(store, CONFIGURED, slow)
+    changing = asyncio.create_task(live.change({"mode": "mixed"}))
+    await told.wait()
+    changing.cancel()
+    answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await changing
+    assert replica.settings == CONFIGURED
 
 
 async def test_a_redeploy_with_other_settings_begins_with_those(store: MemoryStateStore) -> None:

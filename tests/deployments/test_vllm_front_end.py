@@ -13,8 +13,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from deployments import vllm_adapter
 from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
 from deployments.front_end import FrontEnd
 from deployments.router import Router
@@ -82,6 +84,21 @@ def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch
     assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
 
 
+async def test_nobody_waits_for_an_answer_of_an_engine_core_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = SimpleNamespace(
+        call_utility_async=lambda *_: asyncio.Event().wait(), resources=SimpleNamespace(engine_dead=False)
+    )
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
+    monkeypatch.setattr(vllm_adapter, "DEAD_LOOK_S", 0.01)
+    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
+    asked = asyncio.create_task(engine.control({"mode": "mixed"}))
+    await asyncio.sleep(0.1)
+    assert not asked.done()
+    core.resources.engine_dead = True
+    with pytest.raises(EngineDeadError):
+        await asked
+
+
 async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_url: str, namespace: str) -> None:
     """vLLM's arguments mostly leave that to the hardware, which a router has not."""
     config = AppConfig(model="demo", name=namespace, engine=EngineSection(prefill=PrefillSection()))
@@ -147,7 +164,7 @@ def in_file(argv: list[str], folder: Path) -> str:
 
 
 def test_a_short_form_of_a_refused_argument_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^vllm_args: --otlp-traces-endpoint needs vLLM's own statistics"):
+    with pytest.raises(ConfigError, match=r"^vllm_args: unrecognized arguments: --otlp-traces-end"):
         parse_vllm_args(["--model", "m", "--otlp-traces-end", "http://collector:4317"])
 
 

@@ -14,8 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def one_engine(one_engine_begun: Sluice) -> Iterator[Sluice]:
-    yield one_engine_begun.wait_until_ready()
-    one_engine_begun.kill()
+    try:
+        yield one_engine_begun.wait_until_ready()
+    finally:
+        one_engine_begun.kill()
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:

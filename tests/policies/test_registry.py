@@ -39,6 +39,8 @@ def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:
     [
         ("memory_aware", {"overflow": 0.1}, "memory_aware.*overflow"),
         ("sla_constrained", {}, "sla_constrained.*itl_target_s"),
+        ("sla_constrained", {"itl_target_s": None}, "itl_target_s must be set"),
+        ("memory_aware", {"window": None}, "window must be set"),
         ("memory_aware", {"overflow_probability": 2.0}, "overflow_probability"),
         ("memory_aware", {"window": "many"}, "memory_aware"),
         ("fcfs", {"weight": 1}, "fcfs.*no settings.*weight"),

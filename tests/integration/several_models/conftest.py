@@ -9,5 +9,7 @@ from tests.integration.application import Sluice
 
 @pytest.fixture(scope="package")
 def models(models_begun: Sluice) -> Iterator[Sluice]:
-    yield models_begun.wait_until_ready()
-    models_begun.kill()
+    try:
+        yield models_begun.wait_until_ready()
+    finally:
+        models_begun.kill()
