@@ -51,6 +51,12 @@ class Sluice:
                 cwd=folder,
             )
 
+    def __enter__(self) -> "Sluice":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def wait_until_ready(self) -> "Sluice":
         wait_until(lambda: self._is_ready() or self._has_ended(), START_TIMEOUT_S, f"Sluice is ready\n{self.output()}")
         assert self._is_ready(), self.output()

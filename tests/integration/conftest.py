@@ -43,13 +43,10 @@ def begin(request: pytest.FixtureRequest, name: str) -> None:
 @pytest.fixture(scope="session")
 def sluice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
-    application = Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS)
-    try:
+    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS) as application:
         application.wait_until_ready()
         begin(request, "plain_vllm")  # answers while tests run that need no answers of its yet
         yield application
-    finally:
-        application.kill()
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +54,8 @@ def split_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """One replica that reads prompts and one that decodes; for `test_prefill_decode`."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "sluice.yaml").write_text(yaml.safe_dump(SPLIT_SETTINGS))
-    application = Sluice(folder, free_port(), "--config", "sluice.yaml")
-    try:
+    with Sluice(folder, free_port(), "--config", "sluice.yaml") as application:
         yield application
-    finally:
-        application.kill()
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +75,8 @@ def models_begun(
     """Several models on the killed one's address, while processes of that one are still ending."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "models.yaml").write_text(yaml.safe_dump(settings(folder)))
-    application = Sluice(folder, sluice.port, "--config", "models.yaml", key=KEY)
-    try:
+    with Sluice(folder, sluice.port, "--config", "models.yaml", key=KEY) as application:
         yield application
-    finally:
-        application.kill()
 
 
 @pytest.fixture(scope="session")
@@ -93,13 +84,10 @@ def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluic
     """One engine with a model of the user's own, by its folder; for `test_cores`."""
     folder = tmp_path_factory.mktemp("one")
     shutil.copytree(DEMO_MODEL, folder / "my-model")
-    application = Sluice(
+    with Sluice(
         folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", "--enforce-eager"
-    )
-    try:
+    ) as application:
         yield application
-    finally:
-        application.kill()
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def one_engine(one_engine_begun: Sluice) -> Iterator[Sluice]:
-    try:
+    with one_engine_begun:
         yield one_engine_begun.wait_until_ready()
-    finally:
-        one_engine_begun.kill()
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:

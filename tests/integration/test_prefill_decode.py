@@ -23,10 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def split(split_begun: Sluice) -> Iterator[Sluice]:
-    try:
+    with split_begun:
         yield split_begun.wait_until_ready()
-    finally:
-        split_begun.kill()
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str, on_token: Callable[[], None]) -> list[int]:

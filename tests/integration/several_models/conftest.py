@@ -9,7 +9,5 @@ from tests.integration.application import Sluice
 
 @pytest.fixture(scope="package")
 def models(models_begun: Sluice) -> Iterator[Sluice]:
-    try:
+    with models_begun:
         yield models_begun.wait_until_ready()
-    finally:
-        models_begun.kill()
