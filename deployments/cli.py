@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments import calibrate, keys_command, one_machine
+from deployments.args_check import checking
 from deployments.config import DEMO, AppConfig
 from deployments.environment import check_build
 from policies.errors import ConfigError, SluiceError
@@ -159,9 +161,10 @@ def run_serve(options: argparse.Namespace) -> None:
     config = app_config(options)
     check_builds(config)
     run_dir = one_machine.prepare(options.host, options.port)
-    if options.vllm_args:
-        check_vllm_args(config)
-    with one_machine.running(config, run_dir, options.host, options.port) as address:
+    with (
+        checking(config.vllm_argv()) if options.vllm_args else nullcontext() as checked_args,
+        one_machine.running(config, run_dir, options.host, options.port, checked_args) as address,
+    ):
         model = config.public_name
         print(f"Sluice is ready: {address}")
         print(f"model: {model}")
@@ -175,13 +178,6 @@ def check_builds(config: AppConfig) -> None:
     for each in config.each_model():
         if each.engine.kind == "vllm":
             check_build(each.engine.num_gpus)
-
-
-def check_vllm_args(config: AppConfig) -> None:
-    """Before anything starts: a replica would say the same a minute later. Raises ConfigError."""
-    from deployments.vllm_adapter import parse_vllm_args  # only now, for importing vLLM takes seconds
-
-    parse_vllm_args(config.vllm_argv())
 
 
 def example(address: str, model: str) -> str:

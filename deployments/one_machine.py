@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -128,13 +128,20 @@ def prepare(host: str, port: int) -> Path:
 
 
 @contextlib.contextmanager
-def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[str]:
+def running(
+    config: AppConfig, run_dir: Path, host: str, port: int, check: Callable[[], None] | None = None
+) -> Iterator[str]:
     """The application, ready, for the time of the block, after `prepare`; yields its address.
+
+    check: waits for what must be known before anything is loaded; goes on while Ray starts.
 
     Raises:
         ApplicationStartError: it does not come up.
     """
-    with _ray(run_dir, port), _application(config):
+    with _ray(run_dir, port):
+        if check:
+            check()
+        _deploy(config)
         url = f"http://{address(host, port)}"
         _wait_until_healthy(url)
         with _engines_undisturbed(config):
@@ -166,8 +173,7 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
                 ray.shutdown()
 
 
-@contextlib.contextmanager
-def _application(config: AppConfig) -> Iterator[None]:
+def _deploy(config: AppConfig) -> None:
     from ray import serve
 
     from deployments.app import build
@@ -181,7 +187,6 @@ def _application(config: AppConfig) -> Iterator[None]:
             serve.run(build(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
             raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
-    yield
 
 
 def _check_resources(config: AppConfig) -> None:
