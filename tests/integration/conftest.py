@@ -1,14 +1,16 @@
 """The application of most tests, prompts, and what plain vLLM answers to them."""
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -20,6 +22,8 @@ from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sl
 from tests.integration.several_models.models import KEY, settings
 from tests.integration.split import SPLIT_SETTINGS
 from tests.waiting import wait_until
+
+AnswerT = TypeVar("AnswerT")
 
 MAX_TOKENS = 100  # enough for some answers to end by themselves, and to be killed in the middle of
 # Few slots, so that a test can fill them without being kept busy by its own streams.
@@ -38,6 +42,29 @@ def begin(request: pytest.FixtureRequest, name: str) -> None:
     """Start what later tests ask for while this one waits for a process: nothing else would use the machine."""
     if any(name in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue(name)
+
+
+async def under_load(
+    ask: Callable[[int], Awaitable[AnswerT]], clients: int, act: Callable[[Event], None]
+) -> list[list[AnswerT]]:
+    """What each of so many clients was answered, which ask again and again until `act`, in a thread, has returned.
+
+    So `act` may wait for a moment that a slow machine would miss under a load that ends by itself. It may set the event
+    for nobody to ask anything new from then on.
+    """
+    enough = Event()
+
+    async def client(number: int) -> list[AnswerT]:
+        answers = [await ask(number)]
+        while not enough.is_set():
+            answers.append(await ask(number))
+        return answers
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client(number)) for number in range(clients)]
+        await asyncio.to_thread(act, enough)
+        enough.set()
+    return [task.result() for task in tasks]
 
 
 @pytest.fixture(scope="session")

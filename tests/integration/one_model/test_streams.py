@@ -3,17 +3,18 @@
 import asyncio
 import http.client
 import json
-import os
-import signal
 import time
+from collections.abc import Callable
+from threading import Event
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
 
 from tests.integration.application import START_TIMEOUT_S, Sluice
-from tests.integration.conftest import MAX_TOKENS, begin
+from tests.integration.conftest import MAX_TOKENS, begin, under_load
 from tests.waiting import wait_until
 
 
@@ -34,9 +35,26 @@ async def stream_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str = "
     return "".join(text), reason
 
 
-async def stream_all(sluice: Sluice, prompts: list[str]) -> list[tuple[str, str | None]]:
+async def stream_all(sluice: Sluice, prompts: list[str], slo_class: str = "standard") -> list[tuple[str, str | None]]:
     async with sluice.async_client() as client:
-        return await asyncio.gather(*(stream_one(client, prompt) for prompt in prompts))
+        return await asyncio.gather(*(stream_one(client, prompt, slo_class) for prompt in prompts))
+
+
+async def stream_until(sluice: Sluice, prompts: list[str], act: Callable[[Event], None]) -> list[set[str]]:
+    """All texts that clients got to each prompt who ask it again and again until `act` has had enough."""
+    async with sluice.async_client() as client:
+
+        async def ask(number: int) -> str:
+            text, reason = await stream_one(client, prompts[number])
+            assert reason in ("stop", "length")
+            return text
+
+        return [set(texts) for texts in await under_load(ask, len(prompts), act)]
+
+
+def the_texts(plain_answers: list[dict[str, Any]]) -> list[set[str]]:
+    """The one text that each prompt may be answered with."""
+    return [{answer["text"]} for answer in plain_answers]
 
 
 async def answer_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str) -> str:
@@ -180,19 +198,15 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
     victim = sluice.engine_replicas()[0]
     core = victim.children(recursive=True)
 
-    async def kill_under_load() -> list[tuple[str, str | None]]:
-        streams = asyncio.create_task(stream_all(sluice, prompts))
-
+    def kill_when_busy(enough: Event) -> None:
         def busy() -> bool:
             return len([r for r in sluice.status()["replicas"].values() if r["running"] >= 16]) == 2
 
-        await asyncio.to_thread(wait_until, busy, 120, "both replicas are busy")
-        os.kill(victim.pid, signal.SIGKILL)
-        return await streams
+        wait_until(busy, 120, "both replicas are busy")
+        enough.set()
+        victim.kill()
 
-    answers = asyncio.run(kill_under_load())
-    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers]
-    assert all(reason in ("stop", "length") for _, reason in answers)
+    assert asyncio.run(stream_until(sluice, prompts, kill_when_busy)) == the_texts(plain_answers)
     assert _gone(core), "the engine outlived its replica"
     begin(request, "split_begun")
     wait_until(
@@ -211,19 +225,24 @@ def total(sluice: Sluice, name: str, label: str = "") -> float:
 def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
-    async def in_between() -> tuple[list[str], list[tuple[str, str | None]]]:
+    expected = the_texts(plain_answers)
+
+    def ask_in_between(_: Event) -> None:
+        wait_until(lambda: waiting(sluice) > 32, 120, "offline work fills every slot")
+        urgent = asyncio.run(stream_all(sluice, prompts[:8], "interactive"))
+        assert [{text} for text, _ in urgent] == expected[:8]
+
+    async def offline_until(act: Callable[[Event], None]) -> list[set[str]]:
         async with sluice.async_client() as client:
-            offline = [asyncio.create_task(answer_one(client, prompt, "offline")) for prompt in prompts * 2]
-            await asyncio.to_thread(wait_until, lambda: waiting(sluice) > 32, 60, "offline work fills every slot")
-            urgent = await asyncio.gather(*(stream_one(client, prompt, "interactive") for prompt in prompts[:8]))
-            return await asyncio.gather(*offline), urgent
+
+            async def ask(number: int) -> str:
+                return await answer_one(client, prompts[number % len(prompts)], "offline")
+
+            return [set(answers) for answers in await under_load(ask, 2 * len(prompts), act)]
 
     def somebody_was_recalled() -> bool:
         before = total(sluice, "sluice_requests_recalled_total")
-        offline, urgent = asyncio.run(in_between())
-        expected = [answer["text"] for answer in plain_answers]
-        assert offline == expected * 2
-        assert [text for text, _ in urgent] == expected[:8]
+        assert asyncio.run(offline_until(ask_in_between)) == expected * 2
         wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
         give_up_s = time.monotonic() + 10.0  # the page shows what routers told with their last heartbeat
         while (now := total(sluice, "sluice_requests_recalled_total")) <= before and time.monotonic() < give_up_s:
@@ -237,14 +256,12 @@ def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
 def test_a_killed_redis_costs_no_stream_and_changes_no_answer(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
-    async def kill_under_load() -> list[tuple[str, str | None]]:
-        streams = asyncio.create_task(stream_all(sluice, prompts))
-        await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
+    def kill_when_busy(enough: Event) -> None:
+        wait_until(lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
+        enough.set()
         sluice.redis().kill()
-        return await streams
 
-    answers = asyncio.run(kill_under_load())
-    assert [text for text, _ in answers] == [answer["text"] for answer in plain_answers]
+    assert asyncio.run(stream_until(sluice, prompts, kill_when_busy)) == the_texts(plain_answers)
     wait_until(lambda: _is_back(sluice), START_TIMEOUT_S, "Redis is back, with both replicas and all slots")
 
 
@@ -260,18 +277,30 @@ def test_a_killed_router_costs_its_own_streams_alone(
 ) -> None:
     victim = sluice.routers()[0]
 
-    async def kill_under_load() -> list[tuple[str, str | None] | BaseException]:
-        async with sluice.async_client() as client:
-            streams = [asyncio.create_task(stream_one(client, prompt)) for prompt in prompts]
-            await asyncio.to_thread(wait_until, lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
-            victim.kill()
-            return await asyncio.gather(*streams, return_exceptions=True)
+    def kill_when_busy(enough: Event) -> None:
+        wait_until(lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
+        enough.set()
+        victim.kill()
 
-    results = asyncio.run(kill_under_load())
-    whole = [(n, r) for n, r in enumerate(results) if not isinstance(r, BaseException) and r[1] is not None]
-    assert 0 < len(whole) < len(results), results
-    for number, (text, _) in whole:
-        assert text == plain_answers[number]["text"]
+    async def stream_with_losses() -> list[list[str | None]]:
+        async with sluice.async_client() as client:
+
+            async def ask(number: int) -> str | None:
+                """None where the stream broke off."""
+                try:
+                    text, reason = await stream_one(client, prompts[number])
+                except (openai.APIError, httpx.HTTPError):
+                    return None
+                return text if reason else None
+
+            return await under_load(ask, len(prompts), kill_when_busy)
+
+    answers = asyncio.run(stream_with_losses())
+    last = [each[-1] for each in answers]
+    assert 0 < last.count(None) < len(last), "some streams, and not all, are the killed one's"
+    for texts, expected in zip(answers, the_texts(plain_answers), strict=True):
+        assert set(texts) - {None} <= expected
+        assert None not in texts[:-1], "nothing broke off before the router was killed"
     wait_until(
         lambda: _is_back(sluice) and sluice.status()["routers"] == 2,
         START_TIMEOUT_S,
