@@ -72,7 +72,7 @@ class LiveControl:
             told = await self._store.changed_settings(self._configured)
             lost = {name: value for name, value in self._taken_over.items() if name not in told}
             if lost:
-                await self._store.change_settings(self._configured, lost)
+                await self._store.restore_settings(self._configured, lost)  # somebody may change them just now
             await self._take_over({name: value for name, value in told.items() if self._taken_over.get(name) != value})
 
     async def _take_over(self, new: dict[str, bytes]) -> None:

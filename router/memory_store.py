@@ -376,6 +376,9 @@ class MemoryStateStore:
     async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
         self._settings.setdefault(configured, {}).update(changes)
 
+    async def restore_settings(self, configured: str, settings: Mapping[str, bytes]) -> None:
+        self._settings[configured] = {**settings, **self._settings.get(configured, {})}
+
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
         return dict(self._settings.get(configured, {}))
 

@@ -247,6 +247,12 @@ class RedisStateStore:
         fields: dict[Any, Any] = {f"{configured}:{name}": value for name, value in changes.items()}
         await self._guard(lambda: cast(Awaitable[Any], self._redis.hset(self._key("settings"), mapping=fields)))
 
+    async def restore_settings(self, configured: str, settings: Mapping[str, bytes]) -> None:
+        async with self._redis.pipeline() as pipeline:
+            for name, value in settings.items():
+                pipeline.hsetnx(self._key("settings"), f"{configured}:{name}", value)
+            await self._guard(pipeline.execute)
+
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
         found = await self._guard(lambda: cast(Awaitable[Any], self._redis.hgetall(self._key("settings"))))
         fields = ((*field.decode().split(":", 1), value) for field, value in found.items())

@@ -253,6 +253,9 @@ class StateStore(Protocol):
     async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
         """Keep settings, by name, for whoever was configured in this way."""
 
+    async def restore_settings(self, configured: str, settings: Mapping[str, bytes]) -> None:
+        """Keep those that are not there, and leave what is there as it is."""
+
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
         """All that were kept for those who were."""
 

@@ -269,6 +269,14 @@ async def test_settings_are_kept_by_name_for_those_configured_alike(store: State
     assert await store.changed_settings("another") == {}
 
 
+async def test_settings_are_restored_only_where_none_are(store: StateStore) -> None:
+    await store.change_settings("this way", {"mode": b"1"})
+    await store.restore_settings("this way", {"mode": b"0", "refill": b"2"})
+    await store.restore_settings("another", {"mode": b"0"})
+    assert await store.changed_settings("this way") == {"mode": b"1", "refill": b"2"}
+    assert await store.changed_settings("another") == {"mode": b"0"}
+
+
 async def test_a_replica_is_found_as_it_registered(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
     assert await store.replica_info("r") == info("r")

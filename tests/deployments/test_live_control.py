@@ -129,6 +129,30 @@ async def test_what_the_shared_state_has_lost_it_is_told_again(store: MemoryStat
     assert later.settings.mode == "mixed"
 
 
+class ChangedMeanwhile(MemoryStateStore):
+    """Somebody changes a setting before whoever has read them can write."""
+
+    meanwhile: Mapping[str, bytes] = {}
+
+    async def changed_settings(self, configured: str) -> dict[str, bytes]:
+        found = await super().changed_settings(configured)
+        await self.change_settings(configured, self.meanwhile)
+        return found
+
+
+async def test_what_was_changed_while_it_was_lost_is_not_written_over() -> None:
+    store = ChangedMeanwhile(time.monotonic)
+    replica = Replica(store)
+    await replica.live.change({"mode": "mixed", "itl_target_s": 0.05})
+    store._settings.clear()
+    store.meanwhile = {"mode": b'"exclusive"'}
+    await replica.live.follow()
+    later = Replica(store)
+    for each in (replica, later):
+        await each.live.follow()
+        assert each.settings == CONFIGURED.changed({"mode": "exclusive", "itl_target_s": 0.05})
+
+
 class Away(MemoryStateStore):
     """A shared state that takes no changes, and maybe never says so."""
 
