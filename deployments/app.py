@@ -1,6 +1,6 @@
 """`deployments.app:build`, what `serve deploy` names: from a checked configuration to the application.
 
-What the environment says of Redis, of API keys and of requests' limits is read here alone, and handed to the replicas.
+What the environment says of API keys and of requests' limits is read here alone, and handed to the replicas.
 """
 
 import math
@@ -56,7 +56,7 @@ def build(config: AppConfig) -> Application:
     Raises:
         ConfigError: no Redis is named on a cluster of several nodes.
     """
-    redis_url = config.redis_url.get_secret_value() if config.redis_url else os.environ.get(REDIS_URL_ENV)
+    redis_url = config.named_redis()
     redis_server = None
     if redis_url is None:
         _refuse_several_nodes()

@@ -1,6 +1,7 @@
 """The command `sluice`."""
 
 import argparse
+import asyncio
 import importlib.metadata
 import json
 import shlex
@@ -19,6 +20,7 @@ from deployments.config import DEMO, AppConfig
 from deployments.environment import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
+from router.redis_store import check_access
 from simulator import commands as simulator_commands
 
 DRAIN_TIMEOUT_S = 5.0
@@ -160,6 +162,7 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 def run_serve(options: argparse.Namespace) -> None:
     config = app_config(options)
     check_builds(config)
+    check_redis(config)
     run_dir = one_machine.prepare(options.host, options.port)
     with (
         checking(config.vllm_argv()) if options.vllm_args else nullcontext() as checked_args,
@@ -178,6 +181,12 @@ def check_builds(config: AppConfig) -> None:
     for each in config.each_model():
         if each.engine.kind == "vllm":
             check_build(each.engine.num_gpus)
+
+
+def check_redis(config: AppConfig) -> None:
+    """Before anything starts, where one is named. Raises ConfigError, and StateStoreAccessError where it refuses us."""
+    if (url := config.named_redis()) is not None:
+        asyncio.run(check_access(url, config.redis_ca_certs))
 
 
 def example(address: str, model: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from deployments.environment import cpu_dtype
+from deployments.environment import REDIS_URL_ENV, cpu_dtype
 from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang import GangConfig
@@ -735,6 +735,10 @@ class AppConfig(ModelSection):
         if len(set(names)) < len(names):
             raise ValueError(f"names of models and adapters must differ, got {names}")
         return self
+
+    def named_redis(self) -> str | None:
+        """The URL that stands here, or else in the environment of whoever starts the application; a secret."""
+        return self.redis_url.get_secret_value() if self.redis_url else os.environ.get(REDIS_URL_ENV)
 
     def each_model(self) -> list["AppConfig"]:
         """The configuration of every model by itself."""

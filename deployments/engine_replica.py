@@ -21,7 +21,7 @@ from deployments.loopback import keep_to_loopback
 from deployments.redis_server import redis_ready
 from deployments.relay import Relay, RelayConfig
 from policies.errors import ConfigError, ReplicaLostError
-from router.redis_store import RedisStateStore, connect
+from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class EngineReplica:
         log_as_json()
         keep_to_loopback()
         await redis_ready(redis_server)
+        await check_access(redis_url, config.redis_ca_certs)  # not once a model is loaded
         host = _prepare_environment(config)
         try:
             await self._start(host, redis_url, classes)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from policies.checks import require_at_least, require_positive
-from policies.errors import ProtocolError, StateStoreError
+from policies.errors import ProtocolError, StateStoreAccessError, StateStoreError
 from policies.gang import tick_s
 from policies.placement import ReplicaSpeed
 from policies.prefill_decode import prefill_slots
@@ -245,6 +245,8 @@ class Relay:
             try:
                 await call()
                 return
+            except StateStoreAccessError:
+                raise
             except StateStoreError as error:
                 if not self.healthy or time.monotonic() >= give_up_s:
                     raise

@@ -27,7 +27,7 @@ from policies.errors import StateStoreError
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
 from router.metrics import merge
-from router.redis_store import connect
+from router.redis_store import check_access, connect
 
 logger = logging.getLogger(__name__)
 METRICS_FRESH_S = 1.0  # the page takes some 30 ms of the loop that sends tokens, and whoever asks for it needs no key
@@ -53,7 +53,7 @@ class Router:
         log_as_json()
         keep_to_loopback()
         self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
-        self._redis = connect(redis_url, config.redis_ca_certs)
+        self._redis_url, self._redis = redis_url, connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(self._redis.aclose)
         self._front_ends = [FrontEnd(each, self._redis, predictor) for each in config.each_model()]
         self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
@@ -61,6 +61,7 @@ class Router:
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
         await redis_ready(self._redis_server)
+        await check_access(self._redis_url, self._config.redis_ca_certs)
         apps: dict[str, FastAPI] = {}
         for front_end in self._front_ends:
             app = await front_end.start(self._resources)

@@ -10,6 +10,7 @@ SluiceError
 ├── EngineCallError                       an engine refused a control call
 ├── PredictorError                        the learned length predictor cannot be reached or has failed
 ├── StateStoreError                       the shared state (Redis) cannot be read or written
+│   └── StateStoreAccessError             and it will not get better by itself: a wrong password, user or certificate
 └── ProtocolError                         a peer sent something the wire format does not allow
 """
 
@@ -60,6 +61,10 @@ class PredictorError(SluiceError):
 
 class StateStoreError(SluiceError):
     """The state shared by the routers cannot be reached or is not what it should be."""
+
+
+class StateStoreAccessError(StateStoreError):
+    """The shared state answers, and refuses whoever asks; the message names the setting to look at."""
 
 
 class ProtocolError(SluiceError):

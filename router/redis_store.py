@@ -4,20 +4,22 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
+import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from policies.admission import NO_LIMITS, Limits, Refusal
-from policies.errors import ConfigError, StateStoreError
+from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from predictor.learned import Scored
 from router.state_store import (
     Assignment,
@@ -35,11 +37,13 @@ from router.wire import PROTOCOL
 CALL_TIMEOUT_S = 5.0
 # What a call raises when Redis is away. RuntimeError is uvloop's, of a write to a connection that has just broken.
 AWAY = (RedisError, OSError, RuntimeError)
+CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
 _length_decoder = msgspec.msgpack.Decoder(FinishedLength)
 _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
+T = TypeVar("T")
 
 
 @cache
@@ -58,13 +62,72 @@ def tls_options(url: str, ca_certs: str | None) -> dict[str, Any]:
     """What a client of redis-py takes besides its URL.
 
     Raises:
-        ConfigError: there are certificates, but no TLS.
+        ConfigError: there are certificates, but no TLS, or they cannot be read.
     """
-    if ca_certs and not url.startswith("rediss://"):
+    if not ca_certs:
+        return {}
+    if not url.startswith("rediss://"):
         raise ConfigError(
             "CA certificates are given, but the URL of Redis does not begin with rediss://: nothing would be encrypted"
         )
-    return {"ssl_ca_certs": ca_certs} if ca_certs else {}
+    try:
+        ssl.create_default_context(cafile=ca_certs)
+    except OSError as error:  # at every connection, as if Redis were not there
+        raise ConfigError(
+            f"the CA certificates for Redis, {ca_certs}, cannot be read: {error.strerror or error}"
+        ) from error
+    return {"ssl_ca_certs": ca_certs}
+
+
+def _why_refused(error: BaseException) -> str | None:
+    """Why no waiting helps, without user and password; None where it may.
+
+    Redis that loads, is busy, follows another one or cannot be reached says something else.
+    """
+    if isinstance(error, AuthenticationError):
+        wants = "it wants a password, and was given none" if error.status_code == "NOAUTH" else error
+        return f"Redis does not let us in ({wants}): check {CREDENTIALS}"
+    if isinstance(error, NoPermissionError):
+        words = re.sub(r"^User \S+", "this user", str(error))
+        return f"Redis does not obey us ({words}): check {CREDENTIALS}, and that user's ACL"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    return None if cause is None else f"Redis is not trusted ({cause}): check redis_ca_certs, and the host in redis_url"
+
+
+class _Retry(Retry):
+    """Where it may help: redis-py tries sixteen times without the password, which may not fit into CALL_TIMEOUT_S."""
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        def may_help(error: Exception) -> bool:
+            return _why_refused(error) is None and (is_retryable is None or is_retryable(error))
+
+        return await super().call_with_retry(do, fail, may_help, with_failure_count)
+
+
+async def check_access(url: str, ca_certs: str | None = None) -> None:
+    """Before what takes long. A Redis that does not answer may do so later: then nothing is said.
+
+    Raises:
+        ConfigError: as `connect`.
+        StateStoreAccessError: it refuses us, and will do so later too.
+    """
+    client = connect(url, ca_certs)
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            await client.ping()
+    except AWAY as error:
+        if why := _why_refused(error):
+            raise StateStoreAccessError(why) from None
+    finally:
+        await client.aclose()
 
 
 def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
@@ -74,7 +137,7 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
     that arrives as the bytes leave. The store puts its own limit around each call.
 
     Raises:
-        ConfigError: the URL cannot be parsed, or has certificates but no TLS.
+        ConfigError: the URL cannot be parsed, or as `tls_options`.
     """
     tls = tls_options(url, ca_certs)
     try:
@@ -85,7 +148,7 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
             socket_timeout=None,
             socket_connect_timeout=CALL_TIMEOUT_S,
             health_check_interval=15,
-            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+            retry=_Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             **tls,
         )
     except ValueError as error:
@@ -165,6 +228,8 @@ class RedisStateStore:
         except AWAY as error:
             if "READONLY" in str(error):
                 await self._look_for_the_primary()
+            if why := _why_refused(error):
+                raise StateStoreAccessError(why) from None  # its words may name the user
             raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
 
     async def _look_for_the_primary(self) -> None:

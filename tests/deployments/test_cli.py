@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments import cli
+from deployments import cli, one_machine
 from deployments.config import DEMO_ARGS, DEMO_NAME, AppConfig
 from policies.errors import ConfigError
 
@@ -163,6 +163,20 @@ def test_an_error_ends_the_command_in_one_line(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", "--config", "nowhere.yaml"])
     assert str(caught.value).startswith("sluice: cannot read nowhere.yaml")
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_redis_that_refuses_us_ends_the_command_before_anything_starts(
+    file: Any, redis_url: str, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    wrong = f"redis://somebody:hunter2@{redis_url.rpartition('@')[2]}"
+    monkeypatch.setattr(one_machine, "prepare", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url if by_file else wrong)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--config", file({"redis_url": wrong} if by_file else {})])
+    said = str(caught.value)
+    assert said.startswith("sluice: Redis does not let us in") and "SLUICE_REDIS_URL" in said
+    assert "hunter2" not in said and "somebody" not in said
 
 
 @pytest.mark.parametrize("argv", [[], ["serve", "--nonsense"], ["serve", "--port", "x"], ["nonsense"]])

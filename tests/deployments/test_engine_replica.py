@@ -16,7 +16,7 @@ import pytest
 from deployments.config import AppConfig, EngineSection, PrefillSection, Role, RouterSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
-from policies.errors import ConfigError, EngineStartError, StateStoreError
+from policies.errors import ConfigError, EngineStartError, StateStoreAccessError, StateStoreError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
 from tests.fakes import FakeEngine
@@ -98,6 +98,10 @@ class Fleet:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
         monkeypatch.setattr("deployments.engine_replica.serve.get_replica_context", lambda: context)
 
+    @property
+    def address(self) -> str:
+        return self._url.rpartition("@")[2]
+
     def _build(self, args: object) -> Engine:
         self.built += 1
         return self.engine
@@ -160,14 +164,16 @@ async def test_a_replica_that_is_half_of_an_unequal_pair_is_given_nothing(fleet:
     listener.cancel()
 
 
-def fails(times: float, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def fails(
+    times: float, call: Callable[..., Awaitable[Any]], error: type[StateStoreError] = StateStoreError
+) -> Callable[..., Awaitable[Any]]:
     """As while Redis is away: so many times."""
     left = [times]
 
     async def called(*args: Any) -> Any:
         left[0] -= 1
         if left[0] >= 0:
-            raise StateStoreError("no answer")
+            raise error("no answer")
         return await call(*args)
 
     return called
@@ -195,6 +201,24 @@ async def test_a_replica_that_waits_for_redis_in_vain_leaves(
     with monkeypatch.context() as away:
         away.setattr(RedisStateStore, name, fails(math.inf, getattr(RedisStateStore, name)))
         with pytest.raises(StateStoreError, match="no answer"):
+            await fleet.start(new_replica())
+    assert fleet.engine.ended
+    assert await fleet.store.replica_infos() == []
+
+
+async def test_a_replica_that_redis_refuses_loads_no_model(fleet: Fleet) -> None:
+    with pytest.raises(StateStoreAccessError, match="redis_url"):
+        await new_replica().__init__(fleet.config, f"redis://:wrong@{fleet.address}", None)  # type: ignore[misc]
+    assert fleet.built == 0
+
+
+@pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
+async def test_a_replica_that_redis_refuses_once_it_has_loaded_leaves_at_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as refused:
+        refused.setattr(RedisStateStore, name, fails(1, getattr(RedisStateStore, name), StateStoreAccessError))
+        with pytest.raises(StateStoreAccessError):
             await fleet.start(new_replica())
     assert fleet.engine.ended
     assert await fleet.store.replica_infos() == []

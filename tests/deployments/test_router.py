@@ -14,6 +14,7 @@ from starlette.requests import Request
 from deployments.config import AppConfig
 from deployments.logs import OUR_PACKAGES
 from deployments.router import Router
+from policies.errors import StateStoreAccessError
 from router.metrics import LabelledPage, RouterMetrics
 
 ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
@@ -85,6 +86,13 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
         response = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
     assert response.status_code == 501
     assert "engine.replicas" in response.json()["error"]["message"]
+
+
+async def test_a_router_that_redis_refuses_says_so_before_it_starts_anything(router: Any, redis_url: str) -> None:
+    router._redis_url = f"redis://:wrong@{redis_url.rpartition('@')[2]}"
+    router._front_ends = [SimpleNamespace(names=("m",))]
+    with pytest.raises(StateStoreAccessError, match="redis_url"):
+        await router.__serve_build_asgi_app__()
 
 
 async def test_what_one_process_counts_is_told_apart_from_what_the_next_scrape_may_meet(router: Any) -> None:

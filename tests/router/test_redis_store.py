@@ -2,20 +2,24 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+import redis as redis_sync
+from redis.backoff import NoBackoff
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from policies.admission import Limits, Quota, Refusal
-from policies.errors import ConfigError, StateStoreError
+from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from predictor.learned import Scored
 from router import redis_store
-from router.redis_store import RedisStateStore, connect
+from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import FinishedLength, ReplicaInfo, Ticket
 from tests.gate import Gate
 
@@ -34,6 +38,15 @@ def test_certificates_without_encryption_are_refused() -> None:
         connect("redis://:hunter2@host/0", ca_certs="ca.pem")
 
 
+@pytest.mark.parametrize("holds", [None, "no certificate"])
+def test_certificates_that_cannot_be_read_are_said_so(tmp_path: Path, holds: str | None) -> None:
+    file = tmp_path / "ca.pem"
+    if holds is not None:
+        file.write_text(holds)
+    with pytest.raises(ConfigError, match=r"CA certificates for Redis, .*ca\.pem, cannot be read: .*[Nn]o "):
+        connect("rediss://:hunter2@host/0", ca_certs=str(file))
+
+
 def test_the_password_is_in_no_message() -> None:
     for url, ca_certs in (("redis://:hunter2@host:port/0", None), ("redis://:hunter2@host/0", "ca.pem")):
         with pytest.raises(ConfigError) as caught:
@@ -47,6 +60,98 @@ async def test_a_redis_that_is_not_there_is_said_so() -> None:
         await store.snapshot()
     assert "hunter2" not in str(caught.value)
     await store.close()
+
+
+@pytest.fixture
+def guarded_url() -> Iterator[str]:
+    """With a password, and a user who may do next to nothing."""
+    server = EmbeddedRedis(free_port(), "hunter2")
+    with redis_sync.Redis.from_url(server.url) as admin:
+        admin.acl_setuser("visitor", enabled=True, passwords=["+hunter3"], commands=["+hget"], keys=["*"])
+    yield server.url.rpartition("@")[2]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        (":hunter4@", "invalid"),
+        ("", "wants a password"),
+        ("nobody:hunter4@", "invalid"),
+        ("visitor:hunter3@", "no permissions"),
+    ],
+)
+async def test_a_redis_that_refuses_us_is_told_from_one_that_is_away(guarded_url: str, user: str, said: str) -> None:
+    url = f"redis://{user}{guarded_url}"
+    store = RedisStateStore(connect(url), "n")
+    for call in (store.time_s, store.snapshot, lambda: anext(store.notices("a")), lambda: check_access(url)):
+        with pytest.raises(
+            StateStoreAccessError, match=rf"{said}.*check .*in redis_url, or in SLUICE_REDIS_URL"
+        ) as caught:
+            await call()
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not any(secret in shown for secret in ("hunter", "visitor", "nobody"))
+    await store.close()
+
+
+async def test_the_right_password_is_let_in(guarded_url: str) -> None:
+    await check_access(f"redis://:hunter2@{guarded_url}")
+
+
+async def test_what_is_refused_is_not_tried_again(guarded_url: str) -> None:
+    """Sixteen connections to a Redis far away take longer than a call may: it would count as away."""
+    admin = connect(f"redis://:hunter2@{guarded_url}")
+    before = (await admin.info("stats"))["total_connections_received"]
+    for user in ("", ":wrong@"):
+        with pytest.raises(StateStoreAccessError):
+            await check_access(f"redis://{user}{guarded_url}")
+    assert (await admin.info("stats"))["total_connections_received"] == before + 2
+    await admin.aclose()
+
+
+NOT_NOW = [
+    "LOADING Redis is loading the dataset in memory",
+    "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+    "READONLY You can't write against a read only replica.",
+    "CLUSTERDOWN The cluster is down",
+    "ERR max number of clients reached",
+]
+
+
+@pytest.fixture
+async def says(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """URL of a Redis that answers whatever it is asked with one error."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(f"-{request.param}\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    server.close()
+
+
+@pytest.mark.parametrize("says", ["NOPERM User visitor has no permissions to run the 'ping' command"], indirect=True)
+async def test_a_user_whom_redis_names_is_not_named_by_us(says: str) -> None:
+    with pytest.raises(StateStoreAccessError, match="this user has no permissions to run the 'ping' command"):
+        await check_access(says)
+
+
+@pytest.mark.parametrize("says", NOT_NOW, indirect=True)
+async def test_a_redis_that_cannot_serve_yet_is_waited_for(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "ExponentialBackoff", lambda **_: NoBackoff())
+    store = RedisStateStore(connect(says), "n")
+    with pytest.raises(StateStoreError) as caught:
+        await store.time_s()
+    assert type(caught.value) is StateStoreError
+    await check_access(says)
+    await store.close()
+
+
+async def test_a_redis_that_is_not_there_may_come_yet() -> None:
+    await check_access(f"redis://127.0.0.1:{free_port()}/0")
 
 
 async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

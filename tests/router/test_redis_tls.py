@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from deployments import cli
+from deployments.environment import free_port
 from deployments.keys import digest
-from policies.errors import StateStoreError
-from router.redis_store import RedisStateStore, connect
+from policies.errors import StateStoreAccessError, StateStoreError
+from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import Assignment, ReplicaInfo, Ticket
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
@@ -136,9 +137,14 @@ async def test_tickets_and_notices_travel_over_tls(tls_url: str, authority: Auth
 async def test_a_redis_of_another_authority_is_refused(tls_url: str, namespace: str, tmp_path: Path) -> None:
     stranger = Authority.make(tmp_path, "stranger")
     store = RedisStateStore(connect(tls_url, str(stranger.certificate)), namespace)
-    with pytest.raises(StateStoreError, match="CERTIFICATE_VERIFY_FAILED"):
-        await store.time_s()
+    for call in (store.time_s, lambda: check_access(tls_url, str(stranger.certificate))):
+        with pytest.raises(StateStoreAccessError, match="CERTIFICATE_VERIFY_FAILED.*check redis_ca_certs"):
+            await call()
     await store.close()
+
+
+async def test_a_redis_over_tls_that_is_not_there_may_come_yet(authority: Authority) -> None:
+    await check_access(f"rediss://127.0.0.1:{free_port()}/0", str(authority.certificate))
 
 
 async def test_a_certificate_for_another_host_is_refused(
@@ -146,7 +152,7 @@ async def test_a_certificate_for_another_host_is_refused(
 ) -> None:
     terminator = Terminator(redis_url, authority.issue(tmp_path, "127.0.0.2"))
     store = RedisStateStore(connect(await terminator.start(), str(authority.certificate)), namespace)
-    with pytest.raises(StateStoreError, match="IP address mismatch"):
+    with pytest.raises(StateStoreAccessError, match="IP address mismatch.*the host in redis_url"):
         await store.time_s()
     await store.close()
     await terminator.close()
