@@ -73,7 +73,7 @@ class PoolShare:
 
         Args:
             free: blocks of the whole pool.
-            begun: requests that wait and hold theirs already.
+            begun: requests that wait, may start, and hold theirs already.
         """
         if not self._states:
             return slots
@@ -95,7 +95,7 @@ class PoolShare:
 
         Args:
             free, total: of the whole pool.
-            coming: requests that may start in this step.
+            coming: requests that may start in this step and hold nothing yet.
         """
         found = self._counted(self._windows_filled, free, total, running, coming)
         if self._windows_endless is None:

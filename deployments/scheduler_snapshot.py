@@ -15,7 +15,7 @@ Most steps change little: every decode is one token further and a few prompts ha
 track of here; request objects are read again only after anything else (a preemption, a budget that cut decodes off).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -42,12 +42,14 @@ class Snapshot(NamedTuple):
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
         apart: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its way.
+        begun: of those, whoever may start in this step; the slots of the state are for them too.
     """
 
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
     apart: int
+    begun: int
 
     @property
     def mean_context_tokens(self) -> float:
@@ -160,10 +162,13 @@ class SnapshotTaker:
         idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
         pool = scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
-        slots = self._pool.slots(max(1, self.slots - idle), free, running, len(scheduler.kv_holding_waiting))
-        waiting, waiting_count = self._waiting(now_s, slots - len(running))
-        # vLLM keeps one block for padding.
-        free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, len(waiting))
+        blocked = {request for request in scheduler.deferred_waiting if self._is_blocked(request)}
+        begun = len(scheduler.kv_holding_waiting) - sum(map(scheduler._holds_kv_blocks, blocked))
+        slots = self._pool.slots(max(1, self.slots - idle), free, running, begun)
+        waiting, waiting_count = self._waiting(now_s, slots - len(running), blocked)
+        # vLLM keeps one block for padding. Who has begun holds theirs, and stands before who has not.
+        coming = max(0, len(waiting) - begun)
+        free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, coming)
         state = BatchState(
             now_s=now_s,
             running=running,
@@ -175,7 +180,7 @@ class SnapshotTaker:
             block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
         )
-        return Snapshot(state, chunks, idle, len(self._ending) + len(scheduler.kv_holding_waiting))
+        return Snapshot(state, chunks, idle, len(self._ending) + len(scheduler.kv_holding_waiting), begun)
 
     def step_taken(self, decodes: int, prefills: Iterable[str], scheduled: Mapping[str, int], preempted: int) -> None:
         """After a step was scheduled, before vLLM counts its tokens.
@@ -263,8 +268,9 @@ class SnapshotTaker:
 
     # The waiting queue
 
-    def _waiting(self, now_s: float, free_slots: int) -> tuple[tuple[RequestView, ...], int]:
-        """The head of the queue, as far as the next steps could start it, and the length of the whole queue."""
+    def _waiting(self, now_s: float, free_slots: int, blocked: Set[Request]) -> tuple[tuple[RequestView, ...], int]:
+        """The head of the queue, as far as the next steps could start it, and the length of the whole queue; without
+        those that are blocked."""
         scheduler = self._scheduler
         total = len(scheduler.kv_holding_waiting)
         if scheduler.pause_state == PauseState.UNPAUSED:
@@ -272,8 +278,6 @@ class SnapshotTaker:
         if not total:
             self._head = _NOBODY
             return (), 0
-        deferred = scheduler.deferred_waiting
-        blocked = {request for request in deferred if self._is_blocked(request)} if deferred else deferred
         requests = tuple(islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)))
         if blocked:
             requests = tuple([request for request in requests if request not in blocked])

@@ -169,8 +169,9 @@ class _PlannedScheduler(SluiceScheduler):
         }
 
     def _offered(self, snapshot: Snapshot) -> int:
-        """Routers count every request that they sent, also those which stand in no batch."""
-        return min(self._taker.slots, self._policy.batch_size(snapshot.state) + snapshot.apart)
+        """Routers count every request that they sent, also those which stand in no batch; each of them once."""
+        others = min(self._policy.batch_size(snapshot.state), snapshot.state.slots - snapshot.begun)
+        return min(self._taker.slots, others + snapshot.apart)
 
     def _taken(self, now_s: float) -> Snapshot:
         return self._taker.take(now_s, in_flight=bool(self._steps))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -15,6 +16,7 @@ from deployments.request_metadata import RequestMetadata
 from deployments.vllm_scheduler import SluiceScheduler, core_control, core_status
 from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
+from tests.slow_connector import arrive
 from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -451,6 +453,51 @@ def test_states_do_not_hold_the_batch_down_behind_a_queue(block_size: int, state
     decodes = [log.decodes for log in engine.log[before:]]
     assert sum(decodes) / len(decodes) > 0.5 * fit
     assert engine.preempted < 256 / 3
+
+
+def offer(engine: VirtualEngine) -> int:
+    """To routers, which send no more than that."""
+    return int(engine.scheduler.status()["batch_size"])
+
+
+def test_who_waits_with_states_of_their_own_is_offered_one_slot_each() -> None:
+    """Counted twice, those whose caches are on their way made the replica ask for as many again, and so on."""
+    remote = KVTransferConfig(
+        kv_connector="SlowConnector", kv_connector_module_path="tests.slow_connector", kv_role="kv_consumer"
+    )
+    engine = VirtualEngine(
+        {"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3, kv_transfer_config=remote
+    )
+    fit = 499 // 4  # three states and a block of tokens each
+    assert offer(engine) == fit
+    for number in range(60):
+        engine.add(f"r{number}", 30, 20)
+    engine.step()
+    assert (engine.free_blocks, offer(engine)) == (499 - 240, fit), "on their way"
+    arrive(engine.scheduler, *(f"r{number}" for number in range(30)))
+    assert offer(engine) == fit, "some have come"
+    state = engine.scheduler._taken(engine.clock.now()).state
+    assert (state.slots, state.free_blocks) == (30 + 64, 499 - 240), "who has begun needs no more states to start"
+    engine.step()
+    assert (len(engine.scheduler.running), offer(engine)) == (30, fit), "some run"
+    while len(engine.answers) < offer(engine):
+        engine.add(f"r{len(engine.answers)}", 30, 20)
+        engine.step()
+    assert len(engine.answers) == fit
+    arrive(engine.scheduler, *(f"r{number}" for number in range(30, fit)))
+    engine.run()
+    check_answers(engine)
+    assert engine.preempted == 0
+
+
+def test_sessions_that_wait_for_input_with_states_of_their_own_are_offered_one_slot_each() -> None:
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3)
+    for number in range(60):
+        engine.add(f"s{number}", 30, 5, resumable=True)
+    for _ in range(200):
+        engine.step()
+    assert (engine.free_blocks, offer(engine)) == (499 - 240, 499 // 4)
+    assert engine.scheduler._taken(engine.clock.now()).state.slots == 64, "a batch has none of them"
 
 
 def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
