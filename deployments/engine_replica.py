@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
@@ -15,6 +14,7 @@ from deployments.autoscaling import Stats, fleet_stats
 from deployments.config import AppConfig, Role
 from deployments.engine_start import started_engine
 from deployments.environment import nixl_env, set_up_gpu_engine
+from deployments.lifetime import Lifetime
 from deployments.live_control import LiveControl
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
@@ -87,20 +87,18 @@ class EngineReplica:
         classes: tuple[str, ...] = (),
         role: Role = "decode",
     ) -> None:
-        self._config, self._role, self._resources = config, role, AsyncExitStack()
+        self._config, self._role, self._lifetime = config, role, Lifetime()
+        self._resources = self._lifetime.resources
         log_as_json()
         keep_to_loopback()
-        await redis_ready(redis_server)
-        await check_access(redis_url, config.redis_ca_certs)  # not once a model is loaded
-        host = _prepare_environment(config)
-        try:
-            await self._start(host, redis_url, classes)
-        except BaseException:  # of whatever kind: it keeps no GPU, and routers find it no more
-            await self._resources.aclose()
-            raise
-        logger.info("replica %s serves on %s:%d", self._relay.info.replica_id, host, self._relay.info.port)
+        await self._lifetime.start(self._start(redis_url, redis_server, classes))
+        info = self._relay.info
+        logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
-    async def _start(self, host: str, redis_url: str, classes: tuple[str, ...]) -> None:
+    async def _start(self, redis_url: str, redis_server: DeploymentHandle | None, classes: tuple[str, ...]) -> None:
+        await redis_ready(redis_server)
+        await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
+        host = _prepare_environment(self._config)
         self._engine = await started_engine(self._config, self._role)
         self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         self._connect(redis_url)
@@ -172,7 +170,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ray Serve awaits this before it ends the replica, within the drain timeout."""
-        await self._resources.aclose()
+        await self._lifetime.end()
 
     async def _drain(self) -> None:
         timeout_s = self._config.engine.drain_timeout_s

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
 
 from fastapi import FastAPI
 from prometheus_client import generate_latest
@@ -18,6 +17,7 @@ from deployments.config import AppConfig
 from deployments.front_end import FrontEnd
 from deployments.http_layer import SluiceMiddleware, error_response
 from deployments.keys import RELOAD_S, KeyRing
+from deployments.lifetime import Lifetime
 from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.model_switch import ModelSwitch
@@ -49,7 +49,8 @@ class Router:
         api_keys: str | None,
         predictor: DeploymentHandle | None = None,
     ) -> None:
-        self._resources, self._cpu_use = AsyncExitStack(), CpuUse()
+        self._lifetime, self._cpu_use = Lifetime(), CpuUse()
+        self._resources = self._lifetime.resources
         log_as_json()
         keep_to_loopback()
         self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
@@ -60,6 +61,9 @@ class Router:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
+        return await self._lifetime.start(self._application())
+
+    async def _application(self) -> ASGIApp:
         await redis_ready(self._redis_server)
         await check_access(self._redis_url, self._config.redis_ca_certs)
         apps: dict[str, FastAPI] = {}
@@ -130,7 +134,7 @@ class Router:
         return JSONResponse({**first, "more_models": others, "answered_by": answered_by})
 
     async def __del__(self) -> None:
-        await self._resources.aclose()
+        await self._lifetime.end()
 
 
 async def _no_scaling(request: Request) -> Response:

@@ -16,7 +16,7 @@ import pytest
 from deployments.config import AppConfig, EngineSection, PrefillSection, Role, RouterSection
 from deployments.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
-from policies.errors import ConfigError, EngineStartError, StateStoreAccessError, StateStoreError
+from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
 from tests.fakes import FakeEngine
@@ -204,6 +204,44 @@ async def test_a_replica_that_waits_for_redis_in_vain_leaves(
             await fleet.start(new_replica())
     assert fleet.engine.ended
     assert await fleet.store.replica_infos() == []
+
+
+@pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
+async def test_a_replica_told_to_leave_while_it_waits_for_redis_does_not_come_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    replica = new_replica()
+    with monkeypatch.context() as away:
+        away.setattr(RedisStateStore, name, fails(math.inf, getattr(RedisStateStore, name)))
+        starting = asyncio.create_task(fleet.start(replica))
+        await until(lambda: fleet.built == 1)
+        await asyncio.sleep(0.2)  # some heartbeats
+        await replica.leave()
+    assert fleet.engine.ended
+    await asyncio.wait([starting], timeout=0.5)
+    assert await fleet.store.replica_infos() == []
+    with pytest.raises(SluiceError, match="told to end"):
+        starting.result()
+
+
+async def test_a_replica_told_to_leave_while_its_engine_loads_serves_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = asyncio.Event()
+
+    async def adapts() -> None:
+        loads.set()
+        await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(fleet.engine, "load_adapters", adapts)
+    replica = new_replica()
+    starting = asyncio.create_task(fleet.start(replica))
+    await loads.wait()
+    await replica.leave()
+    await asyncio.wait([starting], timeout=1.0)
+    assert await fleet.store.replica_infos() == []
+    with pytest.raises(SluiceError, match="told to end"):
+        starting.result()
 
 
 async def test_a_replica_that_redis_refuses_loads_no_model(fleet: Fleet) -> None:

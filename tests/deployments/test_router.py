@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from deployments.config import AppConfig
 from deployments.logs import OUR_PACKAGES
 from deployments.router import Router
-from policies.errors import StateStoreAccessError
+from policies.errors import SluiceError, StateStoreAccessError
 from router.metrics import LabelledPage, RouterMetrics
 
 ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
@@ -86,6 +87,26 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
         response = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
     assert response.status_code == 501
     assert "engine.replicas" in response.json()["error"]["message"]
+
+
+async def test_a_router_told_to_leave_while_it_waits_for_engines_opens_nothing_more(router: Any) -> None:
+    waits, opened = asyncio.Event(), []
+
+    async def start(resources: AsyncExitStack) -> FastAPI:
+        resources.callback(opened.append, "and closed")
+        waits.set()
+        await asyncio.sleep(0.2)
+        opened.append("a connection that nobody closes")
+        return FastAPI()
+
+    router._front_ends = [SimpleNamespace(start=start, names=("m",))]
+    starting = asyncio.create_task(router.__serve_build_asgi_app__())
+    await waits.wait()
+    await Router.__del__(router)
+    await asyncio.wait([starting], timeout=1.0)
+    assert opened == ["and closed"]
+    with pytest.raises(SluiceError, match="told to end"):
+        starting.result()
 
 
 async def test_a_router_that_redis_refuses_says_so_before_it_starts_anything(router: Any, redis_url: str) -> None:
