@@ -286,7 +286,11 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         why = self._why(request, size, slo_class)
         self._split_metrics.decisions.labels(why).inc()
-        if why is not Why.SPLIT or not await self._passes_the_door(size, slo_class, tenant, timing):
+        splits = why is Why.SPLIT
+        if splits and not await self._passes_the_door(size, slo_class, tenant, timing):
+            # It may have paid, though no reply came: as while the shared state is away, quotas do not count.
+            splits, tenant = False, None
+        if not splits:
             await super().submit(
                 request, slo_class=slo_class, timing=timing, tenant=tenant, question=question, admitted=admitted
             )

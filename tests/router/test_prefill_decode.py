@@ -14,6 +14,7 @@ import pytest
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
 from deployments.relay import Relay, RelayConfig
+from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import AdmissionError, ConfigError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
@@ -30,7 +31,7 @@ from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
-from router.state_store import ReplicaInfo
+from router.state_store import Assignment, ReplicaInfo, Ticket
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
@@ -466,6 +467,33 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
     assert service.count("requests", slo_class="standard", bin="0", outcome="refused") == 1
     await service.finish(answers)
     assert service.count("hand_overs") == 4
+
+
+class LosesAReply(RedisStateStore):
+    """Of the next request that comes to the door: the call is obeyed, and nobody hears of it."""
+
+    loses = True
+
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+        result = await super().enqueue(ticket, limits)
+        if self.loses and limits != NO_LIMITS:
+            self.loses = False
+            raise StateStoreError("its reply was lost")
+        return result
+
+
+async def test_a_request_whose_charge_got_no_reply_is_charged_once(service: Service) -> None:
+    await service.replica("prefill")
+    await service.replica("decode")
+    await service.start()
+    service.client._store = store = LosesAReply(connect(service.url), f"{service.name}:decode")
+    service._stores.append(store)
+    tenant = Tenant(name="small", requests_per_minute=2)
+    answers = [await service.ask(tenant=tenant) for _ in range(2)]
+    with pytest.raises(AdmissionError, match="requests_per_minute of small"):
+        await service.ask(tenant=tenant)
+    await service.finish(answers)
+    assert service.count("hand_overs") == 1, "the first was read where it was decoded"
 
 
 async def test_a_split_request_pays_for_the_answer_that_it_insists_on(service: Service) -> None:
