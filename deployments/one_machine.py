@@ -21,6 +21,7 @@ from deployments.environment import address, cores_beside_engines, one_machine_e
 from policies.errors import ApplicationStartError
 
 READY_TIMEOUT_S = 60.0
+ENDING_S = 5.0
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
@@ -153,6 +154,8 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
     import ray  # only now, see prepare
     from ray import serve
 
+    here = psutil.Process()
+    before = set(here.children(recursive=True))
     say("starting Ray ...")
     try:
         ray.init(
@@ -166,11 +169,48 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield
     finally:
-        # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            if ray.is_initialized():  # else Serve would start another Ray in order to shut down
-                serve.shutdown()
-                ray.shutdown()
+        started = set(here.children(recursive=True)) - before
+        try:
+            # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                contextlib.redirect_stderr(nowhere),
+            ):
+                if ray.is_initialized():  # else Serve would start another Ray in order to shut down
+                    serve.shutdown()
+                    ray.shutdown()
+        finally:
+            end(started)
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """Kill what has not ended by itself after ENDING_S.
+
+    Ray gives its raylet a second to end what that has started, and then kills the raylet alone: on a busy machine its
+    agents and workers would go on for up to a minute.
+    """
+    left = _living_after(processes, ENDING_S)
+    for process in left:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            process.kill()
+    for process in _living_after(left, ENDING_S):
+        say(f"process {process.pid} does not end")
+
+
+def _living_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Who lives then; at once when nobody does."""
+    give_up_s = time.monotonic() + timeout_s
+    while (left := [process for process in processes if _lives(process)]) and time.monotonic() < give_up_s:
+        time.sleep(0.05)
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A process that has ended, and that its parent has not asked about yet, does not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _deploy(config: AppConfig) -> None:

@@ -46,6 +46,7 @@ from deployments.one_machine import (
     _engines_undisturbed,
     _wait_until_healthy,
     check_address,
+    end,
     fresh_run_dir,
 )
 from policies.errors import ApplicationStartError
@@ -248,6 +249,17 @@ def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyP
         with pytest.raises(ApplicationStartError, match="status 204"):
             _wait_until_healthy(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+
+
+def test_what_does_not_end_by_itself_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(one_machine, "ENDING_S", 0.5)
+    with psutil.Popen(["sleep", "300"]) as stubborn, psutil.Popen(["true"]) as ended:
+        wait_until(lambda: ended.status() == psutil.STATUS_ZOMBIE, 60, "one has ended, and nobody has asked about it")
+        end([ended, stubborn])
+        assert stubborn.status() == psutil.STATUS_ZOMBIE
+    assert not capsys.readouterr().err
 
 
 def test_more_than_the_machine_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
