@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 REPOSITORY = Path(__file__).parents[2]
 SLUICE = str(Path(sys.executable).with_name("sluice"))
 START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 300.0
 # Where the processor has bfloat16, two tokens often have the same score in it, and the batch decides which one wins.
 EXACT = ("--dtype", "float32")
 
@@ -95,7 +95,9 @@ class Sluice:
         return [(c.laddr[0], command_of(ours[c.pid])[:1]) for c in found]
 
     def _named(self, name: str) -> list[psutil.Process]:
-        return [p for p in self.processes() if any(name in part for part in command_of(p))]
+        """Not what one of them is about to start: between fork and exec that bears its parent's name."""
+        found = [p for p in self.processes() if any(name in part for part in command_of(p))]
+        return [p for p in found if parent_of(p) not in {each.pid for each in found}]
 
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit status."""
@@ -135,6 +137,14 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def parent_of(process: psutil.Process) -> int | None:
+    """None for one that has ended."""
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return None
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

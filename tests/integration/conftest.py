@@ -91,7 +91,7 @@ def killed(sluice: Sluice) -> list[psutil.Process]:
     started = sluice.processes()
     assert len(started) > 5
     os.kill(sluice.process.pid, signal.SIGKILL)
-    wait_until(lambda: is_free(sluice.port), 120, "the killed application's address is free again")
+    wait_until(lambda: is_free(sluice.port), START_TIMEOUT_S, "the killed application's address is free again")
     return started[1:]
 
 

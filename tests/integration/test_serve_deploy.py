@@ -98,14 +98,14 @@ def deployed(
     config = tmp_path_factory.mktemp("deployed") / "local.yaml"
     config.write_text(yaml.safe_dump(settings))
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
-    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=120)
+    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
     begin(request, "one_engine_begun")
     return f"http://127.0.0.1:{port}"
 
 
 def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
     wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
-    client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=60, max_retries=2)
+    client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=START_TIMEOUT_S)
     answer = client.chat.completions.create(
         model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
     )

@@ -15,7 +15,8 @@ from tests.adapters import write_adapter
 KEY, NIGHT_KEY = new_key(), new_key()
 TIGHT, SCALED, GANGS = "sluice-demo", "second", "gangs"
 TIGHT_SLOTS = 32
-GANG_SIZE, GANG_WAIT_S = 3, 6.0
+# So long that a machine that stands still for seconds lets a test fill a batch, and one request waits it out.
+GANG_SIZE, GANG_WAIT_S = 3, 15.0
 EDGE_TOKENS = 18.0
 
 
@@ -24,7 +25,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "keys": {"file": str(_keys(folder))},
         "bins": {"count": 2, "rule": "fixed", "edges": [0.0, EDGE_TOKENS, 100_000.0]},
         # A deadline that a busy machine keeps as well.
-        "predictor": {"kind": "bert", "deadline_s": 5.0, "num_cpus": 0},
+        "predictor": {"kind": "bert", "deadline_s": 30.0, "num_cpus": 0},
         **_tight(),
         "more_models": [_scaled(folder), _gangs()],
     }

@@ -6,11 +6,9 @@ from pathlib import Path
 import yaml
 
 from deployments.environment import free_port
-from tests.integration.application import Sluice
+from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until
-
-PATIENCE_S = 180
 
 
 def replicas(sluice: Sluice) -> int:
@@ -18,7 +16,7 @@ def replicas(sluice: Sluice) -> int:
 
 
 async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> None:
-    assert replicas(models) == 1
+    await asyncio.to_thread(wait_until, lambda: replicas(models) == 1, START_TIMEOUT_S, "one replica, without load")
     client = models.async_client()
 
     async def ask_until(done: asyncio.Event, number: int) -> int:
@@ -35,17 +33,17 @@ async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> 
 
     done = asyncio.Event()
     asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
-    await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, PATIENCE_S, "a second replica")
+    await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, START_TIMEOUT_S, "a second replica")
     done.set()
     answers = await asyncio.gather(*asking)
     assert all(answers)
-    await asyncio.to_thread(wait_until, lambda: replicas(models) == 1, PATIENCE_S, "the second replica has left")
+    await asyncio.to_thread(wait_until, lambda: replicas(models) == 1, START_TIMEOUT_S, "the second replica has left")
     assert not models.status(SCALED)["waiting"]
 
 
 def test_what_it_needs_is_in_the_configuration(tmp_path: Path) -> None:
     config = tmp_path / "wrong.yaml"
     config.write_text(yaml.safe_dump({"engine": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}))
-    wrong = Sluice(tmp_path, free_port(), "--config", str(config))
-    assert wrong.process.wait(60) != 0
+    with Sluice(tmp_path, free_port(), "--config", str(config)) as wrong:
+        assert wrong.process.wait(START_TIMEOUT_S) != 0
     assert "max_replicas (2) is below min_replicas (3)" in wrong.output()

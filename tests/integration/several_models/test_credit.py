@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+from typing import Any
 
 import openai
 
@@ -10,6 +11,8 @@ from tests.integration.several_models.models import TIGHT, TIGHT_SLOTS
 from tests.waiting import wait_until
 
 STREAMS, TOKENS = 48, 96
+# While this process or the server stands still nobody looks: then there is another round.
+LOOKS, MOST_ROUNDS = 8, 6
 
 
 async def _answer(client: openai.AsyncOpenAI, number: int) -> int:
@@ -32,20 +35,30 @@ async def _answers_and_looks(application: Sluice) -> tuple[list[int], list[dict[
 
 
 def _look(application: Sluice) -> dict[str, int]:
-    status = application.status(TIGHT)
+    status = wait_until(lambda: _if_answered(application.status(TIGHT)), 120, "the engine says what it does")
     (replica,) = status["replicas"].values()
     engine = {name: replica["engine"][name] for name in ("running", "waiting", "preemptions")}
     return {"slots": replica["slots"], "held": replica["running"], "in_bins": sum(status["waiting"].values()), **engine}
 
 
+def _if_answered(status: dict[str, Any]) -> dict[str, Any] | None:
+    """An engine that is busy may find no time to."""
+    return status if all("running" in replica["engine"] for replica in status["replicas"].values()) else None
+
+
 def test_with_a_small_cache_requests_wait_in_their_bins(models: Sluice) -> None:
     assert asyncio.run(_answers_and_looks(models))[0] == [TOKENS] * STREAMS  # what lengths are, is learned from these
-    wait_until(lambda: _look(models)["held"] == 0, 30, "the first round is over")
-    answers, looks = asyncio.run(_answers_and_looks(models))
-    assert answers == [TOKENS] * STREAMS
-    busy = [look for look in looks if look["in_bins"]]
-    assert len(busy) > 5, f"nobody had to wait, so this shows nothing: {looks}"
+    busy: list[dict[str, int]] = []
+    rounds = preempted = 0
+    while len(busy) < LOOKS and rounds < MOST_ROUNDS:
+        wait_until(lambda: _look(models)["held"] == 0, 120, "the round before is over")
+        before = _look(models)["preemptions"]
+        answers, looks = asyncio.run(_answers_and_looks(models))
+        assert answers == [TOKENS] * STREAMS
+        busy += [look for look in looks if look["in_bins"]]
+        preempted += _look(models)["preemptions"] - before
+        rounds += 1
+    assert len(busy) >= LOOKS, f"nobody had to wait, so this shows nothing: {busy}"
     assert statistics.median(look["slots"] for look in busy) < TIGHT_SLOTS // 2, f"memory limits the offer: {busy}"
     assert statistics.median(look["waiting"] for look in busy) < TIGHT_SLOTS // 4, f"few wait in the engine: {busy}"
-    preempted = looks[-1]["preemptions"] - looks[0]["preemptions"]
-    assert preempted < STREAMS // 4, f"who knows the lengths admits what fits: {busy}"
+    assert preempted < rounds * STREAMS // 4, f"who knows the lengths admits what fits: {busy}"

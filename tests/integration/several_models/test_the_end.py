@@ -2,13 +2,13 @@
 
 import psutil
 
-from tests.integration.application import Sluice, alive, is_free
+from tests.integration.application import START_TIMEOUT_S, Sluice, alive, is_free
 from tests.waiting import wait_until
 
 
 def test_every_process_of_a_killed_application_ends(killed: list[psutil.Process]) -> None:
     # Ray's own agents take most of a minute to see that their raylet is gone.
-    wait_until(lambda: not alive(killed), 120, "every process of the killed application has ended")
+    wait_until(lambda: not alive(killed), START_TIMEOUT_S, "every process of the killed application has ended")
 
 
 def test_ctrl_c_leaves_nothing(models: Sluice) -> None:
