@@ -24,20 +24,22 @@ class Connections:
         store: StateStore,
         clock: Clock,
         metrics: RouterMetrics,
-        lost_after_s: float,
+        lost_after_looks: int,
+        drop_after_s: float,
         opened: Callable[[ReplicaConnection], object],
         is_needed: Callable[[str], bool],
         drop: Callable[[str], Awaitable[None]],
     ) -> None:
         """Args:
-        lost_after_s: a connected replica that is missing in the shared state for so long is lost; one that is out of
-            reach is dropped no more often than that.
+        lost_after_looks: a connected replica that is missing in the shared state in more of them, in a row, is lost.
+        drop_after_s: one that is out of reach is dropped no more often than that.
         opened: is called with each new connection, before anybody else has it.
         is_needed: whether requests were given to this replica.
         drop: takes a replica out of the tables.
         """
         self._router_id, self._engine_version = router_id, engine_version
-        self._store, self._clock, self._metrics, self._lost_after_s = store, clock, metrics, lost_after_s
+        self._store, self._clock, self._metrics = store, clock, metrics
+        self._lost_after_looks, self._drop_after_s = lost_after_looks, drop_after_s
         self._opened, self._is_needed, self._drop = opened, is_needed, drop
         self._attempts: dict[str, asyncio.Task[ReplicaConnection]] = {}
         self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
@@ -81,17 +83,14 @@ class Connections:
     def missing(self, registered: Container[str]) -> list[ReplicaConnection]:
         """To be called at every heartbeat: those whose replicas are lost, swept out or dropped by another router.
 
-        A replica that was dropped by mistake is registered again after its next heartbeat.
+        A replica that was dropped by mistake is registered again after its next heartbeat. Looks count and not seconds:
+        while this process or the shared state stands still, the replica could not register either.
         """
-        now_s, missing = self._clock.now(), []
-        for connection in self.all_open:
-            if connection.info.replica_id in registered:
-                connection.missing_since_s = None
-            elif connection.missing_since_s is None:
-                connection.missing_since_s = now_s
-            elif now_s - connection.missing_since_s > self._lost_after_s:
-                missing.append(connection)
-        return missing
+        connections = self.all_open
+        for connection in connections:
+            is_registered = connection.info.replica_id in registered
+            connection.missed_looks = 0 if is_registered else connection.missed_looks + 1
+        return [connection for connection in connections if connection.missed_looks > self._lost_after_looks]
 
     def forget(self, connection: ReplicaConnection) -> bool:
         """Close it, so that the next one who needs its replica opens another; False when that was done before."""
@@ -133,9 +132,9 @@ class Connections:
         if not self._is_needed(replica_id):
             return
         now_s = self._clock.now()
-        self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < self._lost_after_s}
+        self._dropped_s = {known: at_s for known, at_s in self._dropped_s.items() if now_s - at_s < self._drop_after_s}
         if replica_id in self._dropped_s:
-            await asyncio.sleep(self._dropped_s[replica_id] + self._lost_after_s - now_s)
+            await asyncio.sleep(self._dropped_s[replica_id] + self._drop_after_s - now_s)
         self._dropped_s[replica_id] = self._clock.now()
         await self._drop(replica_id)
 
