@@ -1,7 +1,8 @@
 """A replica and a router, each a process that can be killed: python -m tests.chaos.processes replica|router ...
 
 They speak the real protocol over real sockets and a real Redis; only the model is missing. A router asks its requests,
-compares every token with what an undisturbed engine answers, and prints what became of them.
+compares every token with what an undisturbed engine answers, and prints what became of them. Asked to be endless it
+goes on until SIGTERM: however fast it is, it is in the middle of its requests when something happens to the others.
 """
 
 import argparse
@@ -77,7 +78,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 class Asker:
-    """Asks `requests` requests, so many at once, and keeps account of each."""
+    """Asks `requests` requests, so many at once, and more until it is `enough`; keeps account of each."""
 
     def __init__(self, client: RoutedClient[FakeRequest, FakeBatch], options: argparse.Namespace) -> None:
         self._client, self._options = client, options
@@ -85,7 +86,8 @@ class Asker:
         self._tokens: dict[str, list[int]] = {}
         self._ended: dict[str, asyncio.Future[str]] = {}
         self.outcomes: Counter[str] = Counter()
-        self._left = options.requests
+        self.asked = 0
+        self.enough = not options.endless
 
     async def read(self) -> None:
         while True:
@@ -97,11 +99,14 @@ class Asker:
                     self._ended.pop(output.request_id).set_result(output.finish_reason)
 
     async def ask_on(self) -> None:
-        while self._left:
-            self._left -= 1
+        while self.asked < self._options.requests or not self.enough:
+            self.asked += 1
             self.outcomes[await self._ask()] += 1
             if sum(self.outcomes.values()) % 100 == 0:
                 print(json.dumps({"so_far": sum(self.outcomes.values())}), flush=True)
+
+    def stop(self) -> None:
+        self.enough = True
 
     async def _ask(self) -> str:
         chance = self._random
@@ -160,6 +165,7 @@ async def ask(options: argparse.Namespace) -> None:
     )
     await client.start()
     asker = Asker(client, options)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asker.stop)
     reader = asyncio.create_task(asker.read())
     reader.add_done_callback(_end_with)
     await asyncio.gather(*(asker.ask_on() for _ in range(options.concurrency)))
@@ -167,7 +173,7 @@ async def ask(options: argparse.Namespace) -> None:
     reader.cancel()
     await client.close()
     await store.close()
-    print(json.dumps({"outcomes": asker.outcomes, "left_over": left_over}), flush=True)
+    print(json.dumps({"asked": asker.asked, "outcomes": asker.outcomes, "left_over": left_over}), flush=True)
 
 
 def _end_with(reader: "asyncio.Task[None]") -> None:
@@ -187,6 +193,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, chance in (("step-s", 0.002), ("cancel-fraction", 0.0), ("skew-s", 0.0)):
         parser.add_argument(f"--{name}", type=float, default=chance)
+    parser.add_argument("--endless", action="store_true", help="the router asks on until SIGTERM")
     parser.add_argument("--gang-max-wait-s", type=float, help="the replica takes gang batches")
     options = parser.parse_args()
     uvloop.run(serve(options) if options.role == "replica" else ask(options))  # as Ray runs them
