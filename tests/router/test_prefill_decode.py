@@ -25,7 +25,7 @@ from predictor.histogram import HistogramPredictor
 from predictor.learned import Question
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier
-from router.clock import MonotonicClock, SharedClock
+from router.clock import Clock, MonotonicClock, SharedClock
 from router.connections import Connections
 from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
@@ -69,6 +69,16 @@ class Answer:
         self.hits: list[int | None] = []
 
 
+class MovableClock:
+    """The machine's, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def now(self) -> float:
+        return MonotonicClock().now() + self.ahead_s
+
+
 class Service:
     """One router over two pools."""
 
@@ -108,6 +118,7 @@ class Service:
         split: SplitConfig | None = None,
         limits: ClassLimits | None = None,
         config: RoutedClientConfig | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.metrics = RouterMetrics()
         splits, codec = SplitMetrics(self.metrics.registry), FakeCodec()
@@ -116,7 +127,7 @@ class Service:
         )
         common = {
             "door": Door({"standard": limits or ClassLimits()}),
-            "clock": MonotonicClock(),
+            "clock": clock or MonotonicClock(),
             "config": config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
         }
         reading: RoutedClient[FakeRequest, FakeBatch] = RoutedClient(
@@ -330,7 +341,7 @@ async def test_both_pools_are_asked_for_their_status_at_once(service: Service, m
     for pool in ("prefill", "decode"):
         await service.replica(pool)
     await service.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert len(await service.client.statuses()) == 2
 
 
@@ -353,7 +364,10 @@ async def test_killed_decode_replicas_lose_nothing(service: Service, replays: bo
     await service.replica("prefill")
     victim = await service.replica("decode", step_s=0.01)
     await service.start()
+    victim.engine.pause()
     answers = [await service.ask(max_tokens=30, replays=replays) for _ in range(12)]
+    await until(lambda: victim.engine.held == 4)
+    victim.engine.resume()
     await until(lambda: any(len(answer.tokens) > 3 for answer in answers))
     await victim.die()
     successor = await service.replica("decode")
@@ -398,11 +412,12 @@ async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: S
 async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> None:
     await service.replica("prefill")
     answering = await service.replica("decode", slots=1)
-    await service.start(split=SplitConfig(cache_s=1.5))
+    clock = MovableClock()
+    await service.start(split=SplitConfig(cache_s=100.0, stalled_s=3600.0), clock=clock)
     answering.engine.pause()
     answers = [await service.ask() for _ in range(3)]
     await until(lambda: len(service.client._offers) == 2 and answering.engine.held == 1)
-    await asyncio.sleep(1.6)
+    clock.ahead_s = 101.0
     answering.engine.resume()
     await service.finish(answers)
     assert service.count("hand_over_fallbacks", reason="expired") == 2
@@ -421,9 +436,11 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
     assert [answer.timing.outcome for answer in while_read] == ["cancelled"] * 3
     reading.engine.resume()
     await service.is_empty()
+    answering.engine.pause()
     queued = [await service.ask(max_tokens=500) for _ in range(3)]
     await until(lambda: len(service.client._entries) == 3 and answering.engine.held == 1)
     await service.client.cancel([answer.asked.request_id for answer in queued], "cancelled")
+    answering.engine.resume()
     await service.is_empty()
     await until(lambda: answering.engine.let_go == 2)  # the caches of those that had not been sent
     with monkeypatch.context() as held:
@@ -548,7 +565,10 @@ async def test_auto_splits_only_while_others_would_notice(service: Service) -> N
 async def test_what_running_requests_hold_is_known_with_every_heartbeat(service: Service) -> None:
     _, answering = await service.replica("prefill"), await service.replica("decode", slots=16, step_s=0.01)
     await service.start(PrefillDecodeConfig(mode="never"))
+    answering.engine.pause()
     running = [await service.ask(prompt_tokens=40, max_tokens=100) for _ in range(4)]
+    await until(lambda: answering.engine.held == 4)
+    answering.engine.resume()
     for tokens, least, most in ((10, 40, 60), (30, 60, 140)):
         await until(lambda tokens=tokens: all(len(answer.tokens) >= tokens for answer in running))  # type: ignore[misc]
         answering.engine.pause()  # until a heartbeat has looked
