@@ -19,6 +19,7 @@ from bench.servers import (
     server_environment,
     sluice,
 )
+from deployments.environment import free_port
 
 HEALTHY = """
 import http.server, sys
@@ -28,14 +29,19 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
-# A daemon in a session of its own, which outlives its parent and hides behind a second fork, and a stubborn child.
+# A daemon in a session of its own, which outlives its parent and hides behind a second fork, and a stubborn child. The
+# pipe ends when the daemon is what it will be: until then it bears its parent's name.
 WITH_DAEMONS = """
 import os, signal, time
-if os.fork() == 0:
+ends, begins = os.pipe()
+if (between := os.fork()) == 0:
     os.setsid()
     if os.fork() == 0:
         os.execv("/bin/sleep", ["daemon", "600"])
     os._exit(0)
+os.close(begins)
+os.read(ends, 1)
+os.waitpid(between, 0)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("Sluice is ready: http://127.0.0.1", flush=True)
@@ -45,27 +51,20 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def make_spec(program: str, port: int, ready_line: str | None = None) -> ServerSpec:
     return ServerSpec(name="toy", command=(sys.executable, "-c", program, str(port)), port=port, ready_line=ready_line)
 
 
-def test_a_server_is_ready_when_its_health_answers_and_gone_afterwards(tmp_path: Path, free_port: int) -> None:
-    with Server(make_spec(HEALTHY, free_port), tmp_path) as server:
+def test_a_server_is_ready_when_its_health_answers_and_gone_afterwards(tmp_path: Path) -> None:
+    with Server(make_spec(HEALTHY, free_port()), tmp_path) as server:
         assert server.wait_until_ready(30.0) >= 0.0
         processes = server.processes()
     assert processes
     assert not any(process.is_running() for process in processes)
 
 
-def test_daemons_and_stubborn_children_are_found_and_ended(tmp_path: Path, free_port: int) -> None:
-    with Server(make_spec(WITH_DAEMONS, free_port, "Sluice is ready: "), tmp_path, terminate_s=0.2) as server:
+def test_daemons_and_stubborn_children_are_found_and_ended(tmp_path: Path) -> None:
+    with Server(make_spec(WITH_DAEMONS, free_port(), "Sluice is ready: "), tmp_path, terminate_s=0.2) as server:
         server.wait_until_ready(30.0)
         processes = server.processes()
         titles = [" ".join(process.cmdline()) for process in processes]
@@ -74,9 +73,9 @@ def test_daemons_and_stubborn_children_are_found_and_ended(tmp_path: Path, free_
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
-def test_other_processes_are_left_alone(tmp_path: Path, free_port: int) -> None:
+def test_other_processes_are_left_alone(tmp_path: Path) -> None:
     with (
-        Server(make_spec(HEALTHY, free_port), tmp_path) as server,
+        Server(make_spec(HEALTHY, free_port()), tmp_path) as server,
         psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as bystander,
     ):
         server.wait_until_ready(30.0)
@@ -85,18 +84,18 @@ def test_other_processes_are_left_alone(tmp_path: Path, free_port: int) -> None:
         bystander.kill()
 
 
-def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, free_port: int) -> None:
+def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
     dying = "import sys; print('no such model: elephant'); sys.exit(3)"
     with (
-        Server(make_spec(dying, free_port), tmp_path) as server,
+        Server(make_spec(dying, free_port()), tmp_path) as server,
         pytest.raises(ServerFailed, match="toy ended with status 3\n(.*\n)*  no such model: elephant"),
     ):
         server.wait_until_ready(30.0)
 
 
-def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, free_port: int) -> None:
+def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     with (
-        Server(make_spec("import time; time.sleep(600)", free_port, "never printed"), tmp_path) as server,
+        Server(make_spec("import time; time.sleep(600)", free_port(), "never printed"), tmp_path) as server,
         pytest.raises(ServerFailed, match="toy is not ready after 0.1 s"),
     ):
         server.wait_until_ready(0.1)
@@ -111,13 +110,13 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
             Server(make_spec(HEALTHY, port), tmp_path).__enter__()
 
 
-def test_a_missing_program_is_named(tmp_path: Path, free_port: int) -> None:
-    spec = ServerSpec(name="toy", command=("/nowhere/sluice",), port=free_port)
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    spec = ServerSpec(name="toy", command=("/nowhere/sluice",), port=free_port())
     with pytest.raises(ServerFailed, match="cannot start toy: /nowhere/sluice: No such file"):
         Server(spec, tmp_path).__enter__()
 
 
-def test_an_interrupt_while_servers_are_stopped_does_not_leave_them(tmp_path: Path, free_port: int) -> None:
+def test_an_interrupt_while_servers_are_stopped_does_not_leave_them(tmp_path: Path) -> None:
     """The server's end interrupts this very process."""
     interrupting = f"""
 import os, signal, sys, time
@@ -129,7 +128,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     before = signal.getsignal(signal.SIGINT)
-    with Server(make_spec(interrupting, free_port, "ready"), tmp_path) as server:
+    with Server(make_spec(interrupting, free_port(), "ready"), tmp_path) as server:
         server.wait_until_ready(30.0)
         processes = server.processes()
     assert not any(process.is_running() for process in processes)
