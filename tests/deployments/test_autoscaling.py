@@ -95,7 +95,7 @@ def test_routers_follow_the_cores_that_all_of_them_use() -> None:
 
 def test_a_busy_process_uses_a_core_and_an_idle_one_none() -> None:
     use = CpuUse()
-    until_s = time.process_time() + 0.05
+    until_s = time.process_time() + 0.3  # far more than a hundredth, though the machine stands still meanwhile
     while time.process_time() < until_s:
         pass
     assert use.cores() > 0.01

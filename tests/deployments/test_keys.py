@@ -84,7 +84,7 @@ async def test_tokens_go_on_while_keys_are_read(tmp_path: Path) -> None:
     os.mkfifo(file)  # whoever reads it waits for whoever writes it
 
     def write() -> bool:
-        did = went_on.wait(5)
+        did = went_on.wait(60)
         file.write_text("[]")
         return did
 

@@ -17,6 +17,7 @@ from deployments.logs import OUR_PACKAGES
 from deployments.router import Router
 from policies.errors import SluiceError, StateStoreAccessError
 from router.metrics import LabelledPage, RouterMetrics
+from tests.waiting import PATIENCE_S
 
 ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
 
@@ -66,7 +67,7 @@ async def test_models_are_asked_for_their_metrics_at_once(router: Any) -> None:
             return await super().metrics_pages()
 
     router._front_ends = [Waits(), Waits()]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await router._metrics_page(ASKED)
 
 

@@ -209,9 +209,11 @@ async def test_what_waits_for_the_next_batch_can_be_aborted(held: tuple[Running,
 
 
 async def test_a_batch_is_no_larger_than_its_cache_can_hold(start: Callable[..., Running], model: Any) -> None:
-    running = start(batch_size=8, kv_cache_tokens=3 * (4 + 6))
+    running, all_are_there = start(batch_size=8, kv_cache_tokens=3 * (4 + 6)), threading.Event()
+    before_each_pass(running, lambda: all_are_there.wait(PATIENCE_S))
     for n in range(7):
         await running.engine.add(asked(f"x{n}", [n, 1, 2, 3]))
+    all_are_there.set()
     await running.all_ended(7)
     assert (await running.engine.status())["batches"] == 3
     assert running.tokens["x6"] == greedy(model, [6, 1, 2, 3], 6)

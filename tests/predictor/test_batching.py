@@ -10,6 +10,7 @@ import pytest
 from policies.errors import AdmissionError, ConfigError, PredictorError
 from policies.types import FloatArray
 from predictor.batching import Batcher, BatchingConfig
+from tests.waiting import PATIENCE_S
 
 
 def encode(prompts: Sequence[str]) -> list[list[int]]:
@@ -27,12 +28,12 @@ class Model:
     def score(self, prompts: Sequence[list[int]]) -> FloatArray:
         self.batches.append(list(prompts))
         self.busy.set()
-        assert self.gate.wait(10.0)
+        assert self.gate.wait(PATIENCE_S)
         return np.array([float(sum(prompt)) for prompt in prompts])
 
 
 async def started(model: Model) -> None:
-    assert await asyncio.to_thread(model.busy.wait, 10.0)
+    assert await asyncio.to_thread(model.busy.wait, PATIENCE_S)
 
 
 async def test_every_caller_gets_the_score_of_its_prompt() -> None:
@@ -123,20 +124,21 @@ async def test_more_than_may_wait_is_refused_at_once() -> None:
     await batcher.close()
 
 
-async def test_under_overload_the_newest_go_first_and_the_oldest_are_given_up() -> None:
-    model = Model()
-    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=1, max_age_s=2.0))
+async def test_under_overload_the_newest_go_first_and_the_oldest_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loop = Model(), asyncio.get_running_loop()
+    batcher = Batcher(encode, model.score, BatchingConfig(max_batch_tokens=1, max_age_s=600.0))
     model.gate.clear()
     running = asyncio.create_task(batcher.score("r"))
     await started(model)
     old = [asyncio.create_task(batcher.score(prompt)) for prompt in "abc"]
-    await asyncio.sleep(2.1)
+    await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 601.0)
     new = asyncio.create_task(batcher.score("n"))
     await asyncio.sleep(0)
     model.gate.set()
     assert (await running, await new) == (ord("r"), ord("n"))
     for task in old:
-        with pytest.raises(AdmissionError, match="no time for it in 2.0 s"):
+        with pytest.raises(AdmissionError, match="no time for it in 600.0 s"):
             await task
     assert [batch[0] for batch in model.batches] == encode("rn")
     await batcher.close()

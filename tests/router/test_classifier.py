@@ -42,7 +42,7 @@ class Scorer:
         return float(prompt)
 
 
-def learned(deadline_s: float = 5.0) -> LearnedPredictor:
+def learned(deadline_s: float = 60.0) -> LearnedPredictor:
     """Short is the deadline only of a question without an answer: an answer comes in the next turn of the loop, but
     uvloop looks at its timers first, and a machine that stood still has used them up."""
     drift = DriftConfig(window_requests=16, patience=4)

@@ -155,14 +155,13 @@ async def test_a_redis_that_is_not_there_may_come_yet() -> None:
 
 
 async def test_a_redis_that_says_nothing_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 0.1)
-
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
     server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     store = RedisStateStore(connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"), "n")
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 0.1)  # for answers: connecting has its time
     for call in (store.snapshot, store.time_s, store.replica_infos):
         with pytest.raises(StateStoreError, match="TimeoutError"):
             await call()
