@@ -82,6 +82,7 @@ logger = logging.getLogger(__name__)
 _PROCESSOR = Path("/proc/cpuinfo")
 # Whoever seeds the common generator would send all its processes to one port.
 _chance = random.SystemRandom()
+_given: set[int] = set()
 
 
 def cpu_dtype() -> str:
@@ -188,8 +189,16 @@ def serve_env() -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this address that nothing listens on, and that the system gives to nobody by itself."""
-    return free_port_block(1, SINGLE_PORTS, host=host)
+    """A port of this address that nothing listens on, and that the system gives to nobody by itself.
+
+    Nor is it another that this process asked for lately, whose server may come up much later.
+    """
+    if len(_given) > len(SINGLE_PORTS) // 2:
+        _given.clear()
+    while (port := free_port_block(1, SINGLE_PORTS, host=host)) in _given:
+        pass
+    _given.add(port)
+    return port
 
 
 def free_port_block(size: int, among: range, without: int | None = None, host: str = "127.0.0.1") -> int:

@@ -1,7 +1,6 @@
 """A pairing of two real servers in child processes; they answer as vLLM does, without a model."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import pytest
 
 from bench.load import ServerUnusable
 from bench.pairing import WARM_UP_TOKENS, Pairing, Plan, measure_pairing
-from bench.servers import HOST, Server, ServerFailed, ServerSpec
+from bench.servers import Server, ServerFailed, ServerSpec
+from deployments.environment import free_port
 
 TOY_SERVER = """
 import json, sys
@@ -34,9 +34,7 @@ web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
 def make_spec(name: str, program: str = TOY_SERVER, behaviour: str = "answer") -> ServerSpec:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     return ServerSpec(name=name, command=(sys.executable, "-c", program, str(port), behaviour), port=port)
 
 

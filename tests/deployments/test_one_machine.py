@@ -157,6 +157,11 @@ def test_nobody_is_given_the_chosen_ports_before_their_servers_come_up(tmp_path:
     assert max(ports) < given_from and free_port() < given_from
 
 
+def test_no_port_is_given_twice_before_its_server_comes_up() -> None:
+    ports = [free_port() for _ in range(300)]
+    assert len(set(ports)) == len(ports)
+
+
 def test_a_block_of_ports_leaves_out_the_public_one() -> None:
     assert free_port_block(3, range(32_100, 32_104), without=32_103) == 32_100
     with pytest.raises(OSError, match="no 3 successive free ports between 32100 and 32104"):
