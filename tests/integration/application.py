@@ -120,7 +120,7 @@ class Sluice:
 
     def _get(self, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.key}"})
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             body: bytes = response.read()
         return body
 
