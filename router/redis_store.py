@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from policies.admission import NO_LIMITS, Limits, Refusal
@@ -43,7 +43,6 @@ _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
 _length_decoder = msgspec.msgpack.Decoder(FinishedLength)
 _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
-T = TypeVar("T")
 
 
 @cache
@@ -85,7 +84,8 @@ def _why_refused(error: BaseException) -> str | None:
     Redis that loads, is busy, follows another one or cannot be reached says something else.
     """
     if isinstance(error, AuthenticationError):
-        wants = "it wants a password, and was given none" if error.status_code == "NOAUTH" else error
+        none_given = re.search("already authenticated|Authentication required", str(error))  # by the protocol's version
+        wants = "it wants a password, and was given none" if none_given else error
         return f"Redis does not let us in ({wants}): check {CREDENTIALS}"
     if isinstance(error, NoPermissionError):
         words = re.sub(r"^User \S+", "this user", str(error))
@@ -96,22 +96,6 @@ def _why_refused(error: BaseException) -> str | None:
     return None if cause is None else f"Redis is not trusted ({cause}): check redis_ca_certs, and the host in redis_url"
 
 
-class _Retry(Retry):
-    """Where it may help: redis-py tries sixteen times without the password, which may not fit into CALL_TIMEOUT_S."""
-
-    async def call_with_retry(
-        self,
-        do: Callable[[], Awaitable[T]],
-        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
-        with_failure_count: bool = False,
-    ) -> T:
-        def may_help(error: Exception) -> bool:
-            return _why_refused(error) is None and (is_retryable is None or is_retryable(error))
-
-        return await super().call_with_retry(do, fail, may_help, with_failure_count)
-
-
 async def check_access(url: str, ca_certs: str | None = None) -> None:
     """Before what takes long. A Redis that does not answer may do so later: then nothing is said.
 
@@ -120,6 +104,8 @@ async def check_access(url: str, ca_certs: str | None = None) -> None:
         StateStoreAccessError: it refuses us, and will do so later too.
     """
     client = connect(url, ca_certs)
+    # Once: redis-py tries again without the password, until that cannot be told from silence.
+    client.set_retry(Retry(NoBackoff(), 0))
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await client.ping()
@@ -148,7 +134,7 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
             socket_timeout=None,
             socket_connect_timeout=CALL_TIMEOUT_S,
             health_check_interval=15,
-            retry=_Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             **tls,
         )
     except ValueError as error:
