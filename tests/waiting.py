@@ -17,10 +17,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Looks ever more seldom: a look may cost what is waited for a part of the machine."""
+    """Looks ever more seldom: a look may cost what is waited for a part of the machine.
+
+    And once more when the time is over: this process may have stood still for all of it.
+    """
     began_s = time.monotonic()
-    while not (result := condition()):
+    while True:
         waited_s = time.monotonic() - began_s
+        if result := condition():
+            return result
         assert waited_s < timeout_s, f"not within {timeout_s} s: {what}"
         time.sleep(min(0.5, 0.05 + waited_s / 20))
-    return result
