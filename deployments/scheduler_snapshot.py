@@ -42,6 +42,7 @@ class Snapshot(NamedTuple):
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
         apart: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its way.
+        joining: of those, where a cache has come or is on its way; they will stand in a batch.
         begun: of those, whoever may start in this step; the slots of the state are for them too.
     """
 
@@ -49,6 +50,7 @@ class Snapshot(NamedTuple):
     chunks: tuple[Request, ...]
     idle_slots: int
     apart: int
+    joining: int
     begun: int
 
     @property
@@ -163,7 +165,8 @@ class SnapshotTaker:
         pool = scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
         blocked = {request for request in scheduler.deferred_waiting if self._is_blocked(request)}
-        begun = len(scheduler.kv_holding_waiting) - sum(map(scheduler._holds_kv_blocks, blocked))
+        holding = len(scheduler.kv_holding_waiting)
+        begun = holding - sum(map(scheduler._holds_kv_blocks, blocked))
         slots = self._pool.slots(max(1, self.slots - idle), free, running, begun)
         waiting, waiting_count = self._waiting(now_s, slots - len(running), blocked)
         # vLLM keeps one block for padding. Who has begun holds theirs, and stands before who has not.
@@ -180,7 +183,8 @@ class SnapshotTaker:
             block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
         )
-        return Snapshot(state, chunks, idle, len(self._ending) + len(scheduler.kv_holding_waiting), begun)
+        joining = holding - scheduler.num_waiting_for_streaming_input
+        return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
 
     def step_taken(self, decodes: int, prefills: Iterable[str], scheduled: Mapping[str, int], preempted: int) -> None:
         """After a step was scheduled, before vLLM counts its tokens.

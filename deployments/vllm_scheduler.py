@@ -170,7 +170,7 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _offered(self, snapshot: Snapshot) -> int:
         """Routers count every request that they sent, also those which stand in no batch; each of them once."""
-        others = min(self._policy.batch_size(snapshot.state), snapshot.state.slots - snapshot.begun)
+        others = min(self._policy.batch_size(snapshot.state, snapshot.joining), snapshot.state.slots - snapshot.begun)
         return min(self._taker.slots, others + snapshot.apart)
 
     def _taken(self, now_s: float) -> Snapshot:

@@ -142,12 +142,14 @@ class Auto:
     def observe(self, result: StepResult) -> None:
         self._composed.observe(result)
 
-    def batch_size(self, state: BatchState) -> int:
+    def batch_size(self, state: BatchState, joining: int = 0) -> int:
         """Requests that may be in the engine at once as things stand: what a replica can offer without a queue.
 
         Unlike a plan's cap, which binds only what waits, this supposes that requests like the present ones came in
         every free slot. Changes nothing.
+
+        joining: requests besides that have their memory and will be in a batch: the bound on latency is for them too.
         """
         memory = self.admission.batch_size(state)
-        latency = self.targets.batch_size(state) if self.targets else inf
-        return max(1, int(min(state.slots, memory, latency)))
+        latency = self.targets.batch_size(state) - joining if self.targets else inf
+        return max(0 if joining else 1, int(min(state.slots, memory, latency)))

@@ -455,6 +455,13 @@ def test_states_do_not_hold_the_batch_down_behind_a_queue(block_size: int, state
     assert engine.preempted < 256 / 3
 
 
+REMOTE = {
+    "kv_transfer_config": KVTransferConfig(
+        kv_connector="SlowConnector", kv_connector_module_path="tests.slow_connector", kv_role="kv_consumer"
+    )
+}
+
+
 def offer(engine: VirtualEngine) -> int:
     """To routers, which send no more than that."""
     return int(engine.scheduler.status()["batch_size"])
@@ -462,12 +469,7 @@ def offer(engine: VirtualEngine) -> int:
 
 def test_who_waits_with_states_of_their_own_is_offered_one_slot_each() -> None:
     """Counted twice, those whose caches are on their way made the replica ask for as many again, and so on."""
-    remote = KVTransferConfig(
-        kv_connector="SlowConnector", kv_connector_module_path="tests.slow_connector", kv_role="kv_consumer"
-    )
-    engine = VirtualEngine(
-        {"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3, kv_transfer_config=remote
-    )
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3, **REMOTE)
     fit = 499 // 4  # three states and a block of tokens each
     assert offer(engine) == fit
     for number in range(60):
@@ -498,6 +500,19 @@ def test_sessions_that_wait_for_input_with_states_of_their_own_are_offered_one_s
         engine.step()
     assert (engine.free_blocks, offer(engine)) == (499 - 240, 499 // 4)
     assert engine.scheduler._taken(engine.clock.now()).state.slots == 64, "a batch has none of them"
+
+
+def test_a_latency_target_bounds_whoever_is_on_the_way_too() -> None:
+    """Else a replica asked for more and more, which waited in its own queue."""
+    engine = VirtualEngine({"mode": "mixed", "itl_target_s": 0.03}, slots=192, **REMOTE)
+    offered = [offer(engine)]
+    for _ in range(6):
+        while len(engine.answers) < offered[-1]:
+            engine.add(f"r{len(engine.answers)}", 30, 20)
+        engine.step()
+        offered.append(offer(engine))
+    assert len(engine.scheduler.kv_holding_waiting) == offered[0] < 192
+    assert offered == offered[:1] * 7
 
 
 def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
