@@ -43,10 +43,11 @@ def checking(vllm_argv: Sequence[str]) -> Iterator[Callable[[], None]]:
 
 
 def main() -> None:
-    with heavy_imports():
-        from deployments.vllm_adapter import parse_vllm_args
     try:
-        parse_vllm_args(json.load(sys.stdin))
+        with contextlib.redirect_stdout(sys.stderr):  # where vLLM logs: the answer alone goes to the other end
+            with heavy_imports():
+                from deployments.vllm_adapter import parse_vllm_args
+            parse_vllm_args(json.load(sys.stdin))
     except ConfigError as error:
         print(error)
         sys.exit(1)

@@ -12,7 +12,7 @@ import redis
 from deployments.environment import REDIS_URL_ENV
 from deployments.keys import KeyEntry, digest, new_key, parse_entries, redis_hash, stored_entries
 from policies.errors import ConfigError, StateStoreError
-from router.redis_store import CALL_TIMEOUT_S, tls_options
+from router.redis_store import CALL_TIMEOUT_S, not_a_url, tls_options
 
 _EPILOG = """\
 examples:
@@ -60,8 +60,8 @@ def _redis(ca_certs: str | None) -> Iterator["redis.Redis"]:
     tls = tls_options(url, ca_certs)
     try:
         client = redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=CALL_TIMEOUT_S, **tls)
-    except ValueError as error:
-        raise ConfigError(f"{REDIS_URL_ENV} is not a Redis URL: {error}") from error
+    except ValueError:
+        raise not_a_url(REDIS_URL_ENV) from None
     try:
         with client:
             yield client

@@ -178,8 +178,10 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
                 contextlib.redirect_stderr(nowhere),
             ):
                 if ray.is_initialized():  # else Serve would start another Ray in order to shut down
-                    serve.shutdown()
-                    ray.shutdown()
+                    try:
+                        serve.shutdown()
+                    finally:  # also after a second Ctrl-C
+                        ray.shutdown()
         finally:
             end(started)
 

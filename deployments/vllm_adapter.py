@@ -97,6 +97,10 @@ class _Refusing(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"vllm_args: {message}")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """After `--help`."""
+        raise ConfigError("vllm_args: nothing is served where help is asked for; `vllm serve --help=all` lists them")
+
     def load_config_file(self, file_path: str) -> list[str]:
         """vLLM calls this for `--config`."""
         args = super().load_config_file(file_path)

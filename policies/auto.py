@@ -151,5 +151,7 @@ class Auto:
         joining: requests besides that have their memory and will be in a batch: the bound on latency is for them too.
         """
         memory = self.admission.batch_size(state)
-        latency = self.targets.batch_size(state) - joining if self.targets else inf
+        latency = inf
+        if self.targets:  # of all of them, who need no slot of these
+            latency = self.targets.batch_size(state._replace(slots=state.slots + joining)) - joining
         return max(0 if joining else 1, int(min(state.slots, memory, latency)))

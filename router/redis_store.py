@@ -39,6 +39,8 @@ CALL_TIMEOUT_S = 5.0
 AWAY = (RedisError, OSError, RuntimeError)
 CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
+# What Redis 7, and 6, say of commands inside a script. An error of no kind of its own.
+_NOT_IN_SCRIPTS = "ACL failure in script|user executing the script can't"
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
 _length_decoder = msgspec.msgpack.Decoder(FinishedLength)
@@ -78,6 +80,14 @@ def tls_options(url: str, ca_certs: str | None) -> dict[str, Any]:
     return {"ssl_ca_certs": ca_certs}
 
 
+def not_a_url(setting: str) -> ConfigError:
+    """Without the words of whoever parsed it, which may hold a part of the password."""
+    return ConfigError(
+        f"{setting} is not a Redis URL: it begins with redis://, rediss:// or unix://, and special characters of the "
+        "password are percent-encoded"
+    )
+
+
 def _why_refused(error: BaseException) -> str | None:
     """Why no waiting helps, without user and password; None where it may.
 
@@ -87,8 +97,8 @@ def _why_refused(error: BaseException) -> str | None:
         none_given = re.search("already authenticated|Authentication required", str(error))  # by the protocol's version
         wants = "it wants a password, and was given none" if none_given else error
         return f"Redis does not let us in ({wants}): check {CREDENTIALS}"
-    if isinstance(error, NoPermissionError):
-        words = re.sub(r"^User \S+", "this user", str(error))
+    if isinstance(error, NoPermissionError) or re.search(_NOT_IN_SCRIPTS, str(error)):
+        words = re.sub(r"\bUser \S+", "this user", str(error))
         return f"Redis does not obey us ({words}): check {CREDENTIALS}, and that user's ACL"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
@@ -137,8 +147,8 @@ def connect(url: str, ca_certs: str | None = None) -> "redis.Redis":
             retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
             **tls,
         )
-    except ValueError as error:
-        raise ConfigError(f"redis_url is not a Redis URL: {error}") from error
+    except ValueError:
+        raise not_a_url("redis_url") from None
     return redis.Redis.from_pool(pool)
 
 

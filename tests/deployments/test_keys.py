@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -205,11 +206,12 @@ async def test_a_malformed_key_in_redis_does_not_keep_others_from_being_listed_a
     await client.aclose()
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://127.0.0.1:port/0"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://127.0.0.1:port/0", "redis://:secret/x@127.0.0.1:1/0"])
 def test_what_is_no_url_of_a_redis_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("SLUICE_REDIS_URL", url)
-    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL is not a Redis URL"):
+    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL is not a Redis URL") as caught:
         cli.main(["keys", "list"])
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 async def test_a_redis_that_goes_away_between_two_calls_is_an_error_in_words(

@@ -148,6 +148,12 @@ def test_a_file_of_arguments_holds_none_that_are_refused_elsewhere(argv: list[st
         parse_vllm_args(given)
 
 
+@pytest.mark.parametrize("asked", ["-h", "--help", "--help=all"])
+def test_whoever_asks_for_help_is_not_served(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="help"):
+        parse_vllm_args(["--model", "m", asked])
+
+
 def in_file(argv: list[str], folder: Path) -> str:
     """The same arguments for `--config`, which knows no short names."""
     items: dict[str, Any] = {}

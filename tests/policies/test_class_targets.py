@@ -185,3 +185,9 @@ def test_prompts_that_share_their_blocks_leave_room_for_more_like_them() -> None
 def test_with_one_class_indices_are_ignored() -> None:
     policy = ClassTargets(ClassTargetsConfig(itl_targets_s=(0.05,)))
     assert policy.strictest_s(state([3, 7])) == 0.05
+
+
+def test_a_latency_target_that_binds_nobody_takes_no_slot_from_those_who_join() -> None:
+    auto = Auto(AutoConfig(itl_targets_s=(10.0,)))
+    few = state([0])._replace(slots=10)
+    assert [auto.batch_size(few, joining) for joining in (0, 5)] == [10, 10]

@@ -133,10 +133,31 @@ async def says(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     server.close()
 
 
-@pytest.mark.parametrize("says", ["NOPERM User visitor has no permissions to run the 'ping' command"], indirect=True)
+@pytest.mark.parametrize(
+    "says",
+    [
+        f"{begin}User visitor has no permissions to run the 'ping' command"
+        for begin in ("NOPERM ", "NOPERM ACL failure in script: ", "ERR ACL failure in script: ")
+    ],
+    indirect=True,
+)
 async def test_a_user_whom_redis_names_is_not_named_by_us(says: str) -> None:
-    with pytest.raises(StateStoreAccessError, match="this user has no permissions to run the 'ping' command"):
+    with pytest.raises(StateStoreAccessError, match="this user has no permissions to run the 'ping' command") as caught:
         await check_access(says)
+    assert "visitor" not in str(caught.value)
+
+
+@pytest.mark.parametrize("says", ["ERR The user executing the script can't run this command"], indirect=True)
+async def test_a_script_that_a_user_may_not_run_is_refused(says: str) -> None:
+    with pytest.raises(StateStoreAccessError, match="that user's ACL"):
+        await check_access(says)
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2/x@127.0.0.1:1/0"])
+def test_what_is_no_url_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url is not a Redis URL") as caught:
+        connect(url)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("says", NOT_NOW, indirect=True)

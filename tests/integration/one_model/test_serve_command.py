@@ -29,5 +29,5 @@ def test_wrong_vllm_arguments_are_named(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert wrong.returncode == 1
-    assert "--no-such-argument" in wrong.stderr
+    assert "sluice: vllm_args: unrecognized arguments: --no-such-argument" in wrong.stderr
     assert "Traceback" not in wrong.stderr
