@@ -160,5 +160,5 @@ def engine_env(config: AppConfig) -> dict[str, str]:
     if config.engine.num_gpus == 0:
         # Ray (2.60) shows whoever has asked for no GPU all that the machine has, and each such engine would take the
         # first one.
-        env |= cpu_env() | {"CUDA_VISIBLE_DEVICES": ""}
+        env |= cpu_env(eager=config.runs_eagerly) | {"CUDA_VISIBLE_DEVICES": ""}
     return env | config.engine.env

@@ -802,6 +802,11 @@ class AppConfig(ModelSection):
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
         return ["--model", model, *name, *args, *lora]
 
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether vLLM is told to compile nothing."""
+        return {"--enforce-eager", "--no-enforce-eager"} & _options(self.vllm_argv()).keys() == {"--enforce-eager"}
+
     def engine_argv(self, role: Role = "decode") -> list[str]:
         """The arguments for vLLM on an engine replica."""
         prefill = self.engine.prefill

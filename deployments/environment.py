@@ -93,11 +93,13 @@ def cpu_dtype() -> str:
     return "float32"
 
 
-def cpu_env() -> dict[str, str]:
+def cpu_env(*, eager: bool = False) -> dict[str, str]:
     """What the CPU build needs to run well on shared cores.
 
     The worker lives in the engine-core process (the multi-process executor spins and collapses where cores are shared),
     with one thread and torch's own OpenMP loaded first, as vLLM does it for the workers that it starts itself.
+
+    eager: nothing is to be compiled (vLLM's `--enforce-eager`).
     """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -110,6 +112,10 @@ def cpu_env() -> dict[str, str]:
         libraries = sorted(Path(spec.submodule_search_locations[0], "lib").glob("libgomp*.so*"))
         if libraries:
             env["LD_PRELOAD"] = str(libraries[0])
+    if eager:
+        # vLLM (0.32) compiles a function of its sampler all the same, when somebody first asks for logprobs: all
+        # answers stand still for ten seconds, and where there is no C++ compiler the engine ends.
+        env["TORCHDYNAMO_DISABLE"] = "1"
     return env
 
 

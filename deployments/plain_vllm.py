@@ -46,7 +46,8 @@ def _pretend_distribution() -> Path:
 
 def main() -> None:
     paths = [str(_pretend_distribution()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, **cpu_env(), "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
+    eager = "--enforce-eager" in sys.argv
+    env = {**os.environ, **cpu_env(eager=eager), "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
     # A new program in this process: the preloaded OpenMP library takes effect at start alone.
     os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]], env)
 

@@ -19,6 +19,9 @@ Name another one: make PYTHON=python3.12 ..."
 [ "$(uname -m)" = x86_64 ] && [ "$(uname -s)" = Linux ] ||
     fail "The locked CPU environment is for Linux on x86_64, this is $(uname -sm)."
 
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    fail "vLLM's build for CPUs needs libnuma. On Debian and Ubuntu: apt-get install libnuma1"
+
 [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" ||
     fail "Python cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"
 

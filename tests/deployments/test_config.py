@@ -296,6 +296,22 @@ def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "argv", "compiles"),
+    [
+        ("demo", (), False),
+        ("demo", ("--no-enforce-eager",), True),
+        ("another", (), True),
+        ("another", ("--max-num-seqs", "4", "--enforce_eager"), False),
+    ],
+)
+def test_an_eager_engine_on_cpus_compiles_nothing_at_all(model: str, argv: tuple[str, ...], compiles: bool) -> None:
+    made = config(model=model, vllm_args=argv)
+    assert engine_env(made).get("TORCHDYNAMO_DISABLE") == (None if compiles else "1")
+    on_gpus = made.model_copy(update={"engine": made.engine.model_copy(update={"num_gpus": 1.0})})
+    assert "TORCHDYNAMO_DISABLE" not in engine_env(on_gpus)
+
+
+@pytest.mark.parametrize(
     ("gpus", "argv", "used"),
     [
         (4, [], 1),

@@ -37,11 +37,15 @@ def is_free(port: int) -> bool:
 
 
 class Sluice:
-    """A `sluice serve` in a session of its own, with its output in a file; asked with ``key`` where it wants one."""
+    """A `sluice serve` in a session of its own, with its output in a file; asked with ``key`` where it wants one.
+
+    As on a machine without a compiler, and where nothing was compiled before.
+    """
 
     def __init__(self, folder: Path, port: int, *options: str, key: str = "none") -> None:
         self.port, self.url, self.key = port, f"http://127.0.0.1:{port}", key
         self.log = folder / f"sluice-{port}-{time.monotonic_ns()}.log"
+        nothing_compiles = {"CXX": str(folder / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         with self.log.open("wb") as output:
             self.process = psutil.Popen(
                 [SLUICE, "serve", "--port", str(port), *options],
@@ -49,6 +53,7 @@ class Sluice:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=folder,
+                env={**os.environ, **nothing_compiles},
             )
 
     def __enter__(self) -> "Sluice":
