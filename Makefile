@@ -7,10 +7,10 @@ LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests of whole applications, in the order in which one starts while the tests of another wait. They have the machine
-# to themselves, the others share it in two processes.
+# to themselves, the others share it in two processes; unit tests, which wait more than they compute, in four.
 APPS   := $(addprefix tests/,integration/one_model integration/test_prefill_decode.py integration/several_models \
             integration/test_serve_deploy.py integration/test_cores.py k8s/test_semantic.py)
-OTHERS := tests/ -n 2 --dist worksteal $(addprefix --ignore=,$(APPS))
+OTHERS := tests/ --dist worksteal $(addprefix --ignore=,$(APPS))
 
 .PHONY: help serve test test-unit check venv lock bench clean
 
@@ -21,11 +21,11 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
 test: venv check ## check and test everything
-	$(PYTEST) $(OTHERS)
+	$(PYTEST) $(OTHERS) -n 2
 	$(PYTEST) $(APPS)
 
 test-unit: venv ## the fast tests: no Ray, no engine, no chart
-	$(PYTEST) $(OTHERS) --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
+	$(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -155,7 +155,7 @@ class Engine:
 
 
 def workload(
-    requests: int = FEWER, seed: int = 7, shared: int = 0, most_prompt: int = 120, branches: bool = True
+    requests: int = FEWER, seed: int = 7, shared: int = 0, most_prompt: int = 60, branches: bool = True
 ) -> list[tuple[str, list[int], SamplingParams]]:
     """Mixed lengths; every twentieth answer is JSON, and every twentieth is two answers, sampled under a seed.
 
@@ -166,7 +166,7 @@ def workload(
     made = []
     for number in range(requests):
         prompt = prefix + [rng.randint(10, 4000) for _ in range(rng.randint(4, most_prompt))]
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 + min(60, int(rng.expovariate(1 / 18))))
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 + min(45, int(rng.expovariate(1 / 14))))
         if branches and number % 20 == 7:
             params.n = 2
             params.temperature, params.seed = 0.8, number
@@ -228,7 +228,7 @@ def stock_answers(requests: int = FEWER, branches: bool = True) -> Tokens:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefix cache": ({"shared": 64}, {"enable_prefix_caching": True}),
-    "prompts longer than the budget": ({"most_prompt": 300, "branches": False}, {"max_num_batched_tokens": 128}),
+    "prompts longer than the budget": ({"most_prompt": 150, "branches": False}, {"max_num_batched_tokens": 64}),
     "a cache so tight that stock preempts": ({"branches": False}, {"num_gpu_blocks_override": 45}),
 }
 
