@@ -194,11 +194,13 @@ class _Bench:
         ids = [self._add(load.context, 4 * steps + 64) for _ in range(load.batch)]
         while self._scheduler.waiting or self._scheduler._inflight_prefills:
             self._engine.step()
+        self._scheduler.report()
         self._scheduler.on_step = seen.append
         for _ in range(steps + 2):
             if load.prompt:
                 self._add(load.prompt, 1)
             self._engine.step()
+        self._scheduler.report()
         self._scheduler.on_step = None
         self._engine.abort_request(ids, internal=True)
         while self._engine.has_unfinished_requests():

@@ -53,11 +53,6 @@ class Snapshot(NamedTuple):
     joining: int
     begun: int
 
-    @property
-    def mean_context_tokens(self) -> float:
-        running = self.state.running
-        return running.total_tokens / len(running) if len(running) else 0.0
-
 
 class _Head(NamedTuple):
     """The head of the queue as it was shown last, and the tokens that it has to prefill."""
@@ -139,6 +134,9 @@ class SnapshotTaker:
         self._pool = pool_share(scheduler)
         # With these vLLM takes computed tokens back, and a step is not one token for each.
         self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
+        one_group = len(scheduler.kv_cache_manager.coordinator.single_type_managers) == 1
+        # Whether what a step takes of the cache are its tokens, and nothing else.
+        self.is_foreseeable = one_group and not self._always_fresh
         self._views: dict[Request, RequestView] = {}
         self._head = _NOBODY
         # vLLM's own stamp is that of the router's clock, and from before the wait there.
@@ -182,6 +180,7 @@ class SnapshotTaker:
             total_blocks=total,
             block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
+            max_model_len=scheduler.max_model_len,
         )
         joining = holding - scheduler.num_waiting_for_streaming_input
         return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
@@ -201,6 +200,10 @@ class SnapshotTaker:
             request = self._scheduler.requests[request_id]
             at = self._place(request)  # may make the columns longer
             batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
+
+    def lose_track(self) -> None:
+        """Steps are taken that nothing is said of here: requests are read again for the next snapshot."""
+        self._fresh = False
 
     def arrived(self, request: Request, now_s: float) -> None:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""

@@ -3,8 +3,9 @@
     vllm serve MODEL --scheduler-cls deployments.vllm_scheduler.SluiceScheduler \\
         --additional-config '{"sluice": {"mode": "auto"}}'
 
-Before a step: snapshot, `policy.plan`, and the plan goes into knobs that vLLM has already. After it: what it held and
-how long it took go to `policy.observe`. No line of vLLM's scheduling is repeated here. The knobs:
+Before a step: snapshot, `policy.plan`, and the plan goes into knobs that vLLM has already. What the step held and how
+long it took go to `policy.observe` before the next plan, which may be some steps later: a plan says for how many steps
+it may be kept, and such steps hardly cost anything. No line of vLLM's scheduling is repeated here. The knobs:
 
 * at most so many requests: `max_num_active_reqs`, which never evicts;
 * DECODE: no admission, and prompts in progress are put off as on a throttled step of data-parallel engines;
@@ -37,7 +38,7 @@ from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.errors import ConfigError, SluiceError
-from policies.types import FinishedRequest, Phase, StepPlan, StepResult
+from policies.types import FinishedRequest, Phase, RunningRequests, StepPlan, StepResult
 from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class SluiceScheduler(AsyncScheduler):
 
     Attributes:
         clock: measures steps.
-        on_step: called with every step's result, for calibration and tests.
+        on_step: called with every step's result, for calibration and tests: before the next plan, or by `report`.
     """
 
     waiting: Any
@@ -89,6 +90,9 @@ class SluiceScheduler(AsyncScheduler):
             raise ConfigError(f"the classes with targets or budgets cannot change, from {now[1:]} to {then[1:]}")
         self._adopt(settings)
         return self.settings.model_dump(mode="json")
+
+    def report(self) -> None:
+        """Tell policy, telemetry and `on_step` of the steps that have ended since they were last told."""
 
     def status(self) -> dict[str, Any]:
         """What the plug-in does and why, for people and monitoring."""
@@ -132,10 +136,69 @@ class SluiceScheduler(AsyncScheduler):
 
 
 class _Step(NamedTuple):
-    """A step on its way: what vLLM will hand back beside its results, and the step as it began, at `begun.now_s`."""
+    """A step on its way.
+
+    Attributes:
+        output: what it holds, which vLLM hands back beside its results.
+        plan, began_s: by which and when it was begun.
+        prefills: ids of those that got a part of their prompt.
+        mean_context_tokens: of those that decode.
+        running_count, waiting_count: after admission.
+    """
 
     output: SchedulerOutput
-    begun: StepResult
+    plan: StepPlan
+    began_s: float
+    prefills: list[str]
+    mean_context_tokens: float
+    running_count: int
+    waiting_count: int
+
+    @property
+    def decodes(self) -> int:
+        return len(self.output.num_scheduled_tokens) - len(self.prefills)
+
+    def result(self, ended_s: float, step_s: float, finished: tuple[FinishedRequest, ...]) -> StepResult:
+        scheduled = self.output.num_scheduled_tokens
+        return StepResult(
+            now_s=ended_s,
+            step_s=step_s,
+            phase=self.plan.phase,
+            prefill_tokens=sum(map(scheduled.__getitem__, self.prefills)),
+            prefill_requests=len(self.prefills),
+            decode_requests=self.decodes,
+            kv_tokens=round(self.decodes * self.mean_context_tokens),
+            max_batch_size=self.plan.max_batch_size,
+            running_count=self.running_count,
+            waiting_count=self.waiting_count,
+            preempted=len(self.output.preempted_req_ids or ()),
+            finished=finished,
+        )
+
+
+class _MeanContext:
+    """Tokens that a running request holds on average, also while no snapshot is taken."""
+
+    def __init__(self) -> None:
+        self._tokens = self._requests = 0
+
+    @property
+    def mean(self) -> float:
+        return self._tokens / self._requests if self._requests else 0.0
+
+    def see(self, running: RunningRequests) -> None:
+        self._tokens, self._requests = running.total_tokens, len(running)
+
+    def grow(self, tokens: int, requests: int) -> None:
+        """By a step: so many tokens, and requests that it started."""
+        self._tokens += tokens
+        self._requests += requests
+
+    def shrink(self, tokens: int) -> None:
+        """By a request that has ended with so many, if it ever ran."""
+        if tokens:
+            self._tokens -= tokens
+            self._requests -= 1
 
 
 class _PlannedScheduler(SluiceScheduler):
@@ -151,15 +214,20 @@ class _PlannedScheduler(SluiceScheduler):
             self._taker = SnapshotTaker(self, self._stock_limits[1])
             self._steps: deque[_Step] = deque()
             self._finished: list[FinishedRequest] = []
+            # Steps that have ended: when, after how many seconds, and who ended with them.
+            self._untold: list[tuple[_Step, float, float, tuple[FinishedRequest, ...]]] = []
+            self._context = _MeanContext()
             self._last_end_s = self.clock.now()
             self._now_s = self._last_end_s
             if self.policy == SchedulingPolicy.FCFS:
                 self._requeue(DeadlineQueue(self._deadline_s))
         self._taker.adopt(slots, self.settings.class_names)
-        self._snapshot: Snapshot | None = None
         self._plan: StepPlan | None = None
+        self._steps_left = 0  # for which the plan may be kept
+        self._chunks: tuple[Request, ...] = ()  # who had begun their prompt, and not ended it, before the step
 
     def status(self) -> dict[str, Any]:
+        self.report()
         snapshot = self._taken(self.clock.now())
         return {
             "mode": self.settings.mode,
@@ -191,13 +259,30 @@ class _PlannedScheduler(SluiceScheduler):
         began = time.perf_counter()
         self._now_s = self.clock.now()
         if self.pause_state == PauseState.PAUSED_ALL:
-            self._snapshot = self._plan = None
+            self._plan = None
+            self._steps_left = 0
             return super().schedule(throttle_prefills)
-        self._snapshot = snapshot = self._taken(self._now_s)
-        self._plan = plan = self._policy.plan(snapshot.state)
+        if (plan := self._plan) is not None and self._may_keep(plan):
+            self._steps_left -= 1
+            self._chunks = ()
+            throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
+            self.telemetry.planned(plan, time.perf_counter() - began)
+            return super().schedule(throttle)
+        self.report()
+        snapshot = self._taken(self._now_s)
+        plan = self._policy.plan(snapshot.state)
         throttle = self._apply(plan, snapshot, throttle_prefills)
+        whole = plan.phase is Phase.DECODE or self.max_num_active_reqs == self._taker.slots
+        if plan.steps > 1 and not (whole and self._taker.is_foreseeable):
+            plan = plan._replace(steps=1)
+        self._plan, self._steps_left, self._chunks = plan, plan.steps - 1, snapshot.chunks
+        self._context.see(snapshot.state.running)
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
+
+    def _may_keep(self, plan: StepPlan) -> bool:
+        """Its knobs are set still. Of a prompt that goes on it did not know."""
+        return self._steps_left > 0 and not self._inflight_prefills and len(self.running) > plan.least_running
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
@@ -205,9 +290,7 @@ class _PlannedScheduler(SluiceScheduler):
         self.max_num_active_reqs = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
         self.max_num_scheduled_tokens = self._budget(plan.max_batch_tokens)
         if plan.phase is Phase.DECODE:
-            self.max_num_active_reqs = 0
-            self.prefill_capacity_bound = False  # else vLLM does not put off anything while its queue is long
-            return True
+            return self._hold_back()
         if plan.phase is Phase.PREFILL:
             next_step = self.current_step + 2  # schedule() counts this one first
             for request in self.running:
@@ -215,6 +298,12 @@ class _PlannedScheduler(SluiceScheduler):
                     request.next_decode_eligible_step = next_step
             return False
         return throttle_prefills
+
+    def _hold_back(self) -> bool:
+        """Let nobody start or go on with a prompt."""
+        self.max_num_active_reqs = 0
+        self.prefill_capacity_bound = False  # else vLLM does not put off anything while its queue is long
+        return True
 
     def _budget(self, tokens: int) -> int:
         """Where prompts, drafts, images or states cannot be cut anywhere, a smaller one might let nothing through."""
@@ -230,36 +319,30 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """vLLM calls this at the end of `schedule`, when requests are still as they were before the step."""
-        if self._plan is not None and self._snapshot is not None:
-            self._note(scheduler_output, self._plan, self._snapshot)
+        if self._plan is not None:
+            self._note(scheduler_output, self._plan)
         super()._update_after_schedule(scheduler_output)
 
-    def _note(self, output: SchedulerOutput, plan: StepPlan, snapshot: Snapshot) -> None:
+    def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled = output.num_scheduled_tokens
-        prefills = [request.request_id for request in snapshot.chunks if request.request_id in scheduled]
+        prefills = [request.request_id for request in self._chunks if request.request_id in scheduled]
         prefills += [request.req_id for request in output.scheduled_new_reqs]
         prefills += output.scheduled_cached_reqs.resumed_req_ids
-        decodes = len(scheduled) - len(prefills)
+        running, waiting = len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
+        step = _Step(output, plan, self._now_s, prefills, self._context.mean, running, waiting)
+        self._context.grow(output.total_num_scheduled_tokens, len(prefills))
         preempted = len(output.preempted_req_ids or ())
-        begun = StepResult(
-            now_s=self._now_s,
-            step_s=0.0,
-            phase=plan.phase,
-            prefill_tokens=sum(map(scheduled.__getitem__, prefills)),
-            prefill_requests=len(prefills),
-            decode_requests=decodes,
-            kv_tokens=round(decodes * snapshot.mean_context_tokens) if decodes else 0,
-            max_batch_size=plan.max_batch_size,
-            running_count=len(self.running),
-            waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
-            preempted=preempted,
-        )
-        self._taker.step_taken(decodes, prefills, scheduled, preempted)
+        if plan.steps > 1:
+            self._taker.lose_track()
+        else:
+            self._taker.step_taken(step.decodes, prefills, scheduled, preempted)
+        if preempted or not scheduled:
+            self._steps_left = 0
         if scheduled:
-            self._steps.append(_Step(output, begun))
-        else:  # nothing will come back that tells more: let the policy know before it plans again
-            self._observe(begun, 0.0)
+            self._steps.append(step)
+        else:  # nothing will come back that tells more
+            self._note_end(step, 0.0)
         self.telemetry.spent(time.perf_counter() - began)
 
     # After a step
@@ -273,18 +356,23 @@ class _PlannedScheduler(SluiceScheduler):
         # Steps from before a change of mode have no record.
         if self._steps and self._steps[0].output is scheduler_output:
             step = self._steps.popleft()
-            self._observe(step.begun, now_s - max(step.begun.now_s, self._last_end_s))
+            self._note_end(step, max(0.0, now_s - max(step.began_s, self._last_end_s)))
         self._last_end_s = now_s
         self.telemetry.spent(time.perf_counter() - began)
         return outputs
 
-    def _observe(self, begun: StepResult, step_s: float) -> None:
+    def _note_end(self, step: _Step, step_s: float) -> None:
         finished, self._finished = tuple(self._finished), []
-        result = begun._replace(now_s=self._last_end_s + step_s, step_s=max(0.0, step_s), finished=finished)
-        self._policy.observe(result)
-        self.telemetry.observed(result)
-        if self.on_step is not None:
-            self.on_step(result)
+        self._untold.append((step, self._last_end_s + step_s, step_s, finished))
+
+    def report(self) -> None:
+        for step, ended_s, step_s, finished in self._untold:
+            result = step.result(ended_s, step_s, finished)
+            self._policy.observe(result)
+            self.telemetry.observed(result)
+            if self.on_step is not None:
+                self.on_step(result)
+        self._untold.clear()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted."""
@@ -297,6 +385,7 @@ class _PlannedScheduler(SluiceScheduler):
         super()._update_request_as_session(session, update)
 
     def _ended(self, request: Request, *, aborted: bool) -> None:
+        self._context.shrink(request.num_computed_tokens)
         if request.num_output_tokens:
             told = self._taker.metadata(request)
             self._finished.append(

@@ -32,6 +32,8 @@ _EPSILON = 1e-9
 # Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.
 _MAX_CHUNK_TOKENS = 65536
 _CHUNK_STRIDE_TOKENS = 256
+# Most steps that a plan is kept for: what is learned and shown meanwhile is no older than this.
+KEPT_STEPS = 16
 _cap_of = attrgetter("max_batch_size")
 
 
@@ -95,7 +97,7 @@ def _check_moments(capacity_tokens: float, mean_tokens: float, std_tokens: float
         raise InputError(f"need capacity >= 0, mean > 0 and std >= 0, all finite, got {given}")
 
 
-def capped_plan(state: BatchState, cap: int, limited_by: Limit) -> StepPlan:
+def capped_plan(state: BatchState, cap: int, limited_by: Limit, steps: int = 1) -> StepPlan:
     """A mixed step of at most ``cap`` requests, never less than one and never more than the slots."""
     size = max(1, min(cap, state.slots))
     room = max(0, size - state.running_count)
@@ -105,6 +107,7 @@ def capped_plan(state: BatchState, cap: int, limited_by: Limit) -> StepPlan:
         limited_by=limited_by if size < state.slots else Limit.SLOTS,
         max_batch_tokens=state.max_batch_tokens,
         admit=tuple([request.request_id for request in state.waiting[:room]]),
+        steps=steps,
     )
 
 
@@ -112,7 +115,7 @@ class Stock:
     """The engine's own behaviour: fill the slots, mix prefill and decode. The baseline everything is compared with."""
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, state.slots, Limit.SLOTS)
+        return capped_plan(state, state.slots, Limit.SLOTS, KEPT_STEPS)
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that may run at once as things stand: the engine starts those whose prompts fit now."""
@@ -484,4 +487,6 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         limited_by=tightest.limited_by,
         max_batch_tokens=min([p.max_batch_tokens for p in plans if p.phase is phase], default=state.max_batch_tokens),
         admit=admit,
+        steps=min([plan.steps for plan in plans]),
+        least_running=plans[-1].least_running,
     )

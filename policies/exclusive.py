@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from policies.batch_size import capped_plan
+from policies.batch_size import KEPT_STEPS, capped_plan
 from policies.checks import (
     require_at_least,
     require_each_positive,
@@ -86,7 +86,7 @@ class ExclusiveMixedConfig:
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
-        replan_steps: plans between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
+        replan_steps: steps between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
             out until there are enough of each kind.
         min_samples: completions before lengths count as known.
         window: as in ``LengthStatistics``.
@@ -283,7 +283,7 @@ class _ModeChoice:
         self._costs = {False: _TokenCost(), True: _TokenCost()}
 
     @property
-    def plans_to_next_look(self) -> int:
+    def steps_to_next_look(self) -> int:
         """Fewer while exclusive steps are tried out."""
         return -(-self._config.replan_steps // (8 if self._explores and self.exclusive else 1))
 
@@ -388,7 +388,7 @@ class ExclusiveMixed:
         self._stall = _Stall()
         self._occupancy = 0.0
         self._refills = 0
-        self._plans_left = 0
+        self._steps_to_look = 0
         if learned:
             self._model, self._lengths = learned._model, learned._lengths
             self._occupancy, self._refills = learned._occupancy, learned._refills
@@ -415,10 +415,9 @@ class ExclusiveMixed:
         return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
-        if not self._plans_left:
+        if self._steps_to_look <= 0:
             self._replan(state)
-            self._plans_left = self._choice.plans_to_next_look
-        self._plans_left -= 1
+            self._steps_to_look = self._choice.steps_to_next_look
         if not self.exclusive:
             return self._parted_plan(state) or self._mixed_plan(state)
         startable = self._startable(state)
@@ -426,10 +425,12 @@ class ExclusiveMixed:
         return self._exclusive_plan(state, startable)
 
     def observe(self, result: StepResult) -> None:
+        self._steps_to_look -= 1
         self._model.observe(result)
         self._lengths.observe(result)
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
+        self._phase_steps += result.phase is Phase.DECODE
         self._choice.observe(result)
         self._stall.observe(result)
         if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
@@ -439,7 +440,8 @@ class ExclusiveMixed:
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
         self._phase = Phase.DECODE
-        return capped_plan(state, state.slots, Limit.SLOTS)
+        steps = 1 if self._choice.looks_at else min(KEPT_STEPS, self._steps_to_look)
+        return capped_plan(state, state.slots, Limit.SLOTS, steps)
 
     def _parted_plan(self, state: BatchState) -> StepPlan | None:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
@@ -461,7 +463,15 @@ class ExclusiveMixed:
             limited_by=self._limited_by if prefill else Limit.SLOTS,
             max_batch_tokens=state.max_batch_tokens,
             admit=tuple(request.request_id for request in state.waiting[:room]),
+            steps=1 if prefill else self._decode_steps_ahead(state),
+            least_running=0 if prefill else floor(state.slots * (1.0 - self._refill_share(state))),
         )
+
+    def _decode_steps_ahead(self, state: BatchState) -> int:
+        """Steps in which no refill comes due as long as fewer slots than it needs are free, whoever comes."""
+        if self.config.max_wait_s is not None or self._choice.looks_at or self._stall.holds(state):
+            return 1
+        return int(max(1, min(KEPT_STEPS, self._steps_to_look, self._most_phase_steps - self._phase_steps)))
 
     def _enter_phase(self, state: BatchState, startable: int) -> None:
         prefilling = state.prefilling_count
@@ -476,7 +486,6 @@ class ExclusiveMixed:
             self._open_prefill(state, startable)
         if not decoding and (prefilling or startable):
             self._open_prefill(state, startable)
-        self._phase_steps += 1
 
     def _open_prefill(self, state: BatchState, startable: int) -> None:
         """Start a refill of what can start now; slots that it frees itself wait for the next one."""
@@ -500,13 +509,21 @@ class ExclusiveMixed:
             return False
         if self.config.max_wait_s is not None and state.now_s - state.waiting[0].arrival_s >= self.config.max_wait_s:
             return True
-        if self.config.phase_rule == "exact" and self._phase_steps >= _PATIENCE * self.phase_length.steps:
+        if self._phase_steps >= self._most_phase_steps:
             return True
-        share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
-        share = min(share, _MOST_SHARE)
+        share = self._refill_share(state)
         # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
         free = state.free_slots if startable == state.waiting_count else startable
         return free >= max(1.0, decoding * share / (1.0 - share))
+
+    @property
+    def _most_phase_steps(self) -> float:
+        return _PATIENCE * self.phase_length.steps if self.config.phase_rule == "exact" else inf
+
+    def _refill_share(self, state: BatchState) -> float:
+        """Of the slots, to be free before they are filled."""
+        share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
+        return min(share, _MOST_SHARE)
 
     def _startable(self, state: BatchState) -> int:
         """Waiting requests, from the head, that have a slot and whose prompts fit beside one more block per running

@@ -29,6 +29,7 @@ from statistics import NormalDist
 import numpy as np
 
 from policies.batch_size import (
+    KEPT_STEPS,
     MemoryAware,
     MemoryAwareConfig,
     Stock,
@@ -71,7 +72,7 @@ class ForecastAdmissionConfig:
         min_samples: completions, over all classes, below which no law is used.
         window: departures remembered per class.
         horizons: points of the horizon grid.
-        refresh_steps: plans between two refreshes of a class's law; one class is refreshed at a time.
+        refresh_steps: steps between two refreshes of a class's law; one class is refreshed at a time.
         fallback: eq. 12 and its prior moments.
         speculates: a decode step may bring a request several tokens: lengths are then learned without counting steps.
 
@@ -124,7 +125,8 @@ class ForecastAdmission:
             self._lengths.stop_counting_steps()
         self._survival = _SurvivalTable(config.classes, config.horizons)
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
-        self._plans = 0
+        self._refreshes = 0
+        self._steps_to_refresh = 0
 
     @property
     def uses_forecast(self) -> bool:
@@ -133,16 +135,26 @@ class ForecastAdmission:
 
     def plan(self, state: BatchState) -> StepPlan:
         if not self.uses_forecast:
-            return self._fallback.plan(state)
+            return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
         now, safe = self._fitting(state, candidates) if candidates else (0, 0)
         self._held_back |= safe < now
         if safe == len(candidates):
-            return capped_plan(state, state.slots, Limit.SLOTS)
+            return capped_plan(state, state.slots, Limit.SLOTS, self._steps_ahead(state))
         return capped_plan(state, state.running_count + safe, Limit.MEMORY)
 
+    def _steps_ahead(self, state: BatchState) -> int:
+        """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step brings no
+        more tokens than its budget, and one prompt may be begun that is computed later."""
+        if state.max_model_len is None:
+            return 1
+        grown = state.slots * (self._survival.end + state.block_size) + state.max_model_len
+        room = state.capacity_tokens - _held_elsewhere(state) - state.running.total_tokens - grown
+        return max(1, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
+
     def observe(self, result: StepResult) -> None:
+        self._steps_to_refresh -= 1
         if not self.uses_forecast:
             self._fallback.observe(result)
         self._lengths.observe(result)
@@ -159,7 +171,7 @@ class ForecastAdmission:
         """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
         if not self.uses_forecast:
             return self._fallback.batch_size(state)
-        if not self._plans or not state.free_slots:
+        if not self._refreshes or not state.free_slots:
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
         alike = RequestView(
@@ -172,15 +184,14 @@ class ForecastAdmission:
         return moments.mean_prompt_tokens if moments else 0.0
 
     def _refresh(self, state: BatchState) -> None:
-        """Rebuild what is due: every class at first, afterwards one class each ``refresh_steps / classes`` plans."""
-        classes = range(self.config.classes)
-        turn, due = divmod(self._plans, max(1, self.config.refresh_steps // self.config.classes))
-        if self._plans == 0:
-            for class_index in classes:
-                self._learn(state, class_index)
-        elif due == 0:
-            self._learn(state, classes[turn % len(classes)])
-        self._plans += 1
+        """Rebuild what is due: every class at first, afterwards one class each ``refresh_steps / classes`` steps."""
+        if self._refreshes and self._steps_to_refresh > 0:
+            return
+        classes = self.config.classes
+        for class_index in (self._refreshes % classes,) if self._refreshes else range(classes):
+            self._learn(state, class_index)
+        self._refreshes += 1
+        self._steps_to_refresh = max(1, self.config.refresh_steps // classes)
 
     def _learn(self, state: BatchState, class_index: int) -> None:
         running = state.running

@@ -150,6 +150,7 @@ class BatchState(NamedTuple):
         free_blocks, total_blocks: KV blocks; what a prefix cache holds and may evict counts as free.
         block_size: tokens per block.
         max_batch_tokens: most tokens the engine computes in one step.
+        max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
     """
 
     now_s: float
@@ -161,6 +162,7 @@ class BatchState(NamedTuple):
     total_blocks: int
     block_size: int
     max_batch_tokens: int
+    max_model_len: int | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -194,6 +196,9 @@ class StepPlan(NamedTuple):
         limited_by: which limit made max_batch_size what it is.
         max_batch_tokens: token budget of this step, >= 1.
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
+        steps: for so many steps, this one counted, the answer would stay the same but for who waits, so a driver may
+            keep the plan and report those steps together before it asks again. Not once a prompt has been begun that
+            its first step did not end, somebody was preempted, or no more than ``least_running`` run.
     """
 
     phase: Phase
@@ -201,6 +206,8 @@ class StepPlan(NamedTuple):
     limited_by: Limit
     max_batch_tokens: int
     admit: tuple[str, ...]
+    steps: int = 1
+    least_running: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

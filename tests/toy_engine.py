@@ -58,6 +58,7 @@ class ToyEngine:
     block_size: int = 16
     max_batch_tokens: int = 8192
     window: int = 1024
+    max_model_len: int | None = None
     now_s: float = 0.0
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
@@ -93,6 +94,7 @@ class ToyEngine:
             total_blocks=self.total_blocks,
             block_size=self.block_size,
             max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
         )
 
     @property

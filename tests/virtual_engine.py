@@ -139,13 +139,19 @@ class VirtualEngine:
         self.scheduler.clock = self.clock
         self.answers: dict[str, Answer] = {}
         self.log: list[StepLog] = []
-        self.results: list[StepResult] = []
+        self._results: list[StepResult] = []
         self.preempted = 0
         self.idle_spins = 0
         self._queue: deque[tuple[SchedulerOutput, dict[str, list[int]], float]] = deque()
         self._device_free_s = 0.0
         if isinstance(self.scheduler, SluiceScheduler):
-            self.scheduler.on_step = self.results.append
+            self.scheduler.on_step = self._results.append
+
+    @property
+    def results(self) -> list[StepResult]:
+        """Of all steps so far, where the scheduler is ours."""
+        self.scheduler.report()
+        return self._results
 
     # Clients
 

@@ -219,6 +219,58 @@ class _Scribbler:
         self.policy.observe(result)
 
 
+class _Keeper:
+    """A driver that keeps a plan for as long as it may, and reports the steps before it asks again."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        self.kept = 0
+        self._plan: StepPlan | None = None
+        self._steps_left = 0
+        self._untold: list[StepResult] = []
+
+    def plan(self, state: BatchState) -> StepPlan:
+        if self._plan and self._steps_left and not state.prefilling_count:
+            if state.running_count > self._plan.least_running:
+                self.kept += 1
+                self._steps_left -= 1
+                room = 0 if self._plan.phase is Phase.DECODE else max(0, state.slots - state.running_count)
+                return self._plan._replace(admit=tuple(request.request_id for request in state.waiting[:room]))
+        for result in self._untold:
+            self.policy.observe(result)
+        self._untold.clear()
+        self._plan = self.policy.plan(state)
+        self._steps_left = self._plan.steps - 1
+        return self._plan
+
+    def observe(self, result: StepResult) -> None:
+        self._untold.append(result)
+        if result.preempted:
+            self._steps_left = 0
+
+
+@every_policy
+@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (6000, 64), (150, 512)])
+def test_a_plan_that_is_kept_is_what_would_have_been_planned(
+    make: Callable[[], BatchPolicy], blocks: int, budget: int
+) -> None:
+    runs = []
+    for policy in (make(), _Keeper(make())):
+        jobs = random_jobs(150, prompt=(20, 120), mean_output=30, seed=5)
+        engine = ToyEngine(policy, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
+        run_closed(engine, jobs, 20)
+        runs.append([(plan.phase, plan.max_batch_size, plan.max_batch_tokens, plan.admit) for plan in engine.plans])
+    assert runs[1] == runs[0]
+
+
+@pytest.mark.parametrize(("name", "share"), [("stock", 0.9), ("auto", 0.5), ("forecast_admission", 0.5)])
+def test_in_a_large_cache_plans_are_kept(name: str, share: float) -> None:
+    keeper = _Keeper(build(name))
+    engine = ToyEngine(keeper, TIMES, slots=16, total_blocks=6000, max_batch_tokens=512, max_model_len=1024)
+    run_closed(engine, random_jobs(300, prompt=(20, 120), mean_output=30, seed=6), 20)
+    assert keeper.kept > share * len(engine.plans)
+
+
 @every_policy
 @pytest.mark.parametrize(("slots", "blocks", "budget"), [(8, 2000, 8192), (8, 60, 8192), (16, 400, 48), (1, 400, 512)])
 def test_an_engine_finishes_everything_with_every_policy(

@@ -124,8 +124,10 @@ def test_answers_from_a_cache_are_those_without_and_the_prompt_is_not_read_again
     expected = engine.answer(asked)
     cache = engine.cache_of(asked)
     read: list[int] = []
+    engine.scheduler.report()
     engine.scheduler.on_step = lambda result: read.append(result.prefill_tokens)
     assert engine.answer(asked, transfer=cache) == expected
+    engine.scheduler.report()
     engine.scheduler.on_step = None
     assert sum(read) == 1
     assert engine.free_blocks == engine.blocks

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from deployments.request_metadata import RequestMetadata
-from deployments.vllm_scheduler import SluiceScheduler, core_control, core_status
+from deployments.vllm_scheduler import SluiceScheduler, _PlannedScheduler, core_control, core_status
 from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
 from tests.slow_connector import arrive
@@ -71,6 +71,30 @@ def test_every_answer_is_whole_and_every_step_as_planned(
     engine = run_closed(VirtualEngine(settings, depth=depth, **args), workload(70), clients=48)
     check_answers(engine)
     check_steps(engine, settings)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "two steps in flight"])
+@pytest.mark.parametrize("name", ["mixed", "exclusive k=4", "exclusive k=16"])
+def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
+    name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[VirtualEngine, int]:
+        engine = VirtualEngine(SETTINGS[name], depth=depth)
+        policy, plans = engine.scheduler._policy, []
+        monkeypatch.setattr(policy, "plan", lambda state, plan=policy.plan: plans.append(state) or plan(state))
+        return run_closed(engine, workload(200), clients=48), len(plans)
+
+    kept, few = run()
+    monkeypatch.setattr(_PlannedScheduler, "_may_keep", lambda self, plan: False)
+    asked, all_of_them = run()
+    assert few < 0.7 * all_of_them
+    assert kept.log == asked.log
+    told = [
+        [result._replace(now_s=0.0, step_s=0.0, kv_tokens=0) for result in engine.results] for engine in (kept, asked)
+    ]
+    assert told[0] == told[1]
+    for one, other in zip(kept.results, asked.results, strict=True):
+        assert one.kv_tokens == pytest.approx(other.kv_tokens, rel=0.02, abs=32)
 
 
 @both_depths

@@ -145,6 +145,8 @@ class Engine:
                 elif output.finished:
                     self.tokens[output.request_id] = [tuple(one.token_ids) for one in output.outputs]
                     self.cached_tokens += output.num_cached_tokens or 0
+        if self.steps:
+            self.core.scheduler.report()
         return self.tokens
 
     def close(self) -> None:

@@ -132,7 +132,10 @@ class TestPhases:
     def test_an_exact_phase_ends_by_patience_when_arrivals_are_few(self) -> None:
         policy = exclusive(initial_phase_steps=10, initial_slots_fraction=0.5)
         state = make_state(decoding=40, waiting=2)
-        phases = [policy.plan(state).phase for _ in range(20)]
+        phases = []
+        for _ in range(20):
+            phases.append(policy.plan(state).phase)
+            policy.observe(make_result(phase=phases[-1], decodes=40))
         assert phases.index(Phase.PREFILL) == 15
 
     def test_a_head_that_waited_too_long_is_started_whatever_the_phase(self) -> None:
@@ -436,8 +439,10 @@ class TestAuto:
             engine.step()
         nothing = StepCoefficients(overhead_s=0.01)
         monkeypatch.setattr(policy._model, "times", lambda: StepTimes(prefill=nothing, decode=nothing, mixed=nothing))
+        nothing_done = engine.results[-1]._replace(prefill_tokens=0, decode_requests=0, finished=())
         for _ in range(2 * policy.config.replan_steps):
             policy.plan(make_state(decoding=32, slots=32))
+            policy.observe(nothing_done)
         assert policy._choice.looks_at is None and policy.exclusive
 
     def test_the_priority_margin_moves_the_choice(self) -> None:
