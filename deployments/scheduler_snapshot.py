@@ -53,6 +53,11 @@ class Snapshot(NamedTuple):
     joining: int
     begun: int
 
+    @property
+    def mean_context_tokens(self) -> float:
+        running = self.state.running
+        return running.total_tokens / len(running) if len(running) else 0.0
+
 
 class _Head(NamedTuple):
     """The head of the queue as it was shown last, and the tokens that it has to prefill."""
@@ -200,6 +205,11 @@ class SnapshotTaker:
             request = self._scheduler.requests[request_id]
             at = self._place(request)  # may make the columns longer
             batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
+
+    def steps_to_an_end(self) -> int:
+        """Until the first of those who decode has its last token in flight, where it ends at its limit."""
+        n = len(self._batch)
+        return max(1, int((self._batch.most[:n] - self._batch.output[:n]).min(initial=_WINDOW)))
 
     def lose_track(self) -> None:
         """Steps are taken that nothing is said of here: requests are read again for the next snapshot."""

@@ -38,7 +38,7 @@ from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.errors import ConfigError, SluiceError
-from policies.types import FinishedRequest, Phase, RunningRequests, StepPlan, StepResult
+from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class SluiceScheduler(AsyncScheduler):
         Raises:
             ConfigError: a setting is unknown or wrong, or names other classes; nothing has changed then.
         """
+        self.report()
         settings = self.settings.changed(changes)
         now, then = self.settings.class_names, settings.class_names
         # By index one class's lengths would be another's. In mode stock nothing is learned, but then a replica that
@@ -176,31 +177,6 @@ class _Step(NamedTuple):
         )
 
 
-class _MeanContext:
-    """Tokens that a running request holds on average, also while no snapshot is taken."""
-
-    def __init__(self) -> None:
-        self._tokens = self._requests = 0
-
-    @property
-    def mean(self) -> float:
-        return self._tokens / self._requests if self._requests else 0.0
-
-    def see(self, running: RunningRequests) -> None:
-        self._tokens, self._requests = running.total_tokens, len(running)
-
-    def grow(self, tokens: int, requests: int) -> None:
-        """By a step: so many tokens, and requests that it started."""
-        self._tokens += tokens
-        self._requests += requests
-
-    def shrink(self, tokens: int) -> None:
-        """By a request that has ended with so many, if it ever ran."""
-        if tokens:
-            self._tokens -= tokens
-            self._requests -= 1
-
-
 class _PlannedScheduler(SluiceScheduler):
     """With planned steps; made only by `SluiceScheduler._adopt`."""
 
@@ -216,7 +192,6 @@ class _PlannedScheduler(SluiceScheduler):
             self._finished: list[FinishedRequest] = []
             # Steps that have ended: when, after how many seconds, and who ended with them.
             self._untold: list[tuple[_Step, float, float, tuple[FinishedRequest, ...]]] = []
-            self._context = _MeanContext()
             self._last_end_s = self.clock.now()
             self._now_s = self._last_end_s
             if self.policy == SchedulingPolicy.FCFS:
@@ -225,6 +200,8 @@ class _PlannedScheduler(SluiceScheduler):
         self._plan: StepPlan | None = None
         self._steps_left = 0  # for which the plan may be kept
         self._chunks: tuple[Request, ...] = ()  # who had begun their prompt, and not ended it, before the step
+        self._mean_context_tokens = 0.0
+        self._cached_tokens = 0  # that requests brought which started under the plan
 
     def status(self) -> dict[str, Any]:
         self.report()
@@ -272,13 +249,20 @@ class _PlannedScheduler(SluiceScheduler):
         snapshot = self._taken(self._now_s)
         plan = self._policy.plan(snapshot.state)
         throttle = self._apply(plan, snapshot, throttle_prefills)
-        whole = plan.phase is Phase.DECODE or self.max_num_active_reqs == self._taker.slots
-        if plan.steps > 1 and not (whole and self._taker.is_foreseeable):
-            plan = plan._replace(steps=1)
+        if plan.steps > 1 and (most := self._most_steps(plan, snapshot)) < plan.steps:
+            plan = plan._replace(steps=most)
         self._plan, self._steps_left, self._chunks = plan, plan.steps - 1, snapshot.chunks
-        self._context.see(snapshot.state.running)
+        self._mean_context_tokens, self._cached_tokens = snapshot.mean_context_tokens, 0
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
+
+    def _most_steps(self, plan: StepPlan, snapshot: Snapshot) -> int:
+        """For which this plan's slots stay what they are."""
+        if snapshot.idle_slots or not self._taker.is_foreseeable:
+            return 1
+        if plan.phase is Phase.MIXED:
+            return plan.steps if self.max_num_active_reqs == self._taker.slots else 1
+        return self._taker.steps_to_an_end() if self._steps else plan.steps
 
     def _may_keep(self, plan: StepPlan) -> bool:
         """Its knobs are set still. Of a prompt that goes on it did not know."""
@@ -326,24 +310,31 @@ class _PlannedScheduler(SluiceScheduler):
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled = output.num_scheduled_tokens
-        prefills = [request.request_id for request in self._chunks if request.request_id in scheduled]
-        prefills += [request.req_id for request in output.scheduled_new_reqs]
-        prefills += output.scheduled_cached_reqs.resumed_req_ids
+        starts = [request.req_id for request in output.scheduled_new_reqs]
+        starts += output.scheduled_cached_reqs.resumed_req_ids
+        prefills = starts + [request.request_id for request in self._chunks if request.request_id in scheduled]
         running, waiting = len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
-        step = _Step(output, plan, self._now_s, prefills, self._context.mean, running, waiting)
-        self._context.grow(output.total_num_scheduled_tokens, len(prefills))
+        step = _Step(output, plan, self._now_s, prefills, self._mean_context_tokens, running, waiting)
         preempted = len(output.preempted_req_ids or ())
         if plan.steps > 1:
             self._taker.lose_track()
+            self._follow(step.decodes, [self.requests[request_id] for request_id in starts])
         else:
             self._taker.step_taken(step.decodes, prefills, scheduled, preempted)
-        if preempted or not scheduled:
+        if preempted or not scheduled or self._cached_tokens > plan.max_batch_tokens:
             self._steps_left = 0
         if scheduled:
             self._steps.append(step)
         else:  # nothing will come back that tells more
             self._note_end(step, 0.0)
         self.telemetry.spent(time.perf_counter() - began)
+
+    def _follow(self, decodes: int, starts: list[Request]) -> None:
+        """What is known of the batch while nobody looks; who ends is taken to have held as much as the others."""
+        self._cached_tokens += sum([request.num_computed_tokens for request in starts])
+        if requests := decodes + len(starts):
+            held = decodes * (self._mean_context_tokens + 1.0) + sum([request.num_tokens + 1 for request in starts])
+            self._mean_context_tokens = held / requests
 
     # After a step
 
@@ -385,7 +376,6 @@ class _PlannedScheduler(SluiceScheduler):
         super()._update_request_as_session(session, update)
 
     def _ended(self, request: Request, *, aborted: bool) -> None:
-        self._context.shrink(request.num_computed_tokens)
         if request.num_output_tokens:
             told = self._taker.metadata(request)
             self._finished.append(

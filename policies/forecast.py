@@ -145,11 +145,12 @@ class ForecastAdmission:
         return capped_plan(state, state.running_count + safe, Limit.MEMORY)
 
     def _steps_ahead(self, state: BatchState) -> int:
-        """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step brings no
-        more tokens than its budget, and one prompt may be begun that is computed later."""
+        """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step computes no
+        more tokens than its budget, as many come from the cache, and one prompt may be begun that is computed later."""
         if state.max_model_len is None:
             return 1
-        grown = state.slots * (self._survival.end + state.block_size) + state.max_model_len
+        later = state.max_model_len + state.max_batch_tokens
+        grown = state.slots * (self._survival.end + state.block_size) + later
         room = state.capacity_tokens - _held_elsewhere(state) - state.running.total_tokens - grown
         return max(1, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
 

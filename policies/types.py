@@ -198,7 +198,8 @@ class StepPlan(NamedTuple):
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
         steps: for so many steps, this one counted, the answer would stay the same but for who waits, so a driver may
             keep the plan and report those steps together before it asks again. Not once a prompt has been begun that
-            its first step did not end, somebody was preempted, or no more than ``least_running`` run.
+            its first step did not end, those begun have brought more than ``max_batch_tokens`` from the cache, somebody
+            was preempted, or no more than ``least_running`` run.
     """
 
     phase: Phase

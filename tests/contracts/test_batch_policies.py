@@ -230,18 +230,20 @@ class _Keeper:
         self._untold: list[StepResult] = []
 
     def plan(self, state: BatchState) -> StepPlan:
-        if self._plan and self._steps_left and not state.prefilling_count:
-            if state.running_count > self._plan.least_running:
-                self.kept += 1
-                self._steps_left -= 1
-                room = 0 if self._plan.phase is Phase.DECODE else max(0, state.slots - state.running_count)
-                return self._plan._replace(admit=tuple(request.request_id for request in state.waiting[:room]))
+        if self._plan and self._may_keep(self._plan, state):
+            self.kept += 1
+            self._steps_left -= 1
+            room = 0 if self._plan.phase is Phase.DECODE else max(0, state.slots - state.running_count)
+            return self._plan._replace(admit=tuple(request.request_id for request in state.waiting[:room]))
         for result in self._untold:
             self.policy.observe(result)
         self._untold.clear()
         self._plan = self.policy.plan(state)
         self._steps_left = self._plan.steps - 1
         return self._plan
+
+    def _may_keep(self, plan: StepPlan, state: BatchState) -> bool:
+        return self._steps_left > 0 and not state.prefilling_count and state.running_count > plan.least_running
 
     def observe(self, result: StepResult) -> None:
         self._untold.append(result)
