@@ -265,7 +265,7 @@ class _PlannedScheduler(SluiceScheduler):
         return self._taker.steps_to_an_end() if self._steps else plan.steps
 
     def _may_keep(self, plan: StepPlan) -> bool:
-        """Its knobs are set still. Of a prompt that goes on it did not know."""
+        """Its knobs are still set. It did not reckon with a prompt that is longer than its first step."""
         return self._steps_left > 0 and not self._inflight_prefills and len(self.running) > plan.least_running
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
