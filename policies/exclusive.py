@@ -171,7 +171,7 @@ class _Workload:
             return 1.0 / mixed_steps_throughput(self.times, means, slots=self.occupancy)
         refill = phase.slots_fraction * self.occupancy
         # A small batch frees less than a slot per phase: then only some phases are followed by a prefill.
-        prefills = self.limits(None).prefill_steps(refill) if refill >= 1.0 else -expm1(-refill)
+        prefills = float(self.limits(None).prefill_steps(refill)) if refill >= 1.0 else -expm1(-refill)
         return 1.0 / exclusive_throughput(
             self.times, means, refill=refill, phase_steps=phase.steps, prefill_steps=prefills
         )

@@ -216,63 +216,63 @@ def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at
     died = np.asarray(ended, dtype=bool)
     cell = np.searchsorted(edges, np.maximum(left[died], 1), side="left") - 1
     counts = np.bincount(cell, minlength=len(edges) - 1).astype(np.float64)
-    exposure, at_risk = _tokens_below(left, edges), _above(left, edges[:-1]) - 0.5 * _within(left[~died], edges)
+    exposure, at_risk, _ = _passed(np.sort(left), edges)
+    at_risk -= 0.5 * _passed(np.sort(left[~died]), edges)[2]
     if entered_at is not None:
         entered = np.minimum(np.asarray(entered_at, dtype=np.int64), left)
-        exposure = exposure - _tokens_below(entered, edges)
-        at_risk = at_risk - _above(entered, edges[:-1]) + 0.5 * _within(entered, edges)
+        exposure_before, not_yet, entered_within = _passed(np.sort(entered), edges)
+        exposure -= exposure_before
+        at_risk -= not_yet - 0.5 * entered_within
     return LifeTable(edges, counts, np.maximum(exposure, counts), np.maximum(at_risk, counts))
 
 
-def _above(ages: IntArray, edges: IntArray) -> FloatArray:
-    """Requests older than each edge, shape of edges."""
-    return (len(ages) - np.searchsorted(np.sort(ages), edges, side="right")).astype(np.float64)
-
-
-def _within(ages: IntArray, edges: IntArray) -> FloatArray:
-    """Requests strictly between the edges of each cell, shape (cells,)."""
-    ordered = np.sort(ages)
-    below = np.searchsorted(ordered, edges[1:], side="left") - np.searchsorted(ordered, edges[:-1], side="right")
-    return np.asarray(below, dtype=np.float64)
-
-
-def _tokens_below(ages: IntArray, edges: IntArray) -> FloatArray:
-    """Per cell, sum over requests of the tokens that they have inside the cell; shape (cells,)."""
-    ordered = np.sort(ages)
-    before = np.searchsorted(ordered, edges, side="right")
-    prefix = np.concatenate(([0], np.cumsum(ordered)))
-    at_edge = prefix[before] + edges * (len(ordered) - before)
-    return np.diff(at_edge).astype(np.float64)
+def _passed(ages: IntArray, edges: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of requests of these ages, sorted, in each cell: the tokens that they have inside it, how many are older than
+    its start, and how many stand strictly between its edges; shape (cells,) each."""
+    not_older = np.searchsorted(ages, edges, side="right")
+    older = len(ages) - not_older
+    tokens = np.concatenate(([0], np.cumsum(ages)))[not_older] + edges * older
+    within = np.searchsorted(ages, edges[1:], side="left") - not_older[:-1]
+    return np.diff(tokens).astype(np.float64), older[:-1].astype(np.float64), within.astype(np.float64)
 
 
 class MomentSums(NamedTuple):
-    """Exact sums over completed requests, from which every moment follows; sums of several replicas add.
+    """Sums over completed requests, from which every moment follows; sums of several replicas add.
 
     With p prompt and o output tokens: resident and resident_sq sum (p + j) and (p + j)**2 over j = 1..o, the tokens a
-    slot holds at each of the request's decode steps. Python integers: the squares of long contexts overflow 64 bits.
+    slot holds at each of the request's decode steps. Not integers: the squares of long contexts overflow 64 bits.
     """
 
     requests: int = 0
-    prompt: int = 0
-    output: int = 0
-    prompt_sq: int = 0
-    output_sq: int = 0
-    cross: int = 0
-    resident: int = 0
-    resident_sq: int = 0
+    prompt: float = 0.0
+    output: float = 0.0
+    prompt_sq: float = 0.0
+    output_sq: float = 0.0
+    cross: float = 0.0
+    resident: float = 0.0
+    resident_sq: float = 0.0
 
     @classmethod
-    def of(cls, prompt_tokens: int, output_tokens: int) -> "MomentSums":
-        p, o = prompt_tokens, output_tokens
-        triangle = o * (o + 1) // 2
-        squares = triangle * (2 * o + 1) // 3
-        return cls(1, p, o, p * p, o * o, p * o, o * p + triangle, o * p * p + 2 * p * triangle + squares)
+    def of(cls, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> "MomentSums":
+        """Of completed requests, shape (n,) each."""
+        p = np.asarray(prompt_tokens, dtype=np.float64)
+        o = np.asarray(output_tokens, dtype=np.float64)
+        triangle = 0.5 * o * (o + 1.0)
+        squares = triangle * (2.0 * o + 1.0) / 3.0
+        cross = float(p @ o)
+        return cls(
+            requests=len(p),
+            prompt=float(p.sum()),
+            output=float(o.sum()),
+            prompt_sq=float(p @ p),
+            output_sq=float(o @ o),
+            cross=cross,
+            resident=cross + float(triangle.sum()),
+            resident_sq=float((p * p) @ o + 2.0 * (p @ triangle) + squares.sum()),
+        )
 
     def plus(self, other: "MomentSums") -> "MomentSums":
         return MomentSums(*map(operator.add, self, other))
-
-    def minus(self, other: "MomentSums") -> "MomentSums":
-        return MomentSums(*map(operator.sub, self, other))
 
     def moments(self) -> "LengthMoments | None":
         """None while nothing completed, or nothing with an output token."""
@@ -339,28 +339,21 @@ class _Window:
         self._output = np.zeros(size, dtype=np.int64)
         self._step = np.zeros(size, dtype=np.int64)
         self._ended = np.zeros(size, dtype=bool)
-        self.sums = MomentSums()
         self._began_at_step: int | None = None
-
-    @property
-    def count(self) -> int:
-        """Completions in the window."""
-        return self.sums.requests
+        self.count = 0  # of completions in the window
 
     def add(self, finished: FinishedRequest, step: int | None) -> None:
         row = self._seen % self._size
         if self._seen >= self._size:
-            self._forget(row)
+            self._began_at_step = int(self._step[row])
+            self.count -= bool(self._ended[row])
         self._prompt[row], self._output[row] = finished.prompt_tokens, finished.output_tokens
         self._step[row], self._ended[row] = step or 0, not finished.aborted
-        if not finished.aborted:
-            self.sums = self.sums.plus(MomentSums.of(finished.prompt_tokens, finished.output_tokens))
+        self.count += not finished.aborted
         self._seen += 1
 
-    def _forget(self, row: int) -> None:
-        self._began_at_step = int(self._step[row])
-        if self._ended[row]:
-            self.sums = self.sums.minus(MomentSums.of(int(self._prompt[row]), int(self._output[row])))
+    def sums(self) -> MomentSums:
+        return MomentSums.of(self._prompt[self._ended], self._output[self._ended])
 
     def table(self, edges: IntArray, running_ages: IntArray, step: int | None) -> LifeTable:
         held = min(self._seen, self._size)
@@ -416,7 +409,7 @@ class LengthStatistics:
         """Over all classes."""
         total = MomentSums()
         for window in self._windows:
-            total = total.plus(window.sums)
+            total = total.plus(window.sums())
         return total
 
     def moments(self) -> LengthMoments | None:

@@ -144,9 +144,10 @@ class RefillLimits:
         if self.max_refill is not None and self.max_refill < 1:
             raise InputError(f"max_refill must be at least 1, got {self.max_refill}")
 
-    def prefill_steps(self, requests: float) -> int:
-        """Steps that a refill of so many requests takes."""
-        return max(1, ceil(requests * self.mean_prompt_tokens / self.max_batch_tokens - 1e-9))
+    def prefill_steps(self, requests: ArrayLike) -> FloatArray:
+        """Steps that a refill of so many requests takes, for any shape."""
+        tokens = np.asarray(requests, dtype=np.float64) * self.mean_prompt_tokens
+        return np.asarray(np.maximum(1.0, np.ceil(tokens / self.max_batch_tokens - 1e-9)))
 
 
 def best_phase_steps(
@@ -188,15 +189,22 @@ def best_phase_of_survival(
     """
     check_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
     steps = _candidates(_longest_useful(survival, prefill_overhead_s, decode_overhead_s), thinned)
-    renewals = np.array([survival[::step].sum() for step in steps])  # E[ceil(O/T)] = sum_j P(O > j T)
+    renewals = _renewals(survival, steps)
     if limits:
         refill = limits.slots / renewals
-        per_refill = np.array([limits.prefill_steps(requests) for requests in refill])
-        prefill_s = np.where(_feasible(refill, limits), prefill_overhead_s * per_refill, inf)
+        prefill_s = np.where(_feasible(refill, limits), prefill_overhead_s * limits.prefill_steps(refill), inf)
     else:
         prefill_s = np.full(len(steps), prefill_overhead_s)
     best = int(np.argmin((prefill_s + decode_overhead_s * steps) * renewals))
     return PhaseLength(steps=int(steps[best]), slots_fraction=float(1.0 / renewals[best]))
+
+
+def _renewals(survival: FloatArray, steps: IntArray) -> FloatArray:
+    """E[ceil(O/T)] = sum over j of P(O > j T), for every T of ``steps``, shape (candidates,)."""
+    terms = -(-len(survival) // steps)
+    first = np.cumsum(terms) - terms
+    multiple = np.arange(int(terms.sum())) - np.repeat(first, terms)
+    return np.add.reduceat(survival[multiple * np.repeat(steps, terms)], first)
 
 
 def _longest_useful(survival: FloatArray, prefill_overhead_s: float, decode_overhead_s: float) -> int:

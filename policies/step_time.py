@@ -117,6 +117,7 @@ class _Form:
         self._anchor: FloatArray = strength * start
         self._information = np.zeros_like(self._ridge)
         self._moment = np.zeros(len(self._names))
+        self._solution: FloatArray | None = None  # of these sums
         self._fitted: StepCoefficients | None = None
 
     def add(self, row: tuple[float, ...], step_s: float) -> None:
@@ -132,19 +133,26 @@ class _Form:
         """x: scaled rows, shape (steps, columns); y: seconds, shape (steps,)."""
         decay = self._config.forgetting ** len(y)
         old_information, old_moment = decay * self._information, decay * self._moment
-        fitted = x @ self._solve(self._information, self._moment) if self._known else y
+        fitted = x @ self._scaled() if self._known else y
         floor_s = _FLOOR * _median(y)  # keeps one absurdly short step from outweighing all others
         for _ in range(_PASSES):
             unit = np.maximum(fitted, floor_s)
             row = x / unit[:, None]
             information = old_information + row.T @ row
             moment = old_moment + row.T @ (fitted / unit + self._clipped((y - fitted) / unit))
-            fitted = x @ self._solve(information, moment)
+            solution = self._solve(information, moment)
+            fitted = x @ solution
         self._spread = self._blended_spread((y - fitted) / unit)
-        self._information, self._moment, self._known, self._fitted = information, moment, True, None
+        self._become(information, moment)
+        self._solution = solution
+
+    def _become(self, information: FloatArray, moment: FloatArray) -> None:
+        self._information, self._moment, self._known = information, moment, True
+        self._solution = self._fitted = None
 
     def fade(self) -> None:
-        self._information, self._moment, self._fitted = _FADED * self._information, _FADED * self._moment, None
+        self._information, self._moment = _FADED * self._information, _FADED * self._moment
+        self._solution = self._fitted = None
         self._rows.clear()
         self._seconds.clear()
         self._short_until = max(self._short_until, self.steps + _BLOCK)
@@ -152,8 +160,8 @@ class _Form:
     def take_all(self, x: FloatArray, y: FloatArray) -> None:
         """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
         row = x / self._scale / y[:, None]
-        self.steps, self._information, self._moment, self._known = len(y), row.T @ row, row.sum(axis=0), True
-        self._fitted = None
+        self.steps = len(y)
+        self._become(row.T @ row, row.sum(axis=0))
 
     def _clipped(self, residual: FloatArray) -> FloatArray:
         bound = max(_CLIP_SIGMAS * self._blended_spread(residual), _FLOOR)
@@ -167,14 +175,20 @@ class _Form:
     def _solve(self, information: FloatArray, moment: FloatArray) -> FloatArray:
         """Scaled coefficients under the constraint that only interference_s may be negative. A step that the fit gave
         no time at all, or less, would outweigh all others and then be clipped to what the fit said."""
-        a, b, keep = self._regular(information), moment + self._anchor, np.ones(len(self._names), dtype=bool)
-        while True:
+        a, b = self._regular(information), moment + self._anchor
+        theta = np.asarray(np.linalg.solve(a, b), dtype=np.float64)
+        keep = np.ones(len(theta), dtype=bool)
+        while (bounded := np.where(self._bounded, theta, 0.0)).min() < 0.0:
+            keep[int(bounded.argmin())] = False
             theta = np.zeros(len(keep))
             theta[keep] = np.linalg.solve(a[np.ix_(keep, keep)], b[keep])
-            offending = np.where(self._bounded, theta, 0.0)
-            if offending.min() >= 0.0:
-                return theta
-            keep[int(offending.argmin())] = False
+        return theta
+
+    def _scaled(self) -> FloatArray:
+        """Scaled coefficients of the fit so far."""
+        if self._solution is None:
+            self._solution = self._solve(self._information, self._moment)
+        return self._solution
 
     def _regular(self, information: FloatArray) -> FloatArray:
         """With the prior, and a trace of ridge that keeps the sums invertible whatever their magnitude."""
@@ -184,7 +198,7 @@ class _Form:
     def coefficients(self) -> StepCoefficients:
         """The fit so far."""
         if self._fitted is None:
-            theta = self._solve(self._information, self._moment) / self._scale
+            theta = self._scaled() / self._scale
             self._fitted = StepCoefficients(**dict(zip(self._names, theta.tolist(), strict=True)))
         return self._fitted
 

@@ -211,19 +211,18 @@ class VirtualEngine:
 
     def _schedule(self) -> bool:
         runnable = self._runnable()
-        before = {r.request_id: (r.num_computed_tokens, r.is_prefill_chunk) for r in self.scheduler.requests.values()}
+        chunks = {request.request_id for request in self.scheduler.running if request.is_prefill_chunk}
         output = self.scheduler.schedule()
+        starts = chunks | {new.req_id for new in output.scheduled_new_reqs}
+        starts |= output.scheduled_cached_reqs.resumed_req_ids
         prefill, decodes, context, sampled = 0, 0, 0, {}
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            computed, prompt_left = before[request_id]
-            fresh = request_id in {new.req_id for new in output.scheduled_new_reqs}
-            resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
-            if fresh or resumed or prompt_left:
+            if request_id in starts:
                 prefill += tokens
             else:
                 decodes += 1
-                context += computed
+                context += request.num_computed_tokens - tokens
             sampled[request_id] = [] if request.is_prefill_chunk else [self._token(request)]
         self.log.append(StepLog(prefill, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
         self.preempted += len(output.preempted_req_ids or ())

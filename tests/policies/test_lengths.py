@@ -212,10 +212,7 @@ class TestMoments:
         rng = np.random.default_rng(7)
         prompts = rng.integers(1, 1000, 500)
         outputs = prompts + rng.integers(1, 100, 500)
-        sums = MomentSums()
-        for p, o in zip(prompts, outputs, strict=True):
-            sums = sums.plus(MomentSums.of(int(p), int(o)))
-        moments = sums.moments()
+        moments = MomentSums.of(prompts, outputs).moments()
         assert moments is not None
         assert moments.std_total_tokens == pytest.approx(np.std(prompts + outputs))
         assert moments.std_output_given_prompt == pytest.approx(
@@ -227,10 +224,7 @@ class TestMoments:
         # ERRATA 1.4: (1 + cv^2) / 2 of the mean output, to the sampling error of 1 %.
         rng = np.random.default_rng(8)
         outputs = np.maximum(1, rng.gamma(1 / cv**2, 1000 * cv**2, 40_000)).astype(int)
-        sums = MomentSums()
-        for output in outputs:
-            sums = sums.plus(MomentSums.of(0, int(output)))
-        moments = sums.moments()
+        moments = MomentSums.of(np.zeros_like(outputs), outputs).moments()
         assert moments is not None
         assert moments.mean_resident_tokens / moments.mean_output_tokens == pytest.approx(ratio, rel=0.03)
 
@@ -238,10 +232,7 @@ class TestMoments:
     @settings(deadline=None)
     def test_resident_moments_are_those_of_every_decode_step(self, pairs: list[tuple[int, int]]) -> None:
         held = np.concatenate([p + np.arange(1, o + 1) for p, o in pairs])
-        sums = MomentSums()
-        for p, o in pairs:
-            sums = sums.plus(MomentSums.of(p, o))
-        moments = sums.moments()
+        moments = MomentSums.of(*zip(*pairs, strict=True)).moments()
         assert moments is not None
         assert moments.mean_resident_tokens == pytest.approx(held.mean())
         assert moments.std_resident_tokens == pytest.approx(held.std(), abs=1e-3)
