@@ -15,7 +15,7 @@ Most steps change little: every decode is one token further and a few prompts ha
 track of here; request objects are read again only after anything else (a preemption, a budget that cut decodes off).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -190,16 +190,18 @@ class SnapshotTaker:
         joining = holding - scheduler.num_waiting_for_streaming_input
         return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
 
-    def step_taken(self, decodes: int, prefills: Iterable[str], scheduled: Mapping[str, int], preempted: int) -> None:
-        """After a step was scheduled, before vLLM counts its tokens.
+    def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, preempted: bool) -> None:
+        """After the step that the last snapshot was taken for was scheduled, before vLLM counts its tokens. Without
+        this, requests are read again for the next snapshot.
 
-        decodes: requests that got a token; prefills: ids of those that got a part of their prompt; scheduled: tokens
-        by id; preempted: requests that lost their cache.
+        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; preempted: whether any request
+        lost its cache.
         """
-        batch = self._batch
-        if self._always_fresh or preempted or decodes not in (0, self._decoding):
-            self._fresh = False
-        elif decodes:
+        batch, decodes = self._batch, len(scheduled) - len(prefills)
+        self._fresh = not self._always_fresh and not preempted and decodes in (0, self._decoding)
+        if not self._fresh:
+            return
+        if decodes:
             batch.output += 1  # in prompts too, whose count is set below or by the next snapshot
         for request_id in prefills:
             request = self._scheduler.requests[request_id]
@@ -210,10 +212,6 @@ class SnapshotTaker:
         """Until the first of those who decode has its last token in flight, where it ends at its limit."""
         n = len(self._batch)
         return max(1, int((self._batch.most[:n] - self._batch.output[:n]).min(initial=_WINDOW)))
-
-    def lose_track(self) -> None:
-        """Steps are taken that nothing is said of here: requests are read again for the next snapshot."""
-        self._fresh = False
 
     def arrived(self, request: Request, now_s: float) -> None:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
@@ -240,6 +238,7 @@ class SnapshotTaker:
         batch = self._batch
         if not self._fresh or len(batch) + len(self._ending) != len(self._scheduler.running):
             self._read()
+        self._fresh = False  # until a step is told of
         if in_flight:
             self._set_ending_apart()
         n = len(batch)
@@ -265,16 +264,15 @@ class SnapshotTaker:
 
     def _read(self) -> None:
         """The batch as vLLM has it now, after anything but decodes, starts and ends."""
-        batch = self._batch
+        batch, running = self._batch, self._scheduler.running
         self._ending.clear()
-        for request in tuple(batch.requests):
-            if request.status != RequestStatus.RUNNING:
-                batch.leave(request)
-        for request in self._scheduler.running:
+        for request in [request for request in running if request not in batch.place]:
             self._place(request)
+        if len(batch) > len(running):
+            for request in [request for request in batch.requests if request.status != RequestStatus.RUNNING]:
+                batch.leave(request)
         n = len(batch)
         batch.output[:n] = np.fromiter(map(_computed, batch.requests), np.int64, n) - batch.prompt[:n] + 1
-        self._fresh = True
 
     def _place(self, request: Request) -> int:
         at = self._batch.place.get(request)

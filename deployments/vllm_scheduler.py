@@ -20,9 +20,8 @@ caches, so it costs nothing at all.
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -35,6 +34,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from deployments.scheduler_queue import DeadlineQueue
 from deployments.scheduler_settings import SchedulerSettings
 from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
+from deployments.scheduler_steps import Step, StepAccount
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.errors import ConfigError, SluiceError
@@ -136,47 +136,6 @@ class SluiceScheduler(AsyncScheduler):
         self.waiting = queue
 
 
-class _Step(NamedTuple):
-    """A step on its way.
-
-    Attributes:
-        output: what it holds, which vLLM hands back beside its results.
-        plan, began_s: by which and when it was begun.
-        prefills: ids of those that got a part of their prompt.
-        mean_context_tokens: of those that decode.
-        running_count, waiting_count: after admission.
-    """
-
-    output: SchedulerOutput
-    plan: StepPlan
-    began_s: float
-    prefills: list[str]
-    mean_context_tokens: float
-    running_count: int
-    waiting_count: int
-
-    @property
-    def decodes(self) -> int:
-        return len(self.output.num_scheduled_tokens) - len(self.prefills)
-
-    def result(self, ended_s: float, step_s: float, finished: tuple[FinishedRequest, ...]) -> StepResult:
-        scheduled = self.output.num_scheduled_tokens
-        return StepResult(
-            now_s=ended_s,
-            step_s=step_s,
-            phase=self.plan.phase,
-            prefill_tokens=sum(map(scheduled.__getitem__, self.prefills)),
-            prefill_requests=len(self.prefills),
-            decode_requests=self.decodes,
-            kv_tokens=round(self.decodes * self.mean_context_tokens),
-            max_batch_size=self.plan.max_batch_size,
-            running_count=self.running_count,
-            waiting_count=self.waiting_count,
-            preempted=len(self.output.preempted_req_ids or ()),
-            finished=finished,
-        )
-
-
 class _PlannedScheduler(SluiceScheduler):
     """With planned steps; made only by `SluiceScheduler._adopt`."""
 
@@ -188,19 +147,14 @@ class _PlannedScheduler(SluiceScheduler):
         slots = min(self._stock_limits[0], self.settings.max_batch_size or self._stock_limits[0])
         if fresh:
             self._taker = SnapshotTaker(self, self._stock_limits[1])
-            self._steps: deque[_Step] = deque()
-            self._finished: list[FinishedRequest] = []
-            # Steps that have ended: when, after how many seconds, and who ended with them.
-            self._untold: list[tuple[_Step, float, float, tuple[FinishedRequest, ...]]] = []
-            self._last_end_s = self.clock.now()
-            self._now_s = self._last_end_s
+            self._now_s = self.clock.now()
+            self._account = StepAccount(self._now_s)
             if self.policy == SchedulingPolicy.FCFS:
                 self._requeue(DeadlineQueue(self._deadline_s))
         self._taker.adopt(slots, self.settings.class_names)
         self._plan: StepPlan | None = None
         self._steps_left = 0  # for which the plan may be kept
-        self._chunks: tuple[Request, ...] = ()  # who had begun their prompt, and not ended it, before the step
-        self._mean_context_tokens = 0.0
+        self._snapshot: Snapshot | None = None  # that the step was planned by; None where the plan was kept
         self._cached_tokens = 0  # that requests brought which started under the plan
 
     def status(self) -> dict[str, Any]:
@@ -219,7 +173,7 @@ class _PlannedScheduler(SluiceScheduler):
         return min(self._taker.slots, others + snapshot.apart)
 
     def _taken(self, now_s: float) -> Snapshot:
-        return self._taker.take(now_s, in_flight=bool(self._steps))
+        return self._taker.take(now_s, in_flight=self._account.in_flight)
 
     def _deadline_s(self, request: Request) -> float:
         deadline_s = self._taker.metadata(request).deadline_s
@@ -241,7 +195,7 @@ class _PlannedScheduler(SluiceScheduler):
             return super().schedule(throttle_prefills)
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
-            self._chunks = ()
+            self._snapshot = None
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
             self.telemetry.planned(plan, time.perf_counter() - began)
             return super().schedule(throttle)
@@ -251,8 +205,7 @@ class _PlannedScheduler(SluiceScheduler):
         throttle = self._apply(plan, snapshot, throttle_prefills)
         if plan.steps > 1 and (most := self._most_steps(plan, snapshot)) < plan.steps:
             plan = plan._replace(steps=most)
-        self._plan, self._steps_left, self._chunks = plan, plan.steps - 1, snapshot.chunks
-        self._mean_context_tokens, self._cached_tokens = snapshot.mean_context_tokens, 0
+        self._plan, self._steps_left, self._snapshot, self._cached_tokens = plan, plan.steps - 1, snapshot, 0
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
 
@@ -262,7 +215,7 @@ class _PlannedScheduler(SluiceScheduler):
             return 1
         if plan.phase is Phase.MIXED:
             return plan.steps if self.max_num_active_reqs == self._taker.slots else 1
-        return self._taker.steps_to_an_end() if self._steps else plan.steps
+        return self._taker.steps_to_an_end() if self._account.in_flight else plan.steps
 
     def _may_keep(self, plan: StepPlan) -> bool:
         """Its knobs are still set. It did not reckon with a prompt that is longer than its first step."""
@@ -309,32 +262,30 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
-        scheduled = output.num_scheduled_tokens
-        starts = [request.req_id for request in output.scheduled_new_reqs]
-        starts += output.scheduled_cached_reqs.resumed_req_ids
-        prefills = starts + [request.request_id for request in self._chunks if request.request_id in scheduled]
-        running, waiting = len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
-        step = _Step(output, plan, self._now_s, prefills, self._mean_context_tokens, running, waiting)
-        preempted = len(output.preempted_req_ids or ())
-        if plan.steps > 1:
-            self._taker.lose_track()
-            self._follow(step.decodes, [self.requests[request_id] for request_id in starts])
-        else:
-            self._taker.step_taken(step.decodes, prefills, scheduled, preempted)
-        if preempted or not scheduled or self._cached_tokens > plan.max_batch_tokens:
+        scheduled, snapshot = output.num_scheduled_tokens, self._snapshot
+        chunks, mean_context_tokens = (), None
+        if snapshot is not None:
+            chunks = tuple([request.request_id for request in snapshot.chunks if request.request_id in scheduled])
+            mean_context_tokens = snapshot.mean_context_tokens
+        waiting = len(self.waiting) + len(self.kv_holding_waiting)
+        step = Step(output, plan, self._now_s, chunks, mean_context_tokens, len(self.running), waiting)
+        if plan.steps == 1:
+            self._taker.step_taken(step.prefills(), scheduled, preempted=bool(output.preempted_req_ids))
+        elif self._is_new(output, plan):
             self._steps_left = 0
-        if scheduled:
-            self._steps.append(step)
-        else:  # nothing will come back that tells more
-            self._note_end(step, 0.0)
+        self._account.scheduled(step)
         self.telemetry.spent(time.perf_counter() - began)
 
-    def _follow(self, decodes: int, starts: list[Request]) -> None:
-        """What is known of the batch while nobody looks; who ends is taken to have held as much as the others."""
-        self._cached_tokens += sum([request.num_computed_tokens for request in starts])
-        if requests := decodes + len(starts):
-            held = decodes * (self._mean_context_tokens + 1.0) + sum([request.num_tokens + 1 for request in starts])
-            self._mean_context_tokens = held / requests
+    def _is_new(self, output: SchedulerOutput, plan: StepPlan) -> bool:
+        """Whether a step holds what its plan did not reckon with."""
+        for request in output.scheduled_new_reqs:
+            self._cached_tokens += request.num_computed_tokens
+        return bool(
+            output.preempted_req_ids
+            or output.scheduled_cached_reqs.resumed_req_ids
+            or not output.num_scheduled_tokens
+            or self._cached_tokens > plan.max_batch_tokens
+        )
 
     # After a step
 
@@ -344,50 +295,44 @@ class _PlannedScheduler(SluiceScheduler):
         now_s = self.clock.now()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         began = time.perf_counter()
-        # Steps from before a change of mode have no record.
-        if self._steps and self._steps[0].output is scheduler_output:
-            step = self._steps.popleft()
-            self._note_end(step, max(0.0, now_s - max(step.began_s, self._last_end_s)))
-        self._last_end_s = now_s
+        self._account.ended(scheduler_output, now_s)
         self.telemetry.spent(time.perf_counter() - began)
         return outputs
 
-    def _note_end(self, step: _Step, step_s: float) -> None:
-        finished, self._finished = tuple(self._finished), []
-        self._untold.append((step, self._last_end_s + step_s, step_s, finished))
-
     def report(self) -> None:
-        for step, ended_s, step_s, finished in self._untold:
-            result = step.result(ended_s, step_s, finished)
+        for result in self._account.results(self._finished):
             self._policy.observe(result)
             self.telemetry.observed(result)
             if self.on_step is not None:
                 self.on_step(result)
-        self._untold.clear()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted."""
-        self._ended(request, aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR))
+        if request.num_output_tokens:
+            self._account.departed(request)
+        else:
+            self._taker.forget(request)
         return super()._free_request(request, delay_free_blocks)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """vLLM goes on here with a session's next part, once the one before has been answered."""
-        self._ended(session, aborted=False)
+        if session.num_output_tokens:
+            self._account.departed(self._finished(session))
+        else:
+            self._taker.forget(session)
         super()._update_request_as_session(session, update)
 
-    def _ended(self, request: Request, *, aborted: bool) -> None:
-        if request.num_output_tokens:
-            told = self._taker.metadata(request)
-            self._finished.append(
-                FinishedRequest(
-                    prompt_tokens=request.num_prompt_tokens,
-                    output_tokens=request.num_output_tokens,
-                    class_index=self._taker.class_index(told.slo_class),
-                    predicted_output_tokens=told.predicted_output_tokens,
-                    aborted=aborted,
-                )
-            )
+    def _finished(self, request: Request) -> FinishedRequest:
+        """The last that is known of it here."""
+        told = self._taker.metadata(request)
         self._taker.forget(request)
+        return FinishedRequest(
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            class_index=self._taker.class_index(told.slo_class),
+            predicted_output_tokens=told.predicted_output_tokens,
+            aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
+        )
 
 
 def core_status(core: Any) -> dict[str, Any]:
