@@ -51,18 +51,23 @@ class Telemetry:
         }
 
     def of_policy(self, policy: Auto, state: BatchState) -> dict[str, Any]:
-        """Refill size, step-time fit in seconds, and quantiles of the output length."""
+        """Step-time fit in seconds, quantiles of the output length, and where there may be phases, their length."""
         times, law = policy.phases.step_times(), policy.law
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
+        phases = {} if policy.config.mode == "mixed" else _of_phases(policy, state)
         return {
+            **phases,
             "exclusive": policy.phases.exclusive,
             "overcommit": policy.overcommit,
-            "phase_steps": policy.phases.phase_length.steps,
-            "refill": policy.config.refill or policy.phases.phase_length.refill(state.slots),
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},
             "output_tokens": {} if law is None else {f"p{100 * q:g}": law.quantile(q) for q in _QUANTILES},
         }
+
+
+def _of_phases(policy: Auto, state: BatchState) -> dict[str, Any]:
+    length = policy.phases.phase_length
+    return {"phase_steps": length.steps, "refill": policy.config.refill or length.refill(state.slots)}
 
 
 class Transfers:

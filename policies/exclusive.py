@@ -86,8 +86,8 @@ class ExclusiveMixedConfig:
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
-        replan_steps: steps between two looks at lengths, step times and mode; an eighth while exclusive steps are tried
-            out until there are enough of each kind.
+        replan_steps: steps between two looks at lengths, step times and mode, in "mixed" none; an eighth while
+            exclusive steps are tried out until there are enough of each kind.
         min_samples: completions before lengths count as known.
         window: as in ``LengthStatistics``.
         speculates: as in ``ForecastAdmissionConfig``.
@@ -415,6 +415,8 @@ class ExclusiveMixed:
         return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
+        if self.config.mode == "mixed":
+            return capped_plan(state, state.slots, Limit.SLOTS, KEPT_STEPS)
         if self._steps_to_look <= 0:
             self._replan(state)
             self._steps_to_look = self._choice.steps_to_next_look

@@ -211,8 +211,7 @@ class StepPlan(NamedTuple):
     least_running: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
+class FinishedRequest(NamedTuple):
     """A request that left the engine in a step; ``aborted`` ones only say that the answer was at least this long."""
 
     prompt_tokens: int
