@@ -45,6 +45,10 @@ Part = tuple[list[int], SamplingParams]
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # vLLM collects several times at each start and end: what a test made, not everything that was ever imported.
+    gc.freeze()
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
 
 
 class Session:
@@ -103,7 +107,6 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "enable_prefix_caching": False,
         }
-        gc.freeze()  # vLLM collects at each start and end: not everything that was ever imported
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(MODEL),
