@@ -111,9 +111,9 @@ def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluic
     """One engine with a model of the user's own, by its folder; for `test_cores`."""
     folder = tmp_path_factory.mktemp("one")
     shutil.copytree(DEMO_MODEL, folder / "my-model")
-    with Sluice(
-        folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", "--enforce-eager"
-    ) as application:
+    # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.
+    of_vllm = ("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20))
+    with Sluice(folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", *of_vllm) as application:
         yield application
 
 
