@@ -1,5 +1,6 @@
 """KV caches through files: one real engine on the CPU, which leaves caches and begins with them, greedy, float32."""
 
+import gc
 import os
 import random
 import resource
@@ -102,6 +103,7 @@ def engine(folder: Path) -> Iterator[Engine]:
     made = Engine(folder)
     yield made
     made.engine.engine_core.shutdown()
+    gc.freeze()  # vLLM has thawed what was imported, and collections of later tests would look at all of it
     torch.set_num_threads(threads)
     if before is None:
         del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
