@@ -1,7 +1,8 @@
 """Steps of an engine on their way, and those that have ended until somebody wants to know.
 
-A step in passing leaves only what cannot be found out later: the engine waits for it. Results are made when they are
-asked for, several at once.
+The engine waits for whatever is done while a step passes, and finds little of it in the caches: who departed is looked
+at when results are asked for, several together. Outputs of steps are not kept for as long, for vLLM makes the next ones
+in their place.
 """
 
 from collections import deque
@@ -39,22 +40,16 @@ class Step(NamedTuple):
         return [*starts, *self.output.scheduled_cached_reqs.resumed_req_ids, *self.chunks]
 
 
-class _Ended(NamedTuple):
-    step: Step
-    ended_s: float
-    step_s: float
-    departed: list[Request | FinishedRequest]
-
-
 class StepAccount:
     """Takes steps in the order in which they are scheduled, which is that in which they end."""
 
     def __init__(self, now_s: float) -> None:
         self._on_their_way: deque[Step] = deque()
-        self._ended: list[_Ended] = []
+        # Steps that have ended, but for what is told of those who departed with them.
+        self._ended: list[tuple[StepResult, list[Request | FinishedRequest]]] = []
         self._departed: list[Request | FinishedRequest] = []
         self._last_end_s = now_s
-        self._mean_context_tokens = 0.0  # of those that decode after the last step whose result was made
+        self._mean_context_tokens = 0.0  # of those that decode after the last step that ended
 
     @property
     def in_flight(self) -> bool:
@@ -78,30 +73,23 @@ class StepAccount:
         self._last_end_s = now_s
 
     def _end(self, step: Step, ended_s: float, step_s: float) -> None:
-        self._ended.append(_Ended(step, ended_s, step_s, self._departed))
+        scheduled, prefills = step.output.num_scheduled_tokens, step.prefills()
+        decodes, prefill_tokens = len(scheduled) - len(prefills), sum(map(scheduled.__getitem__, prefills))
+        result = StepResult(
+            now_s=ended_s,
+            step_s=step_s,
+            phase=step.plan.phase,
+            prefill_tokens=prefill_tokens,
+            prefill_requests=len(prefills),
+            decode_requests=decodes,
+            kv_tokens=round(self._read_tokens(step, decodes, prefill_tokens)) if scheduled else 0,
+            max_batch_size=step.plan.max_batch_size,
+            running_count=step.running_count,
+            waiting_count=step.waiting_count,
+            preempted=len(step.output.preempted_req_ids or ()),
+        )
+        self._ended.append((result, self._departed))
         self._departed = []
-
-    def results(self, finished: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
-        """Of the steps that have ended, each once; ``finished`` is called for every request that departed."""
-        ended, self._ended = self._ended, []
-        for step, ended_s, step_s, departed in ended:
-            scheduled, prefills = step.output.num_scheduled_tokens, step.prefills()
-            decodes, prefill_tokens = len(scheduled) - len(prefills), sum(map(scheduled.__getitem__, prefills))
-            kv_tokens = self._read_tokens(step, decodes, prefill_tokens) if scheduled else 0.0
-            yield StepResult(
-                now_s=ended_s,
-                step_s=step_s,
-                phase=step.plan.phase,
-                prefill_tokens=prefill_tokens,
-                prefill_requests=len(prefills),
-                decode_requests=decodes,
-                kv_tokens=round(kv_tokens),
-                max_batch_size=step.plan.max_batch_size,
-                running_count=step.running_count,
-                waiting_count=step.waiting_count,
-                preempted=len(step.output.preempted_req_ids or ()),
-                finished=tuple([finished(one) if isinstance(one, Request) else one for one in departed]),
-            )
 
     def _read_tokens(self, step: Step, decodes: int, prefill_tokens: int) -> float:
         """Context that the decodes of a step read, and what follows from it for the next step: everybody has got one
@@ -113,3 +101,12 @@ class StepAccount:
         requests = len(step.output.num_scheduled_tokens)
         self._mean_context_tokens = (kv_tokens + prefill_tokens + cached + requests) / requests
         return kv_tokens
+
+    def results(self, finished: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
+        """Of the steps that have ended, each once; ``finished`` is called for every request that departed."""
+        ended, self._ended = self._ended, []
+        for result, departed in ended:
+            if departed:
+                told = [finished(one) if isinstance(one, Request) else one for one in departed]
+                result = result._replace(finished=tuple(told))
+            yield result
