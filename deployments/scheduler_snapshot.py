@@ -11,8 +11,9 @@ Departures from the letter of `policies.types`, all of them about what "runs" an
   us: it is left out of the queue. A session holds its slot meanwhile.
 * `output_tokens` counts tokens in flight as generated.
 
-Most steps change little: every decode is one token further and a few prompts have been worked on. That much is kept
-track of here; request objects are read again only after anything else (a preemption, a budget that cut decodes off).
+Most steps change little: every decode is one token further and a few prompts have been worked on. Where a snapshot is
+taken for every step that much is kept track of here; request objects are read again after anything else: a preemption,
+a budget that cut decodes off, steps that no snapshot was taken for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -138,10 +139,10 @@ class SnapshotTaker:
         self._class_index: dict[str | None, int] = {}
         self._pool = pool_share(scheduler)
         # With these vLLM takes computed tokens back, and a step is not one token for each.
-        self._always_fresh = scheduler.connector is not None or scheduler.num_spec_tokens > 0
+        self._always_reads = scheduler.connector is not None or scheduler.num_spec_tokens > 0
         one_group = len(scheduler.kv_cache_manager.coordinator.single_type_managers) == 1
         # Whether what a step takes of the cache are its tokens, and nothing else.
-        self.is_foreseeable = one_group and not self._always_fresh
+        self.is_foreseeable = one_group and not self._always_reads
         self._views: dict[Request, RequestView] = {}
         self._head = _NOBODY
         # vLLM's own stamp is that of the router's clock, and from before the wait there.
@@ -198,7 +199,7 @@ class SnapshotTaker:
         lost its cache.
         """
         batch, decodes = self._batch, len(scheduled) - len(prefills)
-        self._fresh = not self._always_fresh and not preempted and decodes in (0, self._decoding)
+        self._fresh = not self._always_reads and not preempted and decodes in (0, self._decoding)
         if not self._fresh:
             return
         if decodes:
@@ -263,9 +264,10 @@ class SnapshotTaker:
                 self._ending.add(request)
 
     def _read(self) -> None:
-        """The batch as vLLM has it now, after anything but decodes, starts and ends."""
+        """The batch as vLLM has it now."""
         batch, running = self._batch, self._scheduler.running
         self._ending.clear()
+        self._head = _NOBODY  # somebody of it may have run and come back
         for request in [request for request in running if request not in batch.place]:
             self._place(request)
         if len(batch) > len(running):
@@ -305,7 +307,7 @@ class SnapshotTaker:
             return self._head.views
         known = self._head if requests[: len(self._head.requests)] == self._head.requests else _NOBODY
         tokens, views = known.tokens, list(known.views)
-        steady = not self._always_fresh
+        steady = not self._always_reads
         for request in requests[len(known.requests) :]:
             if tokens >= 2 * self.max_batch_tokens:
                 break

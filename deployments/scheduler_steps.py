@@ -6,7 +6,7 @@ in their place.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,15 +21,15 @@ class Step(NamedTuple):
     Attributes:
         output: what it holds, which vLLM hands back beside its results.
         plan, began_s: by which and when it was begun.
-        chunks: ids of those that went on with their prompt.
-        mean_context_tokens: of those that decode; None where it follows from the step before.
+        chunks: tokens in the cache, before it, of those that went on with their prompt, by id.
+        mean_context_tokens: of those that run before it; None where it follows from the step before.
         running_count, waiting_count: after admission.
     """
 
     output: SchedulerOutput
     plan: StepPlan
     began_s: float
-    chunks: tuple[str, ...]
+    chunks: Mapping[str, int]
     mean_context_tokens: float | None
     running_count: int
     waiting_count: int
@@ -49,7 +49,7 @@ class StepAccount:
         self._ended: list[tuple[StepResult, list[Request | FinishedRequest]]] = []
         self._departed: list[Request | FinishedRequest] = []
         self._last_end_s = now_s
-        self._mean_context_tokens = 0.0  # of those that decode after the last step that ended
+        self._mean_context_tokens = 0.0  # of those that run after the last step that ended
 
     @property
     def in_flight(self) -> bool:
@@ -62,7 +62,7 @@ class StepAccount:
             self._end(step, self._last_end_s, 0.0)
 
     def departed(self, request: Request | FinishedRequest) -> None:
-        """It ends with the step whose end is told next; a request will not change any more."""
+        """It left with the step that ends next. A request is held until results are asked for, and must not change."""
         self._departed.append(request)
 
     def ended(self, output: SchedulerOutput, now_s: float) -> None:
@@ -82,7 +82,7 @@ class StepAccount:
             prefill_tokens=prefill_tokens,
             prefill_requests=len(prefills),
             decode_requests=decodes,
-            kv_tokens=round(self._read_tokens(step, decodes, prefill_tokens)) if scheduled else 0,
+            kv_tokens=round(self._read_tokens(step, decodes)) if scheduled else 0,
             max_batch_size=step.plan.max_batch_size,
             running_count=step.running_count,
             waiting_count=step.waiting_count,
@@ -91,22 +91,25 @@ class StepAccount:
         self._ended.append((result, self._departed))
         self._departed = []
 
-    def _read_tokens(self, step: Step, decodes: int, prefill_tokens: int) -> float:
+    def _read_tokens(self, step: Step, decodes: int) -> float:
         """Context that the decodes of a step read, and what follows from it for the next step: everybody has got one
         token more, and who ends is taken to have held as much as the others."""
         if step.mean_context_tokens is not None:
             self._mean_context_tokens = step.mean_context_tokens
+        scheduled, begun = step.output.num_scheduled_tokens, dict(step.chunks)
+        for start in step.output.scheduled_new_reqs:
+            begun[start.req_id] = start.num_computed_tokens
         kv_tokens = decodes * self._mean_context_tokens
-        cached = sum([request.num_computed_tokens for request in step.output.scheduled_new_reqs])
-        requests = len(step.output.num_scheduled_tokens)
-        self._mean_context_tokens = (kv_tokens + prefill_tokens + cached + requests) / requests
+        if requests := decodes + len(begun):
+            held = kv_tokens + sum([cached + scheduled[request_id] for request_id, cached in begun.items()])
+            self._mean_context_tokens = (held + requests) / requests
         return kv_tokens
 
-    def results(self, finished: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
-        """Of the steps that have ended, each once; ``finished`` is called for every request that departed."""
+    def results(self, record: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
+        """Of the steps that have ended, each once; ``record`` is called once for every request that departed."""
         ended, self._ended = self._ended, []
         for result, departed in ended:
             if departed:
-                told = [finished(one) if isinstance(one, Request) else one for one in departed]
+                told = [record(one) if isinstance(one, Request) else one for one in departed]
                 result = result._replace(finished=tuple(told))
             yield result

@@ -55,7 +55,7 @@ class Telemetry:
         times, law = policy.phases.step_times(), policy.law
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
-        phases = {} if policy.config.mode == "mixed" else _of_phases(policy, state)
+        phases = {} if policy.config.mode == "mixed" else _of_phases(policy, state)  # it does not look for them there
         return {
             **phases,
             "exclusive": policy.phases.exclusive,

@@ -43,6 +43,8 @@ from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 
+_NONE: Mapping[str, int] = {}
+
 
 class SluiceScheduler(AsyncScheduler):
     """vLLM's scheduler, and a switch between stock and planned steps.
@@ -263,21 +265,22 @@ class _PlannedScheduler(SluiceScheduler):
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled, snapshot = output.num_scheduled_tokens, self._snapshot
-        chunks, mean_context_tokens = (), None
+        chunks, mean_context_tokens = _NONE, None
         if snapshot is not None:
-            chunks = tuple([request.request_id for request in snapshot.chunks if request.request_id in scheduled])
+            chunks = {one.request_id: one.num_computed_tokens for one in snapshot.chunks if one.request_id in scheduled}
             mean_context_tokens = snapshot.mean_context_tokens
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         step = Step(output, plan, self._now_s, chunks, mean_context_tokens, len(self.running), waiting)
         if plan.steps == 1:
             self._taker.step_taken(step.prefills(), scheduled, preempted=bool(output.preempted_req_ids))
-        elif self._is_new(output, plan):
+        elif self._ends_plan(output, plan):
             self._steps_left = 0
         self._account.scheduled(step)
         self.telemetry.spent(time.perf_counter() - began)
 
-    def _is_new(self, output: SchedulerOutput, plan: StepPlan) -> bool:
-        """Whether a step holds what its plan did not reckon with."""
+    def _ends_plan(self, output: SchedulerOutput, plan: StepPlan) -> bool:
+        """Add up what the requests that start bring from the cache; whether a step holds what its plan did not reckon
+        with."""
         for request in output.scheduled_new_reqs:
             self._cached_tokens += request.num_computed_tokens
         return bool(
@@ -300,30 +303,36 @@ class _PlannedScheduler(SluiceScheduler):
         return outputs
 
     def report(self) -> None:
-        for result in self._account.results(self._finished):
+        for result in self._account.results(self._forget):
             self._policy.observe(result)
             self.telemetry.observed(result)
             if self.on_step is not None:
                 self.on_step(result)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted."""
-        if request.num_output_tokens:
-            self._account.departed(request)
+        """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted.
+
+        Who ended in a step is looked at when the step is told of; until then the batch is one row too long, and the
+        next snapshot reads it again. Nothing may be told for long after an abort.
+        """
+        if _is_aborted(request) or not request.num_output_tokens:
+            self._depart(request)
         else:
-            self._taker.forget(request)
+            self._account.departed(request)
         return super()._free_request(request, delay_free_blocks)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """vLLM goes on here with a session's next part, once the one before has been answered."""
-        if session.num_output_tokens:
-            self._account.departed(self._finished(session))
-        else:
-            self._taker.forget(session)
+        self._depart(session)
         super()._update_request_as_session(session, update)
 
-    def _finished(self, request: Request) -> FinishedRequest:
-        """The last that is known of it here."""
+    def _depart(self, request: Request) -> None:
+        record = self._forget(request)
+        if record.output_tokens:
+            self._account.departed(record)
+
+    def _forget(self, request: Request) -> FinishedRequest:
+        """Returns what policies are told of it."""
         told = self._taker.metadata(request)
         self._taker.forget(request)
         return FinishedRequest(
@@ -331,8 +340,12 @@ class _PlannedScheduler(SluiceScheduler):
             output_tokens=request.num_output_tokens,
             class_index=self._taker.class_index(told.slo_class),
             predicted_output_tokens=told.predicted_output_tokens,
-            aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
+            aborted=_is_aborted(request),
         )
+
+
+def _is_aborted(request: Request) -> bool:
+    return request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
 
 def core_status(core: Any) -> dict[str, Any]:

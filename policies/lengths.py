@@ -341,6 +341,7 @@ class _Window:
         self._ended = np.zeros(size, dtype=bool)
         self._began_at_step: int | None = None
         self.count = 0  # of completions in the window
+        self._sums: MomentSums | None = None  # of these, once somebody has asked
 
     def add(self, finished: FinishedRequest, step: int | None) -> None:
         row = self._seen % self._size
@@ -351,9 +352,12 @@ class _Window:
         self._step[row], self._ended[row] = step or 0, not finished.aborted
         self.count += not finished.aborted
         self._seen += 1
+        self._sums = None
 
     def sums(self) -> MomentSums:
-        return MomentSums.of(self._prompt[self._ended], self._output[self._ended])
+        if self._sums is None:
+            self._sums = MomentSums.of(self._prompt[self._ended], self._output[self._ended])
+        return self._sums
 
     def table(self, edges: IntArray, running_ages: IntArray, step: int | None) -> LifeTable:
         held = min(self._seen, self._size)

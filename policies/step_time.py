@@ -117,7 +117,7 @@ class _Form:
         self._anchor: FloatArray = strength * start
         self._information = np.zeros_like(self._ridge)
         self._moment = np.zeros(len(self._names))
-        self._solution: FloatArray | None = None  # of these sums
+        self._solution: FloatArray | None = None  # of these sums, once somebody has asked
         self._fitted: StepCoefficients | None = None
 
     def add(self, row: tuple[float, ...], step_s: float) -> None:

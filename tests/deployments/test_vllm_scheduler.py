@@ -1,6 +1,8 @@
 """The scheduler plug-in on vLLM's real scheduler, with one step and with two steps in flight."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -156,6 +158,30 @@ def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
     reckoned, read = ([result.kv_tokens for result in engine.results] for engine in (kept, asked))
     assert sum(reckoned) == pytest.approx(sum(read), rel=0.05)
     assert [tokens > 0 for tokens in reckoned] == [tokens > 0 for tokens in read]
+
+
+@both_depths
+def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
+    # A long prompt ends, and another one begins, in a step whose plan is kept.
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots"}, depth=depth, budget=512)
+    engine.add("long", 1900, 30)
+    engine.add("short", 40, 60)
+    engine.run()
+    both = [result.kv_tokens for result in engine.results if result.decode_requests == 2]
+    assert both[0] == pytest.approx(1940, rel=0.01)
+    assert both[-1] == pytest.approx(1940 + 2 * len(both), rel=0.01)
+
+
+def test_aborted_requests_are_let_go_at_once() -> None:
+    engine = VirtualEngine({"mode": "mixed"})
+    requests = [weakref.ref(engine.add(f"r{number}", 50, 50)) for number in range(8)]
+    for _ in range(10):
+        engine.step()
+    for number in range(8):
+        engine.abort(f"r{number}")
+    engine.scheduler.status()
+    gc.collect()
+    assert [request() for request in requests] == [None] * 8
 
 
 def test_what_ended_before_a_change_of_mode_is_told() -> None:
