@@ -1,8 +1,8 @@
 """Steps of an engine on their way, and those that have ended until somebody wants to know.
 
-The engine waits for whatever is done while a step passes, and finds little of it in the caches: who departed is looked
-at when results are asked for, several together. Outputs of steps are not kept for as long, for vLLM makes the next ones
-in their place.
+The engine waits for whatever is done while a step passes, and little of that is in the processor's caches: so who
+departed is looked at when results are asked for, several together. Outputs of steps are not kept for as long, for vLLM
+makes the next ones in their place.
 """
 
 from collections import deque

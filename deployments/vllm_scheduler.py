@@ -43,8 +43,6 @@ from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 
-_NONE: Mapping[str, int] = {}
-
 
 class SluiceScheduler(AsyncScheduler):
     """vLLM's scheduler, and a switch between stock and planned steps.
@@ -265,7 +263,8 @@ class _PlannedScheduler(SluiceScheduler):
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled, snapshot = output.num_scheduled_tokens, self._snapshot
-        chunks, mean_context_tokens = _NONE, None
+        chunks: Mapping[str, int] = {}
+        mean_context_tokens = None
         if snapshot is not None:
             chunks = {one.request_id: one.num_computed_tokens for one in snapshot.chunks if one.request_id in scheduled}
             mean_context_tokens = snapshot.mean_context_tokens
