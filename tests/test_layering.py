@@ -34,6 +34,7 @@ VLLM_PRIVATE = {
     "deployments/scheduler_blocks.py",
     "deployments/scheduler_queue.py",
     "deployments/scheduler_snapshot.py",
+    "deployments/scheduler_steps.py",
     "deployments/vllm_adapter.py",
     "deployments/vllm_scheduler.py",
 }
