@@ -16,6 +16,7 @@ _GAUGES = {
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
     "max_batch_size": "Cap of the last step.",
     "max_batch_tokens": "Token budget of the last step.",
+    "max_prefill_tokens": "Of those, most for prompts beside decodes, where a latency target bounds them.",
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast.",

@@ -42,6 +42,7 @@ class Telemetry:
             "max_batch_size": plan.max_batch_size if plan else None,
             "limited_by": plan.limited_by.value if plan else None,
             "max_batch_tokens": plan.max_batch_tokens if plan else None,
+            "max_prefill_tokens": plan.max_prefill_tokens if plan else None,
             "steps": dict(self._steps),
             "phase_switches": self._switches,
             "preemptions": self._preemptions,

@@ -196,6 +196,7 @@ class _PlannedScheduler(SluiceScheduler):
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
             self._snapshot = None
+            self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
             self.telemetry.planned(plan, time.perf_counter() - began)
             return super().schedule(throttle)
@@ -218,14 +219,14 @@ class _PlannedScheduler(SluiceScheduler):
         return self._taker.steps_to_an_end() if self._account.in_flight else plan.steps
 
     def _may_keep(self, plan: StepPlan) -> bool:
-        """Its knobs are still set. It did not reckon with a prompt that is longer than its first step."""
+        """It did not reckon with a prompt that is longer than its first step."""
         return self._steps_left > 0 and not self._inflight_prefills and len(self.running) > plan.least_running
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
         # A plan asks for one request at least, also where idle ones hold every slot.
         self.max_num_active_reqs = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
-        self.max_num_scheduled_tokens = self._budget(plan.max_batch_tokens)
+        self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(snapshot.chunks)))
         if plan.phase is Phase.DECODE:
             return self._hold_back()
         if plan.phase is Phase.PREFILL:

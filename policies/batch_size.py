@@ -301,7 +301,11 @@ class SlaConstrained:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.limit, Limit.SLA)
+        return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead(state))
+
+    def steps_ahead(self, state: BatchState) -> int:
+        """Steps until the limit may move; 1 where it holds anybody back."""
+        return min(KEPT_STEPS, self._window.samples_left) if self.limit >= state.slots else 1
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)
@@ -406,7 +410,7 @@ class ChunkSizeConfig:
 class ChunkSize:
     """Prefill tokens per fused step under an inter-token target: 001's prefill-decode fusion, searched as Algorithm 2.
 
-    The budget of a mixed step is the decoding requests plus the chunk, so prompts are cut, never decodes. Where nobody
+    The chunk is besides the tokens of the decoding requests, so prompts are cut, never decodes. Where nobody
     decodes nobody waits for a token, and no prompt is cut. Steps without a prefill, or with one that did not fill the
     chunk, teach nothing upward but what they prove.
     """
@@ -427,9 +431,13 @@ class ChunkSize:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        decoding = state.running_count - state.prefilling_count
-        budget = min(state.max_batch_tokens, decoding + self.chunk_tokens) if decoding else state.max_batch_tokens
-        return capped_plan(state, state.slots, Limit.SLOTS)._replace(max_batch_tokens=budget)
+        plan = capped_plan(state, state.slots, Limit.SLOTS, self.steps_ahead)
+        return plan._replace(max_prefill_tokens=self.chunk_tokens)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps until the chunk may change."""
+        return min(KEPT_STEPS, self._window.samples_left)
 
     def observe(self, result: StepResult) -> None:
         if result.prefill_tokens and result.decode_requests:
@@ -486,6 +494,9 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         max_batch_size=tightest.max_batch_size,
         limited_by=tightest.limited_by,
         max_batch_tokens=min([p.max_batch_tokens for p in plans if p.phase is phase], default=state.max_batch_tokens),
+        max_prefill_tokens=min(
+            [p.max_prefill_tokens for p in plans if p.phase is phase and p.max_prefill_tokens is not None], default=None
+        ),
         admit=admit,
         steps=min([plan.steps for plan in plans]),
         least_running=plans[-1].least_running,

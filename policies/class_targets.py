@@ -75,8 +75,11 @@ class ClassTargets:
         target = self.strictest_s(state)
         if target is None:
             return capped_plan(state, state.slots, Limit.SLOTS)
-        plan = capped_plan(state, self._cap(state, target), Limit.SLA)
-        return plan._replace(max_batch_tokens=self._chunk[target].plan(state).max_batch_tokens)
+        batch, chunk = self._batch[target], self._chunk[target]
+        # With several classes the strictest may be another one after this step.
+        steps = min(batch.steps_ahead(state), chunk.steps_ahead) if len(self._target_s) == 1 else 1
+        plan = capped_plan(state, self._cap(state, target), Limit.SLA, steps)
+        return plan._replace(max_prefill_tokens=chunk.chunk_tokens)
 
     def _cap(self, state: BatchState, target: float) -> int:
         """The limit; in a batch beyond it, what runs and who of this target may join from the head of the queue."""

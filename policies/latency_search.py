@@ -98,6 +98,11 @@ class WindowMean:
         self._used = 0.0
         self._binding = 0
 
+    @property
+    def samples_left(self) -> int:
+        """Until the window is complete, >= 1."""
+        return self._samples - self._count
+
     def add(self, latency_s: float, used: float, *, binding: bool) -> LatencyWindow | None:
         """The window that this sample completes, or None."""
         self._count += 1

@@ -195,6 +195,7 @@ class StepPlan(NamedTuple):
             the batch drains by completions.
         limited_by: which limit made max_batch_size what it is.
         max_batch_tokens: token budget of this step, >= 1.
+        max_prefill_tokens: of those, most for prompts where somebody decodes, >= 1; None leaves what the decodes leave.
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
         steps: for so many steps, this one counted, the answer would stay the same but for who waits, so a driver may
             keep the plan and report those steps together before it asks again. Not once a prompt has been begun that
@@ -209,6 +210,13 @@ class StepPlan(NamedTuple):
     admit: tuple[str, ...]
     steps: int = 1
     least_running: int = 0
+    max_prefill_tokens: int | None = None
+
+    def budget(self, decodes: int) -> int:
+        """Tokens of a step in which so many decode."""
+        if self.max_prefill_tokens is None or not decodes:
+            return self.max_batch_tokens
+        return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)
 
 
 class FinishedRequest(NamedTuple):

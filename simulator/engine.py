@@ -194,7 +194,7 @@ class Engine:
         if plan.phase is not Phase.PREFILL:
             self._preempt(step, self._batch.make_room(budget))
             step.decoding, step.decodes, step.kv_tokens = self._batch.decode(budget)
-            budget -= step.decodes
+            budget = plan.budget(step.decodes) - step.decodes
         if plan.phase is not Phase.DECODE:
             budget = self._continue_prompts(step, budget)
             if not step.preempted and plan.admit:

@@ -116,6 +116,7 @@ class ToyEngine:
         self._prefill = {}
         budget = plan.max_batch_tokens
         decoding, preempted = self._decode(budget) if plan.phase is not Phase.PREFILL else ([], 0)
+        budget = plan.budget(len(decoding))
         context = sum(job.computed for job in decoding)
         if plan.phase is not Phase.DECODE:
             self._prefill_running(budget - len(decoding))
@@ -211,6 +212,7 @@ def check_plan(state: BatchState, plan: StepPlan) -> None:
     waiting = [request.request_id for request in state.waiting]
     assert plan.max_batch_size >= 1
     assert plan.max_batch_tokens >= 1
+    assert plan.max_prefill_tokens is None or plan.max_prefill_tokens >= 1
     assert len(set(plan.admit)) == len(plan.admit)
     assert set(plan.admit) <= set(waiting)
     assert len(plan.admit) <= max(0, plan.max_batch_size - state.running_count)

@@ -130,10 +130,12 @@ LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "second turns": (run_second_turns, {"enable_prefix_caching": True, "blocks": 2100, "budget": 1024}),
     "sessions": (run_sessions_beside_answers, {}),
 }
+KEPT = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
+KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.5}
 
 
 @both_depths
-@pytest.mark.parametrize("name", ["mixed", "exclusive k=4", "exclusive k=16"])
+@pytest.mark.parametrize("name", list(KEPT))
 @pytest.mark.parametrize("load", list(LOADS))
 def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
     load: str, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +143,7 @@ def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
     drive, args = LOADS[load]
 
     def run() -> tuple[VirtualEngine, int]:
-        engine = VirtualEngine(SETTINGS[name], depth=depth, **args)
+        engine = VirtualEngine(KEPT[name], depth=depth, **args)
         policy, plans = engine.scheduler._policy, []
         monkeypatch.setattr(policy, "plan", lambda state, plan=policy.plan: plans.append(state) or plan(state))
         drive(engine)

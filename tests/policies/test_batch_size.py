@@ -398,21 +398,23 @@ class TestChunkSize:
 
     def test_decodes_always_keep_their_place_in_the_budget(self) -> None:
         policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1, initial_chunk_tokens=512))
-        assert policy.plan(make_state(running=40, waiting=1)).max_batch_tokens == 552
+        assert policy.plan(make_state(running=40, waiting=1)).budget(40) == 552
 
     def test_no_prompt_is_cut_where_nobody_decodes(self) -> None:
         policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1, initial_chunk_tokens=512))
         empty = make_state(running=0, waiting=1)
-        assert policy.plan(empty).max_batch_tokens == empty.max_batch_tokens > 512
+        assert policy.plan(empty).budget(0) == empty.max_batch_tokens > 512
         reading = RunningRequests.of(prompt_tokens=[9000], output_tokens=[0], prefill_tokens_left=[5000])
-        assert policy.plan(empty._replace(running=reading)).max_batch_tokens == empty.max_batch_tokens
+        assert policy.plan(empty._replace(running=reading)).budget(0) == empty.max_batch_tokens
 
 
 class _Fixed:
     """A policy that always plans the same cap in the same phase."""
 
-    def __init__(self, cap: int, limit: Limit, phase: Phase = Phase.MIXED, budget: int = 8192) -> None:
-        self.cap, self.limit, self.phase, self.budget = cap, limit, phase, budget
+    def __init__(
+        self, cap: int, limit: Limit, phase: Phase = Phase.MIXED, budget: int = 8192, chunk: int | None = None
+    ) -> None:
+        self.cap, self.limit, self.phase, self.budget, self.chunk = cap, limit, phase, budget, chunk
         self.observed = 0
 
     def plan(self, state: BatchState) -> StepPlan:
@@ -422,6 +424,7 @@ class _Fixed:
             max_batch_size=self.cap,
             limited_by=self.limit,
             max_batch_tokens=self.budget,
+            max_prefill_tokens=self.chunk,
             admit=tuple(request.request_id for request in state.waiting[:room]),
         )
 
@@ -447,9 +450,10 @@ class TestSmallest:
         assert (plan.phase, plan.admit) == (Phase.DECODE, ())
 
     def test_the_budget_of_a_mixed_step_does_not_bind_a_prefill_phase(self) -> None:
-        chunked, phased = _Fixed(64, Limit.SLOTS, budget=500), _Fixed(64, Limit.SLOTS, Phase.PREFILL)
-        assert Smallest(chunked, phased).plan(make_state(waiting=4)).max_batch_tokens == 8192
-        assert Smallest(chunked, _Fixed(64, Limit.SLOTS)).plan(make_state(waiting=4)).max_batch_tokens == 500
+        chunked, phased = _Fixed(64, Limit.SLOTS, budget=500, chunk=90), _Fixed(64, Limit.SLOTS, Phase.PREFILL)
+        assert Smallest(chunked, phased).plan(make_state(waiting=4)).budget(10) == 8192
+        mixed = Smallest(chunked, _Fixed(64, Limit.SLOTS)).plan(make_state(waiting=4))
+        assert (mixed.budget(0), mixed.budget(10)) == (500, 100)
 
     def test_phases_wait_for_as_many_requests_as_memory_lets_in(self) -> None:
         phases = ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive", phase_rule="fixed", refill=8))
