@@ -214,19 +214,24 @@ class _PlannedScheduler(SluiceScheduler):
         """For which this plan's slots stay what they are."""
         if snapshot.idle_slots or not self._taker.is_foreseeable:
             return 1
-        if plan.phase is Phase.MIXED:
-            return plan.steps if self.max_num_active_reqs == self._taker.slots else 1
-        return self._taker.steps_to_an_end() if self._account.in_flight else plan.steps
+        if plan.phase is Phase.MIXED and self.max_num_active_reqs < self._taker.slots:
+            return 1
+        return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
+
+    def _counts_ends(self, plan: StepPlan) -> bool:
+        """Whether it matters to this plan who runs without decoding, its last token being in flight."""
+        follows_decodes = plan.phase is not Phase.MIXED or plan.max_prefill_tokens is not None
+        return self._account.in_flight and follows_decodes
 
     def _may_keep(self, plan: StepPlan) -> bool:
-        """It did not reckon with a prompt that is longer than its first step."""
+        """The plan did not reckon with a prompt that is longer than its first step."""
         return self._steps_left > 0 and not self._inflight_prefills and len(self.running) > plan.least_running
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
         # A plan asks for one request at least, also where idle ones hold every slot.
         self.max_num_active_reqs = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
-        self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(snapshot.chunks)))
+        self.max_num_scheduled_tokens = self._budget(plan.budget(snapshot.state.running_count - len(snapshot.chunks)))
         if plan.phase is Phase.DECODE:
             return self._hold_back()
         if plan.phase is Phase.PREFILL:
@@ -281,10 +286,13 @@ class _PlannedScheduler(SluiceScheduler):
     def _ends_plan(self, output: SchedulerOutput, plan: StepPlan) -> bool:
         """Add up what the requests that start bring from the cache; whether a step holds what its plan did not reckon
         with."""
-        for request in output.scheduled_new_reqs:
-            self._cached_tokens += request.num_computed_tokens
+        ends_soon = False
+        for start in output.scheduled_new_reqs:
+            self._cached_tokens += start.num_computed_tokens
+            ends_soon |= self.requests[start.req_id].max_tokens <= plan.steps
         return bool(
-            output.preempted_req_ids
+            (ends_soon and self._counts_ends(plan))
+            or output.preempted_req_ids
             or output.scheduled_cached_reqs.resumed_req_ids
             or not output.num_scheduled_tokens
             or self._cached_tokens > plan.max_batch_tokens

@@ -304,7 +304,7 @@ class SlaConstrained:
         return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead(state))
 
     def steps_ahead(self, state: BatchState) -> int:
-        """Steps until the limit may move; 1 where it holds anybody back."""
+        """Steps until the limit may move; 1 where it is below the slots."""
         return min(KEPT_STEPS, self._window.samples_left) if self.limit >= state.slots else 1
 
     def observe(self, result: StepResult) -> None:
@@ -431,10 +431,9 @@ class ChunkSize:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        plan = capped_plan(state, state.slots, Limit.SLOTS, self.steps_ahead)
+        plan = capped_plan(state, state.slots, Limit.SLOTS, self.steps_ahead())
         return plan._replace(max_prefill_tokens=self.chunk_tokens)
 
-    @property
     def steps_ahead(self) -> int:
         """Steps until the chunk may change."""
         return min(KEPT_STEPS, self._window.samples_left)

@@ -194,8 +194,8 @@ class StepPlan(NamedTuple):
         max_batch_size: most requests that may run after admission, >= 1. Below the present batch it evicts nothing:
             the batch drains by completions.
         limited_by: which limit made max_batch_size what it is.
-        max_batch_tokens: token budget of this step, >= 1.
-        max_prefill_tokens: of those, most for prompts where somebody decodes, >= 1; None leaves what the decodes leave.
+        max_batch_tokens: most tokens of a step, >= 1.
+        max_prefill_tokens: most prompt tokens of a MIXED step in which somebody decodes, >= 1; None is no such bound.
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
         steps: for so many steps, this one counted, the answer would stay the same but for who waits, so a driver may
             keep the plan and report those steps together before it asks again. Not once a prompt has been begun that
@@ -213,7 +213,7 @@ class StepPlan(NamedTuple):
     max_prefill_tokens: int | None = None
 
     def budget(self, decodes: int) -> int:
-        """Tokens of a step in which so many decode."""
+        """Most tokens of a step in which so many get a token; those whose last one is in flight get none."""
         if self.max_prefill_tokens is None or not decodes:
             return self.max_batch_tokens
         return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)

@@ -256,13 +256,30 @@ class _Keeper:
 def test_a_plan_that_is_kept_is_what_would_have_been_planned(
     make: Callable[[], BatchPolicy], blocks: int, budget: int
 ) -> None:
-    runs = []
-    for policy in (make(), _Keeper(make())):
-        jobs = random_jobs(150, prompt=(20, 120), mean_output=30, seed=5)
-        engine = ToyEngine(policy, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
-        run_closed(engine, jobs, 20)
-        runs.append([plan._replace(steps=1, least_running=0) for plan in engine.plans])
-    assert runs[1] == runs[0]
+    assert _driven(_Keeper(make()), blocks, budget) == _driven(make(), blocks, budget)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build("chunk_size", window_steps=2, itl_target_s=0.016),
+        lambda: build("sla_constrained", window_steps=2, itl_target_s=0.014),
+        lambda: build("auto", mode="mixed", itl_targets_s=(0.016,)),
+    ],
+    ids=["chunk_size", "sla_constrained", "auto"],
+)
+def test_a_plan_is_kept_until_its_target_may_ask_for_another(make: Callable[[], BatchPolicy]) -> None:
+    asked, kept = (_driven(policy) for policy in (make(), _Keeper(make())))
+    assert kept == asked
+    assert len({(plan.max_batch_size, plan.max_prefill_tokens) for plan in asked}) > 1
+
+
+def _driven(policy: BatchPolicy, blocks: int = 6000, budget: int = 512) -> list[StepPlan]:
+    """What was planned, but for how long it holds."""
+    jobs = random_jobs(150, prompt=(20, 120), mean_output=30, seed=5)
+    engine = ToyEngine(policy, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
+    run_closed(engine, jobs, 20)
+    return [plan._replace(steps=1, least_running=0) for plan in engine.plans]
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,16 @@ def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
 
 
 @both_depths
+def test_a_target_cuts_no_prompt_where_nobody_decodes(depth: int) -> None:
+    # With two steps in flight somebody always has its last token on the way.
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, slots=256, depth=depth)
+    for number in range(400):
+        engine.add(f"r{number}", 100, 1, max_tokens=1)
+    engine.run()
+    assert [step.prefill_tokens for step in engine.log][:19] == [2048] * 19
+
+
+@both_depths
 def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
     # A long prompt ends, and another one begins, in a step whose plan is kept.
     engine = VirtualEngine({"mode": "mixed", "admission": "slots"}, depth=depth, budget=512)

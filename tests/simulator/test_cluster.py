@@ -122,7 +122,6 @@ class _Watched:
         self.config, self.inner = config, config.batch_policy()
         self.states = 0
         self.submitted = 0
-        self.budget = 0
 
     def engine(self, finished: Any) -> Engine:
         return Engine("watched", self.config.engine, self, TIMES, finished)
@@ -135,11 +134,12 @@ class _Watched:
         held = state.running.prompt_tokens + state.running.output_tokens - state.running.prefill_tokens_left
         assert state.total_blocks - state.free_blocks <= int(-(-held // state.block_size).sum()) + state.running_count
         self.states += 1
-        self.budget = plan.max_batch_tokens
+        self.plan_in_force = plan
         return plan
 
     def observe(self, result: StepResult) -> None:
-        assert result.scheduled_tokens <= self.budget <= self.config.engine.max_batch_tokens
+        budget = self.plan_in_force.budget(result.decode_requests)
+        assert result.scheduled_tokens <= budget <= self.config.engine.max_batch_tokens
         self.inner.observe(result)
 
 
