@@ -131,7 +131,7 @@ LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "sessions": (run_sessions_beside_answers, {}),
 }
 KEPT = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
-KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.5}
+KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.02}
 
 
 @both_depths
