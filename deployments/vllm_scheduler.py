@@ -219,9 +219,10 @@ class _PlannedScheduler(SluiceScheduler):
         return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
 
     def _counts_ends(self, plan: StepPlan) -> bool:
-        """Whether it matters to this plan who runs without decoding, its last token being in flight."""
+        """Whether it matters to this plan who runs without decoding, because its last token is in flight: only where
+        steps overlap, if not yet in the plan's first."""
         follows_decodes = plan.phase is not Phase.MIXED or plan.max_prefill_tokens is not None
-        return self._account.in_flight and follows_decodes
+        return follows_decodes and self.scheduler_config.async_scheduling
 
     def _may_keep(self, plan: StepPlan) -> bool:
         """The plan did not reckon with a prompt that is longer than its first step."""

@@ -172,6 +172,16 @@ def test_a_target_cuts_no_prompt_where_nobody_decodes(depth: int) -> None:
     assert [step.prefill_tokens for step in engine.log][:19] == [2048] * 19
 
 
+def test_a_target_cuts_no_prompt_behind_a_last_token_of_a_plan_that_is_kept() -> None:
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, depth=2)
+    engine.add("ends", 40, 10**6, max_tokens=3)
+    for _ in range(3):
+        engine.step()
+    engine.add("comes", 900, 4)
+    engine.run()
+    assert [step.prefill_tokens for step in engine.log if step.prefill_tokens] == [40, 900]
+
+
 @both_depths
 def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
     # A long prompt ends, and another one begins, in a step whose plan is kept.
