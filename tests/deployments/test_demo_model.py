@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
 
 from deployments.demo_model import answers, dialogues, loops, training
 
@@ -165,11 +165,11 @@ def test_documents_in_one_row_do_not_see_each_other(tokenizer: Any) -> None:
 
 
 def _small_model(tokenizer: Any) -> Any:
-    """With one of its layers: Muon's bfloat16 takes seconds a step where the processor has no instructions for it."""
-    model = training.new_model(tokenizer)
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-    return model
+    """Of its kind: Muon's bfloat16 takes seconds a step where the processor has no instructions for it."""
+    config = training.new_model(tokenizer).config
+    config.update({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64})
+    config.layer_types = config.layer_types[:1]
+    return Qwen3ForCausalLM(config)
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tokenizer: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from deployments.environment import cores_beside_engines
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("deployed")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,6 @@ from tests.waiting import wait_until
 RAY = str(Path(sys.executable).with_name("ray"))
 SERVE = str(Path(sys.executable).with_name("serve"))
 
-pytestmark = pytest.mark.xdist_group("deployed")  # and `test_cores`, whose application starts meanwhile
-
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[EmbeddedRedis]:
