@@ -82,13 +82,13 @@ def run_by_stop_tokens(engine: VirtualEngine) -> None:
 
 def run_to_limits(engine: VirtualEngine) -> None:
     """Whole batches end together, whatever is in flight."""
-    for number, (prompt, _) in enumerate(workload(200)):
+    for number, (prompt, _) in enumerate(workload(120)):
         engine.add(f"r{number}", prompt, 10**6, max_tokens=(4, 40, 80)[number % 3])
     engine.run()
 
 
 def run_with_one_prefix(engine: VirtualEngine) -> None:
-    run_closed(engine, [(1600, 6 + number % 15) for number in range(200)], clients=32)
+    run_closed(engine, [(1600, 6 + number % 15) for number in range(100)], clients=32)
 
 
 def run_second_turns(engine: VirtualEngine) -> None:

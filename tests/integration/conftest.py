@@ -112,8 +112,10 @@ def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluic
     folder = tmp_path_factory.mktemp("one")
     shutil.copytree(DEMO_MODEL, folder / "my-model")
     # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.
-    of_vllm = ("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20))
-    with Sluice(folder, free_port(), "--model", "./my-model", "--engine-replicas", "1", "--", *of_vllm) as application:
+    of_vllm = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+    (folder / "one.yaml").write_text(yaml.safe_dump({"vllm_args": of_vllm}))
+    options = ("--config", "one.yaml", "--model", "./my-model", "--engine-replicas", "1")
+    with Sluice(folder, free_port(), *options) as application:
         yield application
 
 

@@ -10,7 +10,7 @@ from tests.integration.application import Sluice
 from tests.integration.several_models.models import TIGHT, TIGHT_SLOTS
 from tests.waiting import wait_until
 
-STREAMS, TOKENS = 48, 96
+STREAMS, TOKENS = 40, 96
 # While this process or the server stands still nobody looks: then there is another round.
 LOOKS, MOST_ROUNDS = 8, 6
 
