@@ -5,15 +5,17 @@ whatever it holds and prefill is cheap, a batch that is 20 % larger brings nearl
 there a forecast that avoids every preemption gives away throughput. Where prefill is dear it is the other way round.
 
 Source: this project's own, on top of 001's chance constraint, which knows no price. With g the share admitted beyond
-the safe capacity, b the batch, a the overhead share of a decode step and c the share of time spent on recomputing:
+the safe capacity, b the batch, a the overhead of decode steps as a share of all time and c the share of time spent on
+recomputing:
 
     throughput ~ (1 + a * db/b) * (1 - c),  b ~ 1 + g,  c ~ (g + h)^2   =>   at the optimum c = a (g + h) / (2 (1 + g))
 
 h is how far below the forecast's own safe capacity preemptions begin: its chance constraint admits a few. With h = 0
-a single one would bind g to 0 for good, as nothing costs less than nothing.
+a single one would bind g to 0 for good, as nothing costs less than nothing. With caches for 10, 20 and 40 requests c
+was seen to grow as with an h of about 0.3 requests, so that is what it is taken for, whatever the batch.
 
-The controller moves g towards the point where the measured c meets that. a follows from the learned step times. c is
-taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
+The controller moves g towards the point where the measured c meets that, by a part of g + h at a time, for that is the
+scale on which c changes: a tenth of a percent for a batch of hundreds. a follows from the learned step times. c is taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
 """
 
 from math import log
@@ -22,15 +24,16 @@ from policies.types import StepResult, StepTimes
 
 # The largest g: there nothing but the prompts that fit now holds admission back, as in vLLM itself.
 MOST = 4.0
-# h, as a share of the safe capacity.
-_MARGIN = 0.03
+# h, in requests.
+_MARGIN_REQUESTS = 0.3
 # Steps between two moves.
 _WINDOW_STEPS = 32
 # Weight of the newest window in c.
 _SMOOTHING = 0.4
-# The largest move up, as a share of 1 + g; down it is twice that at most. Near the optimum moves are smaller:
-# preemptions come in bursts, and a fixed step would swing between none and too many.
-_GAIN = 0.01
+# The largest move up, as a share of g + h, and of 1 + g; down it is twice that at most. Near the optimum moves are
+# smaller: preemptions come in bursts, and a fixed step would swing between none and too many.
+_GAIN = 0.2
+_MOST_GAIN = 0.01
 
 
 class Overcommit:
@@ -67,18 +70,16 @@ class Overcommit:
         """
         overhead, cost = self._overhead_share(times), self._cost_share(times)
         self._cost = cost if self._cost is None else self._cost + _SMOOTHING * (cost - self._cost)
-        wanted = overhead * (_MARGIN + self.share) / (2.0 * (1.0 + self.share))
-        pull = _pull(wanted, self._cost)
+        reach = self.share + _MARGIN_REQUESTS * self._decode_steps / self._decodes
+        pull = _pull(overhead * reach / (2.0 * (1.0 + self.share)), self._cost)
         if pull < 0.0 or binding:
-            self.share += pull * _GAIN * (1.0 + self.share)
+            self.share += pull * min(_GAIN * reach, _MOST_GAIN * (1.0 + self.share))
             self.share = min(max(0.0, self.share), MOST)
         self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
         self._busy_s = 0.0
 
     def _overhead_share(self, times: StepTimes) -> float:
-        decodes, kv_tokens = self._decodes / self._decode_steps, self._kv_tokens / self._decode_steps
-        step_s = times.decode.step_s(decode_requests=decodes, kv_tokens=kv_tokens)
-        return times.decode.overhead_s / step_s if step_s > 0.0 else 0.0
+        return min(1.0, times.decode.overhead_s * self._decode_steps / self._busy_s)
 
     def _cost_share(self, times: StepTimes) -> float:
         held = self._kv_tokens / self._decodes
