@@ -244,6 +244,9 @@ class _TokenCost:
         self._prefill_tokens += result.prefill_tokens
         self._decode_tokens += result.decode_requests
         self._finished += len(result.finished)
+        if result.prefill_tokens:
+            self._refills += 1
+            self._running += result.running_count
 
     def restart(self) -> None:
         """The mode is entered: what was measured in it long ago counts no more once there is a new span."""
@@ -252,12 +255,15 @@ class _TokenCost:
 
     def _open_span(self) -> None:
         self._busy_s, self._prefill_tokens, self._decode_tokens, self._finished = 0.0, 0, 0, 0
+        self._refills = self._running = 0
 
     def learn(self, workload: _Workload, phase: PhaseLength | None, least_finished: int) -> None:
-        """Close the span if enough requests ended in it. It is held against the closed form of its own prompts: with
-        those of the mean, the ratio would follow the luck of the draw."""
+        """Close the span if enough requests ended in it. It is held against the closed form of its own prompts and
+        batch: with those of the mean, the ratio would follow the luck of the draw."""
         if self._finished < least_finished or not self._decode_tokens:  # requests also end when nothing is computed
             return
+        if self._refills:
+            workload = replace(workload, occupancy=max(1.0, self._running / self._refills))
         requests = self._decode_tokens / workload.means.output_tokens
         predicted_s = workload.token_s(phase, prompt_tokens=max(1.0, self._prefill_tokens / requests))
         measured = self._busy_s / (self._prefill_tokens + self._decode_tokens) / predicted_s

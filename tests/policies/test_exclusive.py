@@ -349,6 +349,15 @@ class TestAuto:
         run_closed(ToyEngine(recorder, times, slots=96), jobs, 192)
         assert np.mean(recorder.modes[len(recorder.modes) // 2 : -300]) > 0.7
 
+    def test_a_batch_that_swings_in_a_short_cache_is_not_taken_for_a_cheaper_mode(self) -> None:
+        same = StepCoefficients(overhead_s=0.006, prefill_s=2e-5, decode_s=4e-5)
+        dearer = StepCoefficients(overhead_s=0.006, prefill_s=2.4e-5, decode_s=4.8e-5)
+        recorder = _Recorder(auto())
+        engine = ToyEngine(recorder, StepTimes(prefill=same, decode=same, mixed=dearer), slots=128, total_blocks=150)
+        run_closed(engine, random_jobs(2000, prompt=(8, 300), mean_output=60, seed=2), 128)
+        assert engine.preemptions > 100
+        assert not any(recorder.modes[len(recorder.modes) // 3 : -300])
+
     def test_a_light_load_is_mixed_even_where_a_full_batch_takes_turns(self) -> None:
         recorder = _Recorder(auto(CONTENDED))
         jobs = random_jobs(250, prompt=(50, 150), mean_output=60, seed=3)
