@@ -6,13 +6,15 @@ PORT   ?= 8000
 LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
-# Tests of whole applications, in the order in which one starts while the tests of another wait. They have the machine
-# to themselves, the others share it in two processes; unit tests, which wait more than they compute, in four.
-APPS   := $(addprefix tests/,integration/one_model integration/test_prefill_decode.py integration/several_models \
-            integration/test_serve_deploy.py integration/test_cores.py k8s/test_semantic.py)
-OTHERS := tests/ --dist worksteal $(addprefix --ignore=,$(APPS))
+# Tests of whole applications, in the order in which one starts while the tests of another wait: they have the machine to
+# themselves. Two that are mostly waited for share it: one with DEPLOYED, one with MANIFEST. All others run in two
+# processes; unit tests, which wait more than they compute, in four.
+APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models)
+DEPLOYED := $(addprefix tests/integration/,test_serve_deploy.py test_cores.py)
+MANIFEST := tests/k8s/test_semantic.py
+OTHERS   := tests/ --dist worksteal $(addprefix --ignore=,$(APPS) $(DEPLOYED) $(MANIFEST))
 
-.PHONY: help serve test test-unit check venv lock bench clean
+.PHONY: help serve test test-deployed test-manifest test-unit check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +25,13 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 test: venv check ## check and test everything
 	$(PYTEST) $(OTHERS) -n 2
 	$(PYTEST) $(APPS)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-deployed test-manifest
+
+test-deployed: venv
+	$(PYTEST) $(DEPLOYED)
+
+test-manifest: venv
+	$(PYTEST) $(MANIFEST)
 
 test-unit: venv ## the fast tests: no Ray, no engine, no chart
 	$(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"

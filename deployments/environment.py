@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import socket
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -82,7 +83,9 @@ logger = logging.getLogger(__name__)
 _PROCESSOR = Path("/proc/cpuinfo")
 # Whoever seeds the common generator would send all its processes to one port.
 _chance = random.SystemRandom()
-_given: set[int] = set()
+# Descriptors of the sockets that mark ports as given, and how many of them a process keeps.
+_marks: deque[int] = deque()
+_MOST_MARKS = 512
 
 
 def cpu_dtype() -> str:
@@ -197,28 +200,46 @@ def serve_env() -> dict[str, str]:
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of this address that nothing listens on, and that the system gives to nobody by itself.
 
-    Nor is it another that this process asked for lately, whose server may come up much later.
+    Raises:
+        OSError: there is none.
     """
-    if len(_given) > len(SINGLE_PORTS) // 2:
-        _given.clear()
-    while (port := free_port_block(1, SINGLE_PORTS, host=host)) in _given:
-        pass
-    _given.add(port)
-    return port
+    return free_port_block(1, SINGLE_PORTS, host=host)
 
 
 def free_port_block(size: int, among: range, without: int | None = None, host: str = "127.0.0.1") -> int:
     """The first of `size` successive ports that nothing listens on at this address, none of them ``without``.
 
+    Their servers may come up much later, so until then this process marks them as given by a socket on the port before
+    them, which the system closes with the process: applications that start in the same moment draw different ones.
+
     Ray Serve shares ports with whoever listens there already, so two applications on its defaults (8500 and 9500 for
     the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
+
+    Raises:
+        OSError: there is none.
     """
-    for _ in range(100):
-        first = _chance.randrange(among.start, among.stop - size)
-        block = range(first, first + size)
-        if without not in block and all(_is_free(host, port) for port in block):
-            return first
+    marks = range(among.start, among.stop - size, size + 1)
+    for mark in _chance.sample(marks, len(marks)):
+        block = range(mark + 1, mark + 1 + size)
+        if without not in block and _is_marked(mark):
+            if all(_is_free(host, port) for port in block):
+                return block.start
+            os.close(_marks.pop())
     raise OSError(f"no {size} successive free ports between {among.start} and {among.stop}")
+
+
+def _is_marked(port: int) -> bool:
+    """Whether this process could mark what follows this port as its own."""
+    mark = socket.socket()
+    try:
+        mark.bind(("127.0.0.1", port))
+    except OSError:
+        mark.close()
+        return False
+    if len(_marks) == _MOST_MARKS:
+        os.close(_marks.popleft())
+    _marks.append(mark.detach())
+    return True
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -53,6 +53,12 @@ from policies.errors import ApplicationStartError
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
+DRAWER = """
+import sys
+from deployments.environment import free_port_block
+print(free_port_block(3, range(*map(int, sys.argv[1:]))), flush=True)
+sys.stdin.read()
+"""
 # What of Ray Serve's configuration says where HAProxy listens, in its own shape.
 CONFIG = """\
 global
@@ -163,9 +169,25 @@ def test_no_port_is_given_twice_before_its_server_comes_up() -> None:
 
 
 def test_a_block_of_ports_leaves_out_the_public_one() -> None:
-    assert free_port_block(3, range(32_100, 32_104), without=32_103) == 32_100
     with pytest.raises(OSError, match="no 3 successive free ports between 32100 and 32104"):
         free_port_block(3, range(32_100, 32_104), without=32_102)
+    assert free_port_block(3, range(32_100, 32_104), without=32_104) == 32_101
+
+
+def test_ports_that_another_process_was_given_are_its_own_until_it_ends() -> None:
+    two_blocks = range(32_110, 32_118)
+    with subprocess.Popen(
+        [sys.executable, "-c", DRAWER, str(two_blocks.start), str(two_blocks.stop)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        mine = free_port_block(3, two_blocks)
+        assert {mine, theirs} == {32_111, 32_115}
+        with pytest.raises(OSError, match="no 3 successive"):
+            free_port_block(3, two_blocks)
+        other.communicate()
+    assert free_port_block(3, two_blocks) == theirs
 
 
 def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:

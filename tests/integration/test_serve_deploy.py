@@ -55,7 +55,8 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     command = [
         RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(free_port()),
         "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
-        "--ray-client-server-port", str(free_port()), "--num-cpus", "2", "--object-store-memory", str(80 << 20),
+        "--ray-client-server-port", str(free_port()), "--min-worker-port", "0", "--max-worker-port", "0",
+        "--num-cpus", "2", "--object-store-memory", str(80 << 20),
         "--include-dashboard", "true", "--disable-usage-stats",
     ]  # fmt: skip
     with log.open("wb") as output:
