@@ -25,7 +25,7 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 test: venv check ## check and test everything
 	$(PYTEST) $(OTHERS) -n 2
 	$(PYTEST) $(APPS)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync test-deployed test-manifest
+	$(MAKE) --no-print-directory --jobs 2 test-deployed test-manifest
 
 test-deployed: venv
 	$(PYTEST) $(DEPLOYED)

@@ -27,8 +27,9 @@ FALLBACK_PORTS = 2
 HAPROXY_PORTS = 2
 # Below those that the system hands out by itself (32768 and up): Ray's own servers and connections would take one that
 # was free when it was chosen, before its server comes up some seconds later. And above those that `ray start` keeps for
-# workers (10002 to 19999), or it refuses to start.
-SINGLE_PORTS = range(28_000, 32_000)
+# workers (10002 to 19999), or it refuses to start. Single ones are even, and the one before is their mark: people
+# like even ports for their own.
+SINGLE_PORTS = range(28_001, 32_000)
 SERVE_PORTS = range(20_000, 28_000)
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 REDIS_URL_ENV = "SLUICE_REDIS_URL"
@@ -209,8 +210,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def free_port_block(size: int, among: range, without: int | None = None, host: str = "127.0.0.1") -> int:
     """The first of `size` successive ports that nothing listens on at this address, none of them ``without``.
 
-    Their servers may come up much later, so until then this process marks them as given by a socket on the port before
-    them, which the system closes with the process: applications that start in the same moment draw different ones.
+    Their servers may come up much later. So this process keeps a socket on the port before them, until it ends or has
+    asked for hundreds more, and who finds that taken goes on: applications that start together draw different ones.
 
     Ray Serve shares ports with whoever listens there already, so two applications on its defaults (8500 and 9500 for
     the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
@@ -219,35 +220,34 @@ def free_port_block(size: int, among: range, without: int | None = None, host: s
         OSError: there is none.
     """
     marks = range(among.start, among.stop - size, size + 1)
-    for mark in _chance.sample(marks, len(marks)):
+    for _ in range(100):
+        mark = _chance.choice(marks)
         block = range(mark + 1, mark + 1 + size)
-        if without not in block and _is_marked(mark):
-            if all(_is_free(host, port) for port in block):
-                return block.start
-            os.close(_marks.pop())
+        if without not in block and all(_is_free(host, port) for port in block) and _could_mark(mark):
+            return block.start
     raise OSError(f"no {size} successive free ports between {among.start} and {among.stop}")
 
 
-def _is_marked(port: int) -> bool:
-    """Whether this process could mark what follows this port as its own."""
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _could_mark(port: int) -> bool:
+    """Whether nobody had marked what follows this port; it is this process's now."""
     mark = socket.socket()
     try:
         mark.bind(("127.0.0.1", port))
     except OSError:
         mark.close()
         return False
-    if len(_marks) == _MOST_MARKS:
+    while len(_marks) >= _MOST_MARKS:
         os.close(_marks.popleft())
     _marks.append(mark.detach())
-    return True
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
     return True
 
 

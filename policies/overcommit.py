@@ -11,11 +11,12 @@ recomputing:
     throughput ~ (1 + a * db/b) * (1 - c),  b ~ 1 + g,  c ~ (g + h)^2   =>   at the optimum c = a (g + h) / (2 (1 + g))
 
 h is how far below the forecast's own safe capacity preemptions begin: its chance constraint admits a few. With h = 0
-a single one would bind g to 0 for good, as nothing costs less than nothing. With caches for 10, 20 and 40 requests c
-was seen to grow as with an h of about 0.3 requests, so that is what it is taken for, whatever the batch.
+a single one would bind g to 0 for good, as nothing costs less than nothing. In caches for 10, 20 and 40 requests c was
+seen to grow as with an h of about 0.3 requests, so that is what it is taken for.
 
 The controller moves g towards the point where the measured c meets that, by a part of g + h at a time, for that is the
-scale on which c changes: a tenth of a percent for a batch of hundreds. a follows from the learned step times. c is taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
+scale on which c changes: a tenth of a percent for a batch of hundreds. a follows from the learned step times. c is
+taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
 """
 
 from math import log

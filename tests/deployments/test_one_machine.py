@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import pytest
 import ray
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deployments import one_machine
+from deployments import environment, one_machine
 from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.cli import example
 from deployments.config import AppConfig, RouterSection
@@ -168,14 +169,25 @@ def test_no_port_is_given_twice_before_its_server_comes_up() -> None:
     assert len(set(ports)) == len(ports)
 
 
-def test_a_block_of_ports_leaves_out_the_public_one() -> None:
-    with pytest.raises(OSError, match="no 3 successive free ports between 32100 and 32104"):
-        free_port_block(3, range(32_100, 32_104), without=32_102)
-    assert free_port_block(3, range(32_100, 32_104), without=32_104) == 32_101
+@pytest.fixture
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
+    """Room for two blocks of three ports and their marks, where nobody else draws any."""
+    first = free_port_block(8, range(32_000, 32_768))
+    marks: deque[int] = deque()
+    monkeypatch.setattr(environment, "_marks", marks)
+    yield range(first, first + 8)
+    for mark in marks:
+        os.close(mark)
 
 
-def test_ports_that_another_process_was_given_are_its_own_until_it_ends() -> None:
-    two_blocks = range(32_110, 32_118)
+def test_a_block_of_ports_leaves_out_the_public_one(two_blocks: range) -> None:
+    mark, *block = two_blocks[:4]
+    with pytest.raises(OSError, match=f"no 3 successive free ports between {mark} and {mark + 4}"):
+        free_port_block(3, two_blocks[:4], without=block[1])
+    assert free_port_block(3, two_blocks[:4], without=mark) == block[0]
+
+
+def test_ports_that_another_process_was_given_are_its_own_until_it_ends(two_blocks: range) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", DRAWER, str(two_blocks.start), str(two_blocks.stop)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
@@ -183,11 +195,24 @@ def test_ports_that_another_process_was_given_are_its_own_until_it_ends() -> Non
         assert other.stdout is not None
         theirs = int(other.stdout.readline())
         mine = free_port_block(3, two_blocks)
-        assert {mine, theirs} == {32_111, 32_115}
+        assert {mine, theirs} == {two_blocks[1], two_blocks[5]}
         with pytest.raises(OSError, match="no 3 successive"):
             free_port_block(3, two_blocks)
         other.communicate()
     assert free_port_block(3, two_blocks) == theirs
+
+
+def test_a_process_keeps_so_many_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: deque[int] = deque()
+    monkeypatch.setattr(environment, "_marks", marks)
+    monkeypatch.setattr(environment, "_MOST_MARKS", 3)
+    try:
+        for _ in range(5):
+            free_port()
+        assert len(marks) == 3
+    finally:
+        for mark in marks:
+            os.close(mark)
 
 
 def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:

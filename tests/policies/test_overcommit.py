@@ -16,19 +16,23 @@ CHEAP = times(prefill_s=1e-6, overhead_s=0.01, decode_s=1e-6)
 DEAR = times(prefill_s=1e-3, overhead_s=0.001, decode_s=1e-3)
 
 
-def window(overcommit: Overcommit, preempted: int, steps: int = 32) -> None:
+def window(
+    overcommit: Overcommit, preempted: int, steps: int = 32, *, decodes: int = 20, decode_steps: int = 32
+) -> None:
+    """Steps of 20 ms in which each decode reads 200 tokens; those after the first ``decode_steps`` only prefill."""
     for step in range(steps):
+        running = decodes if step < decode_steps else 0
         overcommit.observe(
             StepResult(
                 now_s=0.0,
                 step_s=0.02,
                 phase=Phase.MIXED,
-                prefill_tokens=0,
-                prefill_requests=0,
-                decode_requests=20,
-                kv_tokens=4000,
-                max_batch_size=20,
-                running_count=20,
+                prefill_tokens=0 if running else 500,
+                prefill_requests=0 if running else 1,
+                decode_requests=running,
+                kv_tokens=200 * running,
+                max_batch_size=decodes,
+                running_count=running,
                 waiting_count=5,
                 preempted=preempted if step == 0 else 0,
             )
@@ -89,6 +93,28 @@ def test_a_cheap_preemption_that_the_forecast_itself_let_happen_does_not_stop_it
         window(overcommit, preempted)
         overcommit.move(CHEAP, binding=True)
     assert overcommit.share > 0.0
+
+
+# Overhead is 0.6 of each step that decodes, and a preemption costs 0.3 % of a window.
+BETWEEN = times(prefill_s=0.003 * 0.64 / 200, overhead_s=0.012, decode_s=0.0)
+
+
+def moved(**load: int) -> float:
+    """From 0, after one preemption in a window."""
+    overcommit = Overcommit()
+    window(overcommit, preempted=1, **load)
+    overcommit.move(BETWEEN, binding=True)
+    return overcommit.share
+
+
+def test_what_the_forecast_leaves_is_part_of_a_request_and_not_of_a_batch() -> None:
+    assert moved(decodes=4) > 0.0  # 0.3 requests of 4 are worth 0.6 * 0.075 / 2
+    assert moved(decodes=400) == 0.0
+
+
+def test_where_most_of_the_time_is_prefill_a_larger_batch_brings_less() -> None:
+    assert moved(decodes=20) > 0.0  # 0.6 * 0.015 / 2 is more than 0.3 %
+    assert moved(decodes=20, decode_steps=16) == 0.0
 
 
 def test_a_window_is_due_only_when_it_decoded_and_is_complete() -> None:
