@@ -67,9 +67,10 @@ class ForecastAdmissionConfig:
         overflow_probability: chance allowed per horizon that the tokens held exceed the capacity. In simulation 0.05
             preempts 1 request in 20 at the least cache and none at a larger one, and 0.01 costs 3 % of throughput.
         length_bias: factor on every length law, 1 is unbiased.
-        classes: number of length classes; with 1, indices are ignored. A class with fewer than min_samples
-            completions uses the law of all classes.
-        min_samples: completions, over all classes, below which no law is used.
+        classes: number of length classes; with 1, indices are ignored.
+        min_samples: completions, over all classes, below which no law is used. Few will do, for the law has those that
+            still run in it, with what they have generated.
+        min_class_samples: completions of a class below which it has the law of all classes.
         window: departures remembered per class.
         horizons: points of the horizon grid.
         refresh_steps: steps between two refreshes of a class's law; one class is refreshed at a time.
@@ -83,7 +84,8 @@ class ForecastAdmissionConfig:
     overflow_probability: float = 0.05
     length_bias: float = 1.1
     classes: int = 1
-    min_samples: int = 32
+    min_samples: int = 8
+    min_class_samples: int = 32
     window: int = 1000
     horizons: int = 24
     refresh_steps: int = 64
@@ -93,7 +95,7 @@ class ForecastAdmissionConfig:
     def __post_init__(self) -> None:
         require_probability(self, "overflow_probability")
         require_positive(self, "length_bias")
-        require_at_least(1, self, "classes", "min_samples", "window", "refresh_steps")
+        require_at_least(1, self, "classes", "min_samples", "min_class_samples", "window", "refresh_steps")
         require_at_least(2, self, "horizons")
 
 
@@ -196,7 +198,7 @@ class ForecastAdmission:
 
     def _learn(self, state: BatchState, class_index: int) -> None:
         running = state.running
-        if self._lengths.count(class_index) >= self.config.min_samples:
+        if self._lengths.count(class_index) >= self.config.min_class_samples:
             mine = running.class_index == class_index if self.config.classes > 1 else slice(None)
             ages = running.output_tokens[mine]
             law = self._lengths.table(class_index, ages).law()

@@ -260,7 +260,7 @@ class TestInAnEngine:
         forecast = run(ForecastAdmission(ForecastAdmissionConfig()), fresh(jobs))
         stock = run(Stock(), fresh(jobs))
         equation_12 = run(MemoryAware(MemoryAwareConfig()), fresh(jobs))
-        assert forecast.preemptions < 0.05 * stock.preemptions
+        assert forecast.preemptions < 0.06 * stock.preemptions
         assert forecast.now_s < 0.97 * stock.now_s
         assert forecast.now_s < 0.95 * equation_12.now_s
 

@@ -377,6 +377,24 @@ async def test_killed_decode_replicas_lose_nothing(service: Service, replays: bo
     assert successor.engine.taken - successor.engine.fetched >= 4
 
 
+async def test_a_killed_machine_with_replicas_of_both_kinds_loses_nothing(service: Service) -> None:
+    reading, answering = await service.replica("prefill"), await service.replica("decode", step_s=0.01)
+    await service.start()
+    reading.engine.pause()
+    answering.engine.pause()
+    answers = [await service.ask(max_tokens=30) for _ in range(12)]
+    await until(lambda: reading.engine.held > 2)
+    reading.engine.resume()
+    await until(lambda: answering.engine.held == 4)
+    reading.engine.pause()
+    answers += [await service.ask(max_tokens=30) for _ in range(12)]
+    await until(lambda: reading.engine.held > 2)
+    await asyncio.gather(reading.die(), answering.die())
+    await service.replica("decode")
+    await service.replica("prefill")
+    await service.finish(answers)
+
+
 async def test_a_prefill_without_a_cache_falls_back(service: Service) -> None:
     reading, answering = await service.replica("prefill"), await service.replica("decode")
     reading.engine.loses_caches = True

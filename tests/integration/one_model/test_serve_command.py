@@ -1,9 +1,7 @@
 """`sluice serve` as a command: it keeps to itself, and it says what stands in its way."""
 
 import subprocess
-from pathlib import Path
 
-from deployments.environment import free_port
 from tests.integration.application import SLUICE, Sluice, is_loopback
 
 
@@ -21,13 +19,3 @@ def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:
     listening = sluice.listening()
     assert listening
     assert [each for each in listening if not is_loopback(each[0])] == []
-
-
-def test_wrong_vllm_arguments_are_named(tmp_path: Path) -> None:
-    wrong = subprocess.run(
-        [SLUICE, "serve", "--port", str(free_port()), "--", "--no-such-argument"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert wrong.returncode == 1
-    assert "sluice: vllm_args: unrecognized arguments: --no-such-argument" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
