@@ -49,6 +49,9 @@ _HAPROXY_OWN_FILES = 512
 # looks of its controller at the deployments, which take 4 % of a slow core.
 MOST_HAPROXY_THREADS = 4
 CONTROL_LOOP_S = 0.25
+# A proxy that three times did not say within this that it is ready is replaced, and Ray Serve does not come up then.
+# Its own 5 s are too short where something else has the cores.
+PROXY_READY_S = 20
 
 # Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
 # whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
@@ -321,6 +324,7 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
         "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(cores))),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_READY_S),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(haproxy_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(haproxy_port + 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

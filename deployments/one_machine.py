@@ -158,15 +158,7 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
     before = set(here.children(recursive=True))
     say("starting Ray ...")
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(run_dir / "ray"),
-        )
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        _start_ray(run_dir, port)
         yield
     finally:
         started = set(here.children(recursive=True)) - before
@@ -184,6 +176,27 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
                         ray.shutdown()
         finally:
             end(started)
+
+
+def _start_ray(run_dir: Path, port: int) -> None:
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(run_dir / "ray"),
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+    except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
+        raise ApplicationStartError(
+            f"Ray did not start: {error}\nOn a machine that is busy with something else, try again when it is not; "
+            "what Ray says of it is in the folder of logs named above"
+        ) from error
 
 
 def end(processes: Iterable[psutil.Process]) -> None:

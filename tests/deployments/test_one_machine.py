@@ -49,6 +49,7 @@ from deployments.one_machine import (
     check_address,
     end,
     fresh_run_dir,
+    running,
 )
 from policies.errors import ApplicationStartError
 from tests.integration.application import REPOSITORY
@@ -301,6 +302,16 @@ def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyP
         with pytest.raises(ApplicationStartError, match="status 204"):
             _wait_until_healthy(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+
+
+def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", late)
+    application = running(AppConfig.model_validate({"model": "m"}), tmp_path, "127.0.0.1", 8000)
+    with pytest.raises(ApplicationStartError, match="timed out during startup\n.*try again"), application:
+        pass
 
 
 def test_what_does_not_end_by_itself_is_killed(
