@@ -6,6 +6,7 @@ travel between them are vLLM's, packed by vLLM's codec, so both sides must run t
 """
 
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -730,6 +731,7 @@ def register_plugin() -> None:
     from deployments.vllm_scheduler import core_control, core_status
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
+    gc.freeze()  # vLLM collects garbage around loading the model: what is imported by now is none
     take_all_cores()
     if delay_us := os.environ.get(NIXL_DELAY_ENV):
         from deployments.nixl_progress import sleep_between_events
