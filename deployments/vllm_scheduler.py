@@ -276,12 +276,15 @@ class _PlannedScheduler(SluiceScheduler):
             chunks = {one.request_id: one.num_computed_tokens for one in snapshot.chunks if one.request_id in scheduled}
             mean_context_tokens = snapshot.mean_context_tokens
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
-        step = Step(output, plan, self._now_s, chunks, mean_context_tokens, len(self.running), waiting)
+        starts = [start.req_id for start in output.scheduled_new_reqs]
+        prefills = [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
         if plan.steps == 1:
-            self._taker.step_taken(step.prefills(), scheduled, preempted=bool(output.preempted_req_ids))
+            self._taker.step_taken(prefills, scheduled, preempted=bool(output.preempted_req_ids))
         elif self._ends_plan(output, plan):
             self._steps_left = 0
-        self._account.scheduled(step)
+        self._account.scheduled(
+            Step(output, plan, self._now_s, prefills, chunks, mean_context_tokens, len(self.running), waiting)
+        )
         self.telemetry.spent(time.perf_counter() - began)
 
     def _ends_plan(self, output: SchedulerOutput, plan: StepPlan) -> bool:

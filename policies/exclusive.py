@@ -436,15 +436,17 @@ class ExclusiveMixed:
         self._steps_to_look -= 1
         self._model.observe(result)
         self._lengths.observe(result)
+        if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
+            self._refills += 1
+            weight = max(_OCCUPANCY_SMOOTHING, 1.0 / self._refills)
+            self._occupancy += weight * (result.running_count - self._occupancy)
+        if self.config.mode == "mixed":
+            return
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
         self._phase_steps += result.phase is Phase.DECODE
         self._choice.observe(result)
         self._stall.observe(result)
-        if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
-            self._refills += 1
-            weight = max(_OCCUPANCY_SMOOTHING, 1.0 / self._refills)
-            self._occupancy += weight * (result.running_count - self._occupancy)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
         self._phase = Phase.DECODE
