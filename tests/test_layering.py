@@ -41,9 +41,9 @@ VLLM_PRIVATE = {
 
 
 def files(package: str) -> list[Path]:
-    """Without what measures packages of ours from inside: speed tests, and in bench rig, engine and predictor."""
+    """Without what measures packages of ours from inside: speed tests, and in bench their helpers, rig, engine and predictor."""
     paths = sorted((ROOT / package).rglob("*.py"))
-    inside = {ROOT / "bench" / name for name in ("rig", "transformers", "predictor")}
+    inside = {ROOT / "bench" / name for name in ("deployments", "rig", "transformers", "predictor")}
     return [path for path in paths if not path.name.startswith("test_") and path.parent not in inside]
 
 

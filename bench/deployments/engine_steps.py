@@ -1,0 +1,78 @@
+"""What the steps of a real engine held, so that modes can be compared by their steps as well as by a clock.
+
+On shared cores two runs of the very same steps may differ by a tenth. So one law of step times is fitted to the steps
+of all runs, and a run is charged what its steps take by that: what is left are the decisions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from policies.step_time import fit_step_times
+from policies.types import Phase, StepResult, StepTimes
+
+
+class StepLog:
+    """Notes what vLLM's scheduler puts into each step of an engine of which it is the only reader."""
+
+    def __init__(self, scheduler: Any, now: Callable[[], float]) -> None:
+        """now: seconds on the clock that steps are timed by."""
+        self.steps: list[StepResult] = []
+        self._scheduler, self._now = scheduler, now
+        self._scheduled: list[StepResult] = []
+        scheduler.schedule = self._schedule  # the plug-in changes its class, so not bound to the present one
+
+    def close(self) -> None:
+        """Leave the scheduler as it was."""
+        del self._scheduler.schedule
+
+    def timed(self, step: Callable[[], Any]) -> Any:
+        """Run one step of the engine; returns what it returns."""
+        began_s = self._now()
+        found = step()
+        took_s = self._now() - began_s
+        self.steps += [one._replace(now_s=began_s + took_s, step_s=took_s) for one in self._scheduled]
+        self._scheduled.clear()
+        return found
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = type(self._scheduler).schedule(self._scheduler, *args, **kwargs)
+        if output.num_scheduled_tokens:
+            self._scheduled = [self._content(output)]
+        return output
+
+    def _content(self, output: Any) -> StepResult:
+        """vLLM has counted the step's tokens as computed by now."""
+        scheduler, decoded, prefilled = self._scheduler, list[int](), list[int]()
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests[request_id]
+            before = request.num_computed_tokens - tokens
+            if tokens == 1 and before >= request.num_prompt_tokens:
+                decoded.append(before)
+            else:
+                prefilled.append(tokens)
+        return StepResult(
+            now_s=0.0,
+            step_s=0.0,
+            phase=Phase.MIXED,
+            prefill_tokens=sum(prefilled),
+            prefill_requests=len(prefilled),
+            decode_requests=len(decoded),
+            kv_tokens=sum(decoded),
+            max_batch_size=scheduler.max_num_running_reqs,
+            running_count=len(scheduler.running),
+            waiting_count=len(scheduler.waiting),
+            preempted=len(output.preempted_req_ids or ()),
+        )
+
+
+def law_of(runs: Iterable[Sequence[StepResult]]) -> StepTimes:
+    """Fitted to the steps of all runs. Raises InputError where prefills and decodes were never seen apart."""
+    return fit_step_times([step for run in runs for step in run])
+
+
+def seconds_by(times: StepTimes, steps: Sequence[StepResult]) -> float:
+    """What these steps take by this law."""
+    return sum(
+        times.step_s(prefill_tokens=step.prefill_tokens, decode_requests=step.decode_requests, kv_tokens=step.kv_tokens)
+        for step in steps
+    )
