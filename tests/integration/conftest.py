@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 AnswerT = TypeVar("AnswerT")
 
-MAX_TOKENS = 100  # enough for some answers to end by themselves, and to be killed in the middle of
+MAX_TOKENS = 80  # enough for some answers to end by themselves, and to be killed in the middle of
 # Few slots, so that a test can fill them without being kept busy by its own streams.
 OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
 
@@ -69,7 +69,7 @@ async def under_load(
 
 @pytest.fixture(scope="session")
 def sluice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    """Two routers, two engine replicas, the demo model: for `one_model`. `several_models` kills it."""
+    """Two routers, two engine replicas, the demo model: for `one_model`; what comes after that kills it."""
     with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS) as application:
         application.wait_until_ready()
         begin(request, "plain_vllm")  # answers while tests run that need no answers of its yet
@@ -86,13 +86,19 @@ def split_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
 
 
 @pytest.fixture(scope="session")
-def killed(sluice: Sluice) -> list[psutil.Process]:
+def just_killed(sluice: Sluice) -> list[psutil.Process]:
     """What an application had started that did not come to clear up."""
     started = sluice.processes()
     assert len(started) > 5
     os.kill(sluice.process.pid, signal.SIGKILL)
-    wait_until(lambda: is_free(sluice.port), START_TIMEOUT_S, "the killed application's address is free again")
     return started[1:]
+
+
+@pytest.fixture(scope="session")
+def killed(sluice: Sluice, just_killed: list[psutil.Process]) -> list[psutil.Process]:
+    """The same, once the address is free again."""
+    wait_until(lambda: is_free(sluice.port), START_TIMEOUT_S, "the killed application's address is free again")
+    return just_killed
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def split(split_begun: Sluice) -> Iterator[Sluice]:
+def split(split_begun: Sluice, request: pytest.FixtureRequest) -> Iterator[Sluice]:
+    begin(request, "just_killed")  # its address will be free when the next one wants it
     with split_begun:
         yield split_begun.wait_until_ready()
 
