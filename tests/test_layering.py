@@ -41,7 +41,8 @@ VLLM_PRIVATE = {
 
 
 def files(package: str) -> list[Path]:
-    """Without what measures packages of ours from inside: speed tests, and in bench their helpers, rig, engine and predictor."""
+    """Without what measures packages of ours from inside: in bench speed tests with what they share, rig, engine and
+    predictor."""
     paths = sorted((ROOT / package).rglob("*.py"))
     inside = {ROOT / "bench" / name for name in ("deployments", "rig", "transformers", "predictor")}
     return [path for path in paths if not path.name.startswith("test_") and path.parent not in inside]

@@ -4,6 +4,7 @@ On shared cores two runs of the very same steps may differ by a tenth. So one la
 of all runs, and a run is charged what its steps take by that: what is left are the decisions.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,33 +13,36 @@ from policies.types import Phase, StepResult, StepTimes
 
 
 class StepLog:
-    """Notes what vLLM's scheduler puts into each step of an engine of which it is the only reader."""
+    """Notes what vLLM's scheduler puts into each step of an engine of which it is the only reader, and when it is done:
+    with asynchronous scheduling the next step is scheduled before that."""
 
     def __init__(self, scheduler: Any, now: Callable[[], float]) -> None:
         """now: seconds on the clock that steps are timed by."""
         self.steps: list[StepResult] = []
         self._scheduler, self._now = scheduler, now
-        self._scheduled: list[StepResult] = []
-        scheduler.schedule = self._schedule  # the plug-in changes its class, so not bound to the present one
+        # Output, time of the begin and content of each.
+        self._on_their_way: deque[tuple[Any, float, StepResult]] = deque()
+        self._last_end_s = now()
+        scheduler.schedule, scheduler.update_from_output = self._schedule, self._update
 
     def close(self) -> None:
         """Leave the scheduler as it was."""
-        del self._scheduler.schedule
-
-    def timed(self, step: Callable[[], Any]) -> Any:
-        """Run one step of the engine; returns what it returns."""
-        began_s = self._now()
-        found = step()
-        took_s = self._now() - began_s
-        self.steps += [one._replace(now_s=began_s + took_s, step_s=took_s) for one in self._scheduled]
-        self._scheduled.clear()
-        return found
+        del self._scheduler.schedule, self._scheduler.update_from_output
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = type(self._scheduler).schedule(self._scheduler, *args, **kwargs)
+        began_s = self._now()
+        output = type(self._scheduler).schedule(self._scheduler, *args, **kwargs)  # the plug-in changes its class
         if output.num_scheduled_tokens:
-            self._scheduled = [self._content(output)]
+            self._on_their_way.append((output, began_s, self._content(output)))
         return output
+
+    def _update(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._on_their_way and self._on_their_way[0][0] is output:
+            _, began_s, content = self._on_their_way.popleft()
+            now_s = self._now()
+            self.steps.append(content._replace(now_s=now_s, step_s=now_s - max(began_s, self._last_end_s)))
+            self._last_end_s = now_s
+        return type(self._scheduler).update_from_output(self._scheduler, output, *args, **kwargs)
 
     def _content(self, output: Any) -> StepResult:
         """vLLM has counted the step's tokens as computed by now."""

@@ -143,7 +143,7 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
             asked[str(number)] = now()
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False)
             llm.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        for out in log.timed(llm.step):
+        for out in llm.step():
             times, _ = seen.get(out.request_id, ([], False))
             times += [now()] * (len(out.outputs[0].token_ids) - len(times))
             seen[out.request_id] = (times, out.finished)

@@ -105,7 +105,7 @@ def killed(sluice: Sluice, just_killed: list[psutil.Process]) -> list[psutil.Pro
 def models_begun(
     sluice: Sluice, killed: list[psutil.Process], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sluice]:
-    """Several models on the killed one's address, while processes of that one are still ending."""
+    """Several models on the killed one's address."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "models.yaml").write_text(yaml.safe_dump(settings(folder)))
     with Sluice(folder, sluice.port, "--config", "models.yaml", key=KEY) as application:
