@@ -16,9 +16,9 @@ the folder that it names at the end. Settings by environment:
     SLUICE_BENCH_OUT       where the table and the plot go (default: a folder of pytest's)
 
 Modes take turns in one engine, in an order that rotates, each with the same requests; ratios are to stock in the same
-round. Every round of `auto` starts from what the modes before it taught it. "By its steps" is the same ratio with every
-step charged what one law, fitted to the steps of all modes, says of what it holds: where cores are shared the clock
-hides differences of a few percent.
+round. Every round of `auto` starts from what the modes before it taught it; "with a profile" from that alone, which is
+made of the warm-up. "By its steps" is the same ratio with every step charged what one law, fitted to the steps of all
+modes, says of what it holds: where cores are shared the clock hides differences of a few percent.
 """
 
 import json
@@ -39,6 +39,7 @@ import pytest
 from bench.deployments.engine_steps import StepLog, law_of, seconds_by
 from bench.random_model import write_config
 from bench.summary import Spread
+from deployments.calibrate import write_profile
 from deployments.environment import cpu_dtype, cpu_env
 from deployments.scheduler_settings import SCHEDULER_CLASS
 from policies.types import StepResult, StepTimes
@@ -70,6 +71,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TIGHT: dict[str, dict[str, Any]] = {
     "stock": MODES["stock"],
+    "auto, with a profile": MODES["auto"] | {"profile": True},  # after stock, which forgets what was learned
     "stock, watermark 5 %": {"mode": "stock", "watermark": 0.05},
     "static cap 12": {"mode": "mixed", "admission": "slots", "max_batch_size": 12},
     "static cap 24": {"mode": "mixed", "admission": "slots", "max_batch_size": 24},
@@ -83,7 +85,7 @@ COLUMNS = (
     "mode", "tokens/s to stock", "by its steps", "tokens/s", "mean TTFT s", "ITL p99 s", "TPOT p99 s", "preempted",
 )  # fmt: skip
 HEADER = f"| {' | '.join(COLUMNS)} |\n" + len(COLUMNS) * "|---" + "|"
-_FRESH = {"admission": "forecast", "max_batch_size": None, "refill": None}
+_FRESH = {"admission": "forecast", "max_batch_size": None, "refill": None, "profile": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,23 +225,31 @@ def told(line: str) -> None:
     print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", file=sys.stderr, flush=True)
 
 
-def set_mode(llm: LLMEngine, mode: dict[str, Any]) -> None:
+def set_mode(llm: LLMEngine, mode: dict[str, Any], profile: Path) -> None:
+    """profile: for a mode that wants one."""
     scheduler = llm.engine_core.engine_core.scheduler
     settings = _FRESH | mode
+    settings["profile"] = profile if settings["profile"] else None
     caches = scheduler.kv_cache_manager
     caches.watermark_blocks = int(settings.pop("watermark", 0.0) * caches.block_pool.num_gpu_blocks)
     scheduler.control(settings)
 
 
-def compared(llm: LLMEngine, title: str, modes: dict[str, dict[str, Any]], *, slots: int, clients: int) -> Comparison:
-    """All modes in turn, as long as this load's share of the time lasts."""
+def compared(
+    llm: LLMEngine, title: str, modes: dict[str, dict[str, Any]], profile: Path, *, slots: int, clients: int
+) -> Comparison:
+    """All modes in turn, as long as this load's share of the time lasts.
+
+    profile: written after the warm-up, with what that has shown of step times.
+    """
     began = time.monotonic()
     ends = began + SECONDS * slots * len(modes) / (sum(SLOTS) * len(MODES) + TIGHT_SLOTS * len(TIGHT))
     warm_up = workload(2 * slots)
     warm = []
     for mode in (MODES["stock"], MODES["exclusive k*"]):
-        set_mode(llm, mode)
+        set_mode(llm, mode, profile)
         warm.append(measure(llm, warm_up, clients))
+    write_profile(profile, law_of(run.steps for run in warm), (64, 512), model="bench", gpu="here")
     request_s = (time.monotonic() - began) / (2 * len(warm_up))
     fitting = int((ends - time.monotonic()) / (request_s * REPEATS * len(modes)))
     requests = workload(min(round(REQUESTS * slots), max(round(1.5 * slots), fitting)))
@@ -249,7 +259,7 @@ def compared(llm: LLMEngine, title: str, modes: dict[str, dict[str, Any]], *, sl
     for repeat in range(REPEATS):
         round_began = time.monotonic()
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            set_mode(llm, modes[name])
+            set_mode(llm, modes[name], profile)
             runs[name].append(measure(llm, requests, clients))
             told(f"{title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")
         if repeat + 1 < REPEATS and 2 * time.monotonic() - round_began > ends:
@@ -285,7 +295,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_modes_with_room(slots: int, tmp_path: Path, report: Report) -> None:
     llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
     title = f"{slots} slots, {2 * slots} clients"
-    report.add(title, compared(llm, title, MODES, slots=slots, clients=2 * slots))
+    report.add(title, compared(llm, title, MODES, tmp_path / "profile.csv", slots=slots, clients=2 * slots))
 
 
 def test_modes_in_a_tight_cache(tmp_path: Path, report: Report) -> None:
@@ -293,4 +303,5 @@ def test_modes_in_a_tight_cache(tmp_path: Path, report: Report) -> None:
     blocks = max(70, round(150 * SCALE)) if "SLUICE_BENCH_MODEL" not in os.environ else 600
     llm = engine(tmp_path, max_num_seqs=TIGHT_SLOTS, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
     title = f"{TIGHT_SLOTS} slots, {4 * TIGHT_SLOTS // 3} clients, a cache for a third of them"
-    report.add(title, compared(llm, title, TIGHT, slots=TIGHT_SLOTS, clients=4 * TIGHT_SLOTS // 3))
+    profile, clients = tmp_path / "profile.csv", 4 * TIGHT_SLOTS // 3
+    report.add(title, compared(llm, title, TIGHT, profile, slots=TIGHT_SLOTS, clients=clients))
