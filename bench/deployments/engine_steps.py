@@ -12,7 +12,7 @@ from policies.step_time import fit_step_times
 from policies.types import Phase, StepResult, StepTimes
 
 
-class StepLog:
+class StepRecorder:
     """Notes what vLLM's scheduler puts into each step of an engine of which it is the only reader, and when it is done:
     with asynchronous scheduling the next step is scheduled before that."""
 

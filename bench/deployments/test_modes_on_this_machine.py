@@ -36,7 +36,7 @@ from typing import Any
 
 import pytest
 
-from bench.deployments.engine_steps import StepLog, law_of, seconds_by
+from bench.deployments.engine_steps import StepRecorder, law_of, seconds_by
 from bench.random_model import write_config
 from bench.summary import Spread
 from deployments.calibrate import write_profile
@@ -137,7 +137,7 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
     asked: dict[str, float] = {}
     seen: dict[str, tuple[list[float], bool]] = {}
     scheduler = llm.engine_core.engine_core.scheduler
-    log = StepLog(scheduler, now)
+    recorder = StepRecorder(scheduler, now)
     began, preempted = now(), dict[str, int]()
     while queue or llm.has_unfinished_requests():
         while queue and len(asked) - sum(done for _, done in seen.values()) < clients:
@@ -151,14 +151,14 @@ def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int)
             seen[out.request_id] = (times, out.finished)
         preempted.update((request_id, held.num_preemptions) for request_id, held in scheduler.requests.items())
     took_s = now() - began
-    log.close()
+    recorder.close()
     gaps = sorted(b - a for times, _ in seen.values() for a, b in zip(times, times[1:], strict=False))
     means = sorted((t[-1] - t[0]) / (len(t) - 1) for t, _ in seen.values() if len(t) > 8)
     waits = [times[0] - asked[request_id] for request_id, (times, _) in seen.items()]
     tokens = sum(len(times) for times, _ in seen.values())
     return Run(
         tokens=tokens,
-        steps=log.steps,
+        steps=recorder.steps,
         tokens_per_s=tokens / took_s,
         ttft_mean_s=statistics.mean(waits),
         itl_p99_s=gaps[int(0.99 * len(gaps))],
