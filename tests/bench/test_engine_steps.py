@@ -7,6 +7,8 @@ from policies.errors import InputError
 from policies.types import StepResult
 from tests.virtual_engine import TIMES, VirtualEngine, run_closed
 
+pytestmark = pytest.mark.slow
+
 CHUNKS = 128  # a budget that most prompts are longer than
 
 
