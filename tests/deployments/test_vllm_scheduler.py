@@ -573,11 +573,11 @@ def test_the_forecast_keeps_preemptions_near_zero_where_they_are_dear() -> None:
 def test_the_forecast_takes_windows_for_what_they_hold() -> None:
     """Taken to grow with every token, three groups of a window would leave a quarter of the pool for the batch."""
     rng = random.Random(1)
-    jobs = [(rng.randint(8, 60), rng.randint(200, 900)) for _ in range(160)]
+    jobs = [(rng.randint(8, 60), rng.randint(200, 900)) for _ in range(80)]
     batch, preempted = {}, {}
     for mode in ("stock", "mixed"):
-        engine = VirtualEngine({"mode": mode}, slots=128, blocks=1800, windows=(64, 64, 64), budget=512)
-        run_closed(engine, jobs, clients=128)
+        engine = VirtualEngine({"mode": mode}, slots=64, blocks=900, windows=(64, 64, 64), budget=512)
+        run_closed(engine, jobs, clients=64)
         batch[mode] = sum(log.decodes for log in engine.log) / len(engine.log)
         preempted[mode] = engine.preempted
     assert preempted["mixed"] < preempted["stock"] / 3

@@ -89,6 +89,11 @@ class Sluice:
     def routers(self) -> list[psutil.Process]:
         return self._named(":Router")
 
+    def parents_of_new_replicas(self) -> list[psutil.Process]:
+        """The raylet, which starts their processes, and those that it keeps ready for them."""
+        (raylet,) = self._named("raylet/raylet")
+        return [raylet, *(p for p in raylet.children() if not any("ray::Serve" in part for part in command_of(p)))]
+
     def redis(self) -> psutil.Process:
         (found,) = self._named("redis-server")
         return found

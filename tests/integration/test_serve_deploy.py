@@ -20,7 +20,6 @@ import yaml
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port, one_machine_env, serve_env
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
-from tests.integration.conftest import begin
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -84,9 +83,7 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def deployed(
-    dashboard: str, ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> str:
+def deployed(dashboard: str, ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
     settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
     port = settings["http_options"]["port"] = free_port()  # 8000 may be taken where tests run
@@ -100,7 +97,6 @@ def deployed(
     config.write_text(yaml.safe_dump(settings))
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
     subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
-    begin(request, "one_engine_begun")
     return f"http://127.0.0.1:{port}"
 
 

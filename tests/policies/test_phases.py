@@ -384,7 +384,7 @@ class TestCrossover:
             decode=StepCoefficients(overhead_s=0.01, decode_s=4e-5),
             mixed=StepCoefficients(overhead_s=0.03, prefill_s=2e-5, decode_s=4e-5, interference_s=1e-4),
         )
-        jobs = random_jobs(1200, prompt=(100, 301), mean_output=300, seed=8)
+        jobs = random_jobs(600, prompt=(100, 301), mean_output=300, seed=8)
         engine = run_closed(ToyEngine(Stock(), times, slots=32, max_batch_tokens=10**6), jobs, 100)
         full = [result for result in engine.results if result.waiting_count][20:]
         measured = sum(r.scheduled_tokens for r in full) / sum(r.step_s for r in full)

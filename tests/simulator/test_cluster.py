@@ -172,7 +172,7 @@ def test_one_slot_and_constant_lengths_are_the_queue_m_d_1() -> None:
     """Mean wait rho / (2 (1 - rho)) service times (Pollaczek and Khinchine)."""
     steps = StepCoefficients(overhead_s=0.01)
     times = StepTimes(prefill=steps, decode=steps, mixed=steps)
-    given_work = workload(30_000, 35.0, seed=3, prompt="constant:10", output="constant:2")
+    given_work = workload(15_000, 35.0, seed=3, prompt="constant:10", output="constant:2")
     config = ClusterConfig(times=times, engine=EngineConfig(slots=1))
     result = run(config, given_work)
     waits = [r.started_s - r.arrival_s for r in result.requests if r.started_s is not None]

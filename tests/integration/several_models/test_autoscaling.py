@@ -1,11 +1,16 @@
 """Engine replicas follow the load, and nothing is lost when one leaves."""
 
 import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import yaml
 
 from deployments.environment import free_port
+from deployments.one_machine import keep_to
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until
@@ -13,6 +18,22 @@ from tests.waiting import wait_until
 
 def replicas(sluice: Sluice) -> int:
     return len(sluice.status(SCALED)["replicas"])
+
+
+@contextmanager
+def new_replicas_on(cores: set[int], sluice: Sluice) -> Iterator[None]:
+    """For the time of the block."""
+    everywhere = os.sched_getaffinity(0)
+    try:
+        keep_to(cores, sluice.parents_of_new_replicas())
+        yield
+    finally:
+        keep_to(everywhere, sluice.parents_of_new_replicas())
+
+
+def cores_of_whoever_came(now: list[psutil.Process], before: list[psutil.Process]) -> set[int]:
+    (came,) = (process for process in now if process not in before)
+    return os.sched_getaffinity(came.pid)
 
 
 async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> None:
@@ -31,9 +52,14 @@ async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> 
             answers += 1
         return answers
 
+    everywhere = os.sched_getaffinity(0)
+    a_core, relays, engines = {max(everywhere)}, models.engine_replicas(), models.engine_cores()
     done = asyncio.Event()
-    asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
-    await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, START_TIMEOUT_S, "a second replica")
+    with new_replicas_on(a_core, models):
+        asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
+        await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, START_TIMEOUT_S, "a second replica")
+    assert cores_of_whoever_came(models.engine_replicas(), relays) == a_core
+    assert cores_of_whoever_came(models.engine_cores(), engines) == everywhere, "its engine takes all cores"
     done.set()
     answers = await asyncio.gather(*asking)
     assert all(answers)

@@ -12,6 +12,7 @@ import pytest
 
 from deployments.config import DEMO_MODEL
 from tests.integration.application import Sluice
+from tests.integration.conftest import begin
 from tests.integration.several_models.models import EDGE_TOKENS, GANG_SIZE, GANG_WAIT_S, GANGS, KEY
 from tests.waiting import wait_until
 
@@ -52,8 +53,9 @@ def engine(sluice: Sluice) -> dict[str, Any]:
 
 
 async def test_a_request_alone_goes_when_its_wait_is_over_and_a_bin_that_is_full_at_once(
-    models: Sluice,
+    models: Sluice, request: pytest.FixtureRequest
 ) -> None:
+    begin(request, "one_engine_begun")
     client, before = models.async_client(), engine(models)
 
     async def answer(prompt: str, max_tokens: int) -> str:
