@@ -226,6 +226,7 @@ def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
     sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
     expected = the_texts(plain_answers)
+    clients = 80  # beyond the 32 slots so many that enough wait, and no more: their answers are waited for
 
     def ask_in_between(_: Event) -> None:
         wait_until(lambda: waiting(sluice) > 32, 120, "offline work fills every slot")
@@ -238,11 +239,11 @@ def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
             async def ask(number: int) -> str:
                 return await answer_one(client, prompts[number % len(prompts)], "offline")
 
-            return [set(answers) for answers in await under_load(ask, 2 * len(prompts), act)]
+            return [set(answers) for answers in await under_load(ask, clients, act)]
 
     def somebody_was_recalled() -> bool:
         before = total(sluice, "sluice_requests_recalled_total")
-        assert asyncio.run(offline_until(ask_in_between)) == expected * 2
+        assert asyncio.run(offline_until(ask_in_between)) == [expected[n % len(prompts)] for n in range(clients)]
         wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
         give_up_s = time.monotonic() + 10.0  # the page shows what routers told with their last heartbeat
         while (now := total(sluice, "sluice_requests_recalled_total")) <= before and time.monotonic() < give_up_s:
