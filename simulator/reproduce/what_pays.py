@@ -182,7 +182,7 @@ def continuous_bins(setting: Setting) -> list[str]:
 
 
 def admission(setting: Setting) -> list[str]:
-    """Continuous batching, saturated: admission by eq. 12 and by forecast against a plain 128 slots."""
+    """Continuous batching, saturated: eq. 12 and forecast, alone and as served, against a plain 128 slots."""
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("stock", {}), ("memory_aware", {}), ("memory_aware", {"basis": "resident"}), ("forecast_admission", {}),
         _AS_SERVED,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,12 @@ class Sluice:
     def routers(self) -> list[psutil.Process]:
         return self._named(":Router")
 
-    def parents_of_new_replicas(self) -> list[psutil.Process]:
-        """The raylet, which starts their processes, and those that it keeps ready for them."""
+    def parents_of_new_replicas(self) -> Iterator[psutil.Process]:
+        """The raylet, and what it has started by the time that it has been dealt with, but replicas: some of that waits
+        to become one."""
         (raylet,) = self._named("raylet/raylet")
-        return [raylet, *(p for p in raylet.children() if not any("ray::Serve" in part for part in command_of(p)))]
+        yield raylet
+        yield from (p for p in raylet.children() if not any("ray::Serve" in part for part in command_of(p)))
 
     def redis(self) -> psutil.Process:
         (found,) = self._named("redis-server")
