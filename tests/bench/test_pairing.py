@@ -55,6 +55,7 @@ def pair(
         return pairing, [asked(server, plan.max_tokens) for server in (first, second)]
 
 
+@pytest.mark.slow
 def test_systems_take_turns_with_the_same_prompts_and_every_run_is_kept(tmp_path: Path) -> None:
     plan = Plan(concurrency=(1, 3), repeats=2, requests_per_client=4, least_requests=5, max_tokens=7, idle_s=0.1)
     counted: list[None] = []
@@ -78,6 +79,7 @@ def test_systems_take_turns_with_the_same_prompts_and_every_run_is_kept(tmp_path
     assert set(pairing.idle_cpu_cores) == {"plain", "ours"}
 
 
+@pytest.mark.slow
 def test_pairings_that_share_a_server_send_it_no_prompt_twice(tmp_path: Path) -> None:
     plan = Plan(concurrency=(1, 3), repeats=2, requests_per_client=4, least_requests=5, max_tokens=7, idle_s=0.1)
     with Server(make_spec("plain"), tmp_path) as shared:

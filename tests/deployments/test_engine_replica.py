@@ -296,6 +296,7 @@ def test_an_engine_on_gpus_chooses_its_threads_and_compiles_nothing_without_a_co
     assert "OMP_NUM_THREADS=1" in said and "engine.env" in said, "whoever set it for the node learns how to keep it"
 
 
+@pytest.mark.slow
 def test_threads_are_chosen_before_torch_counts_them() -> None:
     """It reads OMP_NUM_THREADS once, when it is imported."""
     script = "import sys, deployments.engine_replica; sys.exit('torch' in sys.modules)"

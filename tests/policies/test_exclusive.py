@@ -247,6 +247,7 @@ class TestRules:
             r.prefill_requests for r in steady(engine)
         )
 
+    @pytest.mark.slow
     def test_of_the_classes_that_run_the_strictest_bounds_the_refill(self) -> None:
         policy = exclusive(itl_budgets_s=(None, 0.075))
         saturated(ToyEngine(policy, make_times(), slots=64))

@@ -55,6 +55,7 @@ def test_packing_gains_are_those_of_the_rows_and_nothing_against_full_ones() -> 
     assert waste == pytest.approx(1 - 300 / 700)
 
 
+@pytest.mark.slow
 def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
     """Eight slots, each taken for 40 decode steps on the mean."""
     profile = engine_profile("Llama-3.1-8B@h100_sxm")
