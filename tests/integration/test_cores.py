@@ -28,6 +28,6 @@ def test_an_engine_may_run_where_the_others_may_not(one_engine: Sluice) -> None:
     beside = cores_beside_engines(everywhere, 1)
     (engine,) = one_engine.engine_cores()
     assert os.sched_getaffinity(engine.pid) == everywhere
-    replicas = (*one_engine.routers(), *one_engine.engine_replicas(), *one_engine.parents_of_new_replicas())
-    for other in (one_engine.process, one_engine.redis(), *replicas):
+    replicas, parents = (*one_engine.routers(), *one_engine.engine_replicas()), one_engine.parents_of_new_replicas()
+    for other in (one_engine.process, one_engine.redis(), *replicas, *parents):
         assert os.sched_getaffinity(other.pid) == beside, other
