@@ -29,7 +29,7 @@ WARM_UP_PAIRS = 8
 
 EPILOG = f"""\
 examples:
-  python -m bench.first_token                      300 pairs, some five minutes on two cores
+  python -m bench.first_token                      300 pairs, some eight minutes on two slow cores
   python -m bench.first_token --control            plain vLLM beside itself: the noise of the method
   python -m bench.first_token -- --dtype=float32   with other engine arguments
 
@@ -122,7 +122,7 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
         url="http://set-below",
         model=model,
         concurrency=1,
-        requests=options.pairs,
+        requests=options.requests,
         max_tokens=options.max_tokens,
     )
     contender = (
@@ -134,7 +134,7 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
         # As Ctrl-C: the servers are stopped in either case.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        bar = stack.enter_context(tqdm(total=options.pairs, unit="pair", mininterval=0.5, disable=None))
+        bar = stack.enter_context(tqdm(total=options.requests, unit="pair", mininterval=0.5, disable=None))
         servers = []
         for spec in (plain_vllm("vllm serve", model, port, engine_arguments), contender):
             bar.set_description(f"starting {spec.name}")
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--control", action="store_true", help="a second plain vLLM in place of Sluice")
-    add("--pairs", type=int, default=300, help="prompts, each sent to both (default: %(default)s)")
+    add("--requests", type=int, default=300, help="prompts, each sent to both (default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="length of every answer in tokens (default: %(default)s)")
     add("--first-port", type=int, default=18200, help="the servers take this port and the next (default: %(default)s)")
     add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
