@@ -19,7 +19,16 @@ from tqdm import tqdm
 from bench.load import ServerUnusable
 from bench.pairing import Pairing, Plan, measure_pairing
 from bench.report import Comparison, as_markdown
-from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, ServerSpec, plain_vllm, sluice, sluice_with_config
+from bench.servers import (
+    ENGINE_ARGUMENTS,
+    Server,
+    ServerFailed,
+    ServerSpec,
+    plain_vllm,
+    sluice,
+    sluice_with_config,
+    split_at_dashes,
+)
 
 BASELINE = "vllm serve"
 
@@ -145,7 +154,7 @@ def _versions() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    own, engine_arguments = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
+    own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     try:
         comparison = compare(options, _plan(options), (*ENGINE_ARGUMENTS, *engine_arguments))
@@ -157,12 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     _write(comparison, options)
     return 1 if comparison.failed_requests else 0
-
-
-def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    listed = list(arguments)
-    cut = listed.index("--") if "--" in listed else len(listed)
-    return listed[:cut], listed[cut + 1 :]
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.chat_client import Answer, ChatClient, RequestFailed
 from bench.load import ServerUnusable, first_model
-from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, plain_vllm, sluice
+from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, plain_vllm, sluice, split_at_dashes
 from bench.summary import differences, median_interval, percentile, ratios
 from bench.workload import LoadConfig, request_bodies
 
@@ -101,11 +101,10 @@ def _line(name: str, taken_s: Sequence[tuple[float, float]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:cut])
+    own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(own)
     try:
-        print(_measured(options, (*ENGINE_ARGUMENTS, *given[cut + 1 :])))
+        print(_measured(options, (*ENGINE_ARGUMENTS, *engine_arguments)))
     except (ServerFailed, ServerUnusable, RequestFailed, ValueError) as error:
         print(f"bench.first_token: {error}", file=sys.stderr)
         return 2
@@ -118,17 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> str:
     """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError."""
     model, port = options.model, options.first_port
-    load = LoadConfig(
-        url="http://set-below",
-        model=model,
-        concurrency=1,
-        requests=options.requests,
-        max_tokens=options.max_tokens,
-    )
+    plain = plain_vllm("vllm serve", model, port, engine_arguments)
     contender = (
         plain_vllm("vllm serve again", model, port + 1, engine_arguments)
         if options.control
         else sluice("Sluice 1x1", model, port + 1, 1, 1, engine_arguments)
+    )
+    # Before anything starts: it checks the numbers.
+    load = LoadConfig(
+        url=plain.url, model=model, concurrency=1, requests=options.requests, max_tokens=options.max_tokens
     )
     with ExitStack() as stack:
         # As Ctrl-C: the servers are stopped in either case.
@@ -136,7 +133,7 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
         bar = stack.enter_context(tqdm(total=options.requests, unit="pair", mininterval=0.5, disable=None))
         servers = []
-        for spec in (plain_vllm("vllm serve", model, port, engine_arguments), contender):
+        for spec in (plain, contender):
             bar.set_description(f"starting {spec.name}")
             servers.append(stack.enter_context(Server(spec, logs)))
             servers[-1].wait_until_ready(options.startup_timeout)
@@ -147,7 +144,7 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
         bar.set_description("measuring")
         pairs = uvloop.run(measure_pairs(theirs, ours, bar.update))
         bar.set_description("stopping")
-    return as_text(pairs, "vllm serve", contender.name)
+    return as_text(pairs, plain.name, contender.name)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -59,6 +59,13 @@ class ServerSpec:
         return f"http://{HOST}:{self.port}"
 
 
+def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line's own arguments, and after `--` those of the engines."""
+    listed = list(arguments)
+    cut = listed.index("--") if "--" in listed else len(listed)
+    return listed[:cut], listed[cut + 1 :]
+
+
 def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]) -> ServerSpec:
     launcher = (sys.executable, "-m", "deployments.plain_vllm")
     return ServerSpec(
