@@ -66,9 +66,12 @@ _OCCUPANCY_SMOOTHING = 0.1
 # last look: by so much the closed form may err, so what may be the better mode is tried.
 _RATIO_SMOOTHING = 0.3
 _HOPED_RATIO = 0.95
-# After 8, 16 and 32 replans and then after every 32 so many steps are taken of the kind that the preferred mode does
-# not have, enough to move a form that has faded: one step in 512, in the long run.
+# After 8, 16 and 32 times ``replan_steps`` and then after every 32 so many steps are taken of the kind that the
+# preferred mode does not have, enough to move a form that has faded: one step in 512, in the long run.
 _LOOK_STEPS, _FIRST_LOOK, _LOOKS = 8, 8, 32
+# By so much sooner than after ``replan_steps`` it is seen whether there are enough steps of each kind, and whether a
+# mode that was entered has served enough requests to be measured: every step in the worse mode costs.
+_EXPLORING, _TRYING = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,8 @@ class ExclusiveMixedConfig:
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
-        replan_steps: steps between two looks at lengths, step times and mode, in "mixed" none; an eighth while
-            exclusive steps are tried out until there are enough of each kind.
+        replan_steps: steps between two looks at lengths, step times and mode, in "mixed" none; in "auto" an eighth
+            until there are enough steps of each kind and a fourth until the mode in use is measured.
         min_samples: completions before lengths count as known.
         window: as in ``LengthStatistics``.
         speculates: as in ``ForecastAdmissionConfig``.
@@ -244,9 +247,8 @@ class _TokenCost:
         self._prefill_tokens += result.prefill_tokens
         self._decode_tokens += result.decode_requests
         self._finished += len(result.finished)
-        if result.prefill_tokens:
-            self._refills += 1
-            self._running += result.running_count
+        self._steps += 1
+        self._running += result.running_count
 
     def restart(self) -> None:
         """The mode is entered: what was measured in it long ago counts no more once there is a new span."""
@@ -255,21 +257,26 @@ class _TokenCost:
 
     def _open_span(self) -> None:
         self._busy_s, self._prefill_tokens, self._decode_tokens, self._finished = 0.0, 0, 0, 0
-        self._refills = self._running = 0
+        self._steps = self._running = 0
 
     def learn(self, workload: _Workload, phase: PhaseLength | None, least_finished: int) -> None:
         """Close the span if enough requests ended in it. It is held against the closed form of its own prompts and
         batch: with those of the mean, the ratio would follow the luck of the draw."""
         if self._finished < least_finished or not self._decode_tokens:  # requests also end when nothing is computed
             return
-        if self._refills:
-            workload = replace(workload, occupancy=max(1.0, self._running / self._refills))
+        decline = phase.slots_fraction / 2.0 if phase else 0.0  # of the batch, until the middle of a phase
+        workload = replace(workload, occupancy=max(1.0, self._running / self._steps / (1.0 - decline)))
         requests = self._decode_tokens / workload.means.output_tokens
         predicted_s = workload.token_s(phase, prompt_tokens=max(1.0, self._prefill_tokens / requests))
         measured = self._busy_s / (self._prefill_tokens + self._decode_tokens) / predicted_s
         self._spans += 1
         self.ratio += max(_RATIO_SMOOTHING, 1.0 / self._spans) * (min(max(measured, 0.5), 2.0) - self.ratio)
         self._open_span()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a span has ended since the mode was entered."""
+        return self._spans > 0
 
     def forget(self) -> None:
         """Hope again: the form that the ratio was measured against is about to change."""
@@ -283,15 +290,24 @@ class _ModeChoice:
         self._config = config
         self.exclusive = config.mode == "exclusive"
         self._preferred = self.exclusive
-        self._explores = False
-        self._replans = 0
+        self._explores = self._decides = config.mode == "auto"
+        self._decided = False
+        self._steps = 0  # since the first decision
+        self._next_look = _FIRST_LOOK * config.replan_steps
         self._look_steps = 0
         self._costs = {False: _TokenCost(), True: _TokenCost()}
 
     @property
     def steps_to_next_look(self) -> int:
-        """Fewer while exclusive steps are tried out."""
-        return -(-self._config.replan_steps // (8 if self._explores and self.exclusive else 1))
+        """Fewer while every step may be one too many in the worse mode."""
+        return -(-self._config.replan_steps // self._looks_per_replan)
+
+    @property
+    def _looks_per_replan(self) -> int:
+        if self._explores or (self._decides and not self._decided):
+            return _EXPLORING
+        tries = self._decided and not self._look_steps and not self._costs[self._preferred].is_measured
+        return _TRYING if tries else 1
 
     @property
     def looks_at(self) -> Phase | None:
@@ -301,6 +317,7 @@ class _ModeChoice:
         return Phase.MIXED if self._preferred else Phase.PREFILL
 
     def observe(self, result: StepResult) -> None:
+        self._steps += self._decided
         if not self._look_steps:
             self._costs[self.exclusive].add(result)
         elif result.prefill_tokens and bool(result.decode_requests) == self._preferred:
@@ -333,10 +350,8 @@ class _ModeChoice:
         gain = mixed_s / exclusive_s - 1.0 - self._config.priority_margin_fraction
         hysteresis = self._config.hysteresis_fraction
         preferred = gain > (-hysteresis if self._preferred else hysteresis)
-        self._replans += 1
-        self._look_steps = 0
-        if _look_due(self._replans):
-            self._look_steps = _LOOK_STEPS
+        self._look_steps = self._steps_of_look()
+        if self._look_steps:
             self._costs[not preferred].forget()
         if preferred != self._preferred:
             self._preferred = preferred
@@ -344,14 +359,18 @@ class _ModeChoice:
         self.exclusive = preferred and not self._look_steps
 
     def _learn(self, workload: _Workload, phase: PhaseLength) -> None:
-        if self._replans:
+        if self._decided:
             self._costs[self._preferred].learn(workload, phase if self._preferred else None, self._config.min_samples)
         else:  # what came before was the batch filling up, which no formula is about
             self._costs[self._preferred].restart()
+        self._decided = True
 
-
-def _look_due(replans: int) -> bool:
-    return replans >= _FIRST_LOOK and (replans % _LOOKS == 0 or replans.bit_count() == 1)
+    def _steps_of_look(self) -> int:
+        """How many steps of the other kind are to be taken now."""
+        if self._steps < self._next_look:
+            return 0
+        self._next_look += min(self._next_look, _LOOKS * self._config.replan_steps)
+        return _LOOK_STEPS
 
 
 class _Stall:
@@ -549,6 +568,8 @@ class ExclusiveMixed:
 
     def _replan(self, state: BatchState) -> None:
         exploring = self.config.mode == "auto" and self._choice.explore(self._model)
+        if exploring and not self.exclusive:
+            return
         moments, times = self._lengths.moments(), self._model.times()
         if moments is None or times is None or moments.requests < self.config.min_samples:
             return
