@@ -30,7 +30,8 @@ log=$venv/install.log
 echo "installing $(grep -c '==' "$lock") locked packages into $venv, a few minutes the first time ..."
 pip="$venv/bin/pip --disable-pip-version-check install --no-deps"
 if ! $pip "$torch" >"$log" 2>&1; then
-    grep -q 'No matching distribution' "$log" || { tail -n 20 "$log" >&2; fail "pip could not install $torch."; }
+    # With a cap on torch in the user's own constraints pip words it otherwise.
+    grep -qE 'No matching distribution|ResolutionImpossible' "$log" || { tail -n 20 "$log" >&2; fail "pip could not install $torch."; }
     fail "$torch, the CPU build of PyTorch, is in none of the package indexes that pip is configured for.
 PyTorch publishes it in an index of its own. Add that index and try again:
 
