@@ -11,9 +11,9 @@ Departures from the letter of `policies.types`, all of them about what "runs" an
   us: it is left out of the queue. A session holds its slot meanwhile.
 * `output_tokens` counts tokens in flight as generated.
 
-Most steps change little: every decode is one token further and a few prompts have been worked on. Where a snapshot is
-taken for every step that much is kept track of here; request objects are read again after anything else: a preemption,
-a budget that cut decodes off, steps that no snapshot was taken for.
+Most steps change little: every decode is one token further and a few prompts have been worked on. That much is kept
+track of here, step by step; request objects are read again after anything else: a preemption, a budget that cut decodes
+off, steps that were not told of.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -147,18 +147,25 @@ class SnapshotTaker:
         self._head = _NOBODY
         # vLLM's own stamp is that of the router's clock, and from before the wait there.
         self._arrived_s: dict[Request, float] = {}
+        self._told: dict[Request, RequestMetadata] = {}
         self._batch = _Batch()
-        self._fresh = False
+        # The step up to which the batch is followed, or None: it must be read. Of the steps since it was brought up to
+        # date, those that decoded, and who got a part of their prompt.
+        self._followed_to: int | None = None
+        self._decode_steps = 0
+        self._prefilled: list[str] = []
+        # Who ran and got no token in the last step: their last one was in flight, if they have left before the next.
+        self._left_out = 0
         # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
         self._ending: set[Request] = set()
-        self._decoding = 0  # how many of the last snapshot could decode
+        self._decoding: int | None = None  # how many of a snapshot can decode, until its first step is told of
 
     def adopt(self, slots: int, class_names: Sequence[str | None]) -> None:
         """The most that may run, and the classes, for requests seen from now on and for those seen before."""
         self.slots = slots
         self._class_index = {name: index for index, name in enumerate(class_names)}
         self._views.clear()
-        self._head, self._batch, self._fresh = _NOBODY, _Batch(), False
+        self._head, self._batch, self._followed_to = _NOBODY, _Batch(), None
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
@@ -192,22 +199,24 @@ class SnapshotTaker:
         return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
 
     def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, preempted: bool) -> None:
-        """After the step that the last snapshot was taken for was scheduled, before vLLM counts its tokens. Without
-        this, requests are read again for the next snapshot.
+        """After a step was scheduled, the first since a snapshot or a later one, before vLLM counts its tokens. Without
+        this, or where it was not told of the step before, requests are read again for the next snapshot.
 
-        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; preempted: whether any request
-        lost its cache.
+        prefills: ids of those that got a part of their prompt, and where a plan is kept all of it; scheduled: tokens by
+        id; preempted: whether any request lost its cache.
         """
-        batch, decodes = self._batch, len(scheduled) - len(prefills)
-        self._fresh = not self._always_reads and not preempted and decodes in (0, self._decoding)
-        if not self._fresh:
-            return
+        scheduler, decodes = self._scheduler, len(scheduled) - len(prefills)
+        could, self._decoding = self._decoding, None
+        left_out = 0
         if decodes:
-            batch.output += 1  # in prompts too, whose count is set below or by the next snapshot
-        for request_id in prefills:
-            request = self._scheduler.requests[request_id]
-            at = self._place(request)  # may make the columns longer
-            batch.output[at] = request.num_computed_tokens + scheduled[request_id] - request.num_prompt_tokens + 1
+            left_out = (len(scheduler.running) - len(prefills) if could is None else could) - decodes
+        is_followed = self._followed_to == scheduler.current_step - 1 and not self._left_out and not preempted
+        if self._always_reads or not is_followed or (left_out and could is not None):
+            self._followed_to = None
+            return
+        self._followed_to, self._left_out = scheduler.current_step, left_out
+        self._decode_steps += decodes > 0
+        self._prefilled.extend(prefills)
 
     def steps_to_an_end(self) -> int:
         """Until the first of those who decode has its last token in flight, where it ends at its limit."""
@@ -218,16 +227,32 @@ class SnapshotTaker:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
         self._arrived_s[request] = now_s
 
-    def forget(self, request: Request) -> None:
-        self._arrived_s.pop(request, None)
-        if self._views.pop(request, None) is not None and request in self._head.requests:
-            self._head = _NOBODY
+    def leave(self, request: Request) -> None:
+        """It has ended, and is forgotten later."""
+        if self._left_out and request.num_output_tokens >= request.max_tokens:
+            self._left_out -= 1
         self._batch.leave(request)
         self._ending.discard(request)
 
+    def forget(self, request: Request) -> None:
+        self._batch.leave(request)
+        self._ending.discard(request)
+        self._arrived_s.pop(request, None)
+        self._told.pop(request, None)
+        self._views.pop(request, None)
+
+    def goes_on(self, session: Request) -> None:
+        """It waits with its next part, another request to all who look at it."""
+        self.forget(session)
+        self._head = _NOBODY
+
     def metadata(self, request: Request) -> RequestMetadata:
-        params = request.sampling_params
-        return metadata_of(params.extra_args if params else None)
+        """What came with it, until it is forgotten."""
+        told = self._told.get(request)
+        if told is None:
+            params = request.sampling_params
+            told = self._told[request] = metadata_of(params.extra_args if params else None)
+        return told
 
     def class_index(self, slo_class: str | None) -> int:
         return self._class_index.get(slo_class, 0)
@@ -236,10 +261,8 @@ class SnapshotTaker:
 
     def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> RunningRequests:
         """The batch as arrays."""
+        self._bring_up_to_date()
         batch = self._batch
-        if not self._fresh or len(batch) + len(self._ending) != len(self._scheduler.running):
-            self._read()
-        self._fresh = False  # until a step is told of
         if in_flight:
             self._set_ending_apart()
         n = len(batch)
@@ -252,6 +275,21 @@ class SnapshotTaker:
                 output[at] = request.num_output_tokens
         self._decoding = n - (int(np.count_nonzero(left)) if chunks else 0)
         return RunningRequests(batch.prompt[:n], output, left, batch.class_index[:n], batch.predicted[:n])
+
+    def _bring_up_to_date(self) -> None:
+        scheduler, batch = self._scheduler, self._batch
+        if self._followed_to == scheduler.current_step and not self._left_out and not self._always_reads:
+            batch.output[: len(batch)] += self._decode_steps
+            for request in map(scheduler.requests.get, self._prefilled):
+                if request is not None and request.status == RequestStatus.RUNNING:
+                    at = self._place(request)  # may make the columns longer
+                    batch.output[at] = request.num_computed_tokens - request.num_prompt_tokens + 1
+            if len(batch) + len(self._ending) != len(scheduler.running):
+                self._read()
+        else:
+            self._read()
+        self._followed_to, self._left_out, self._decode_steps = scheduler.current_step, 0, 0
+        self._prefilled.clear()
 
     def _set_ending_apart(self) -> None:
         """Take out of the batch those that vLLM will not schedule again, by its own rule."""
@@ -305,10 +343,10 @@ class SnapshotTaker:
         """Views of these, as far as two steps could hold them; most of them are those shown before."""
         if requests == self._head.requests:
             return self._head.views
-        known = self._head if requests[: len(self._head.requests)] == self._head.requests else _NOBODY
+        known = self._still_ahead(requests)
         tokens, views = known.tokens, list(known.views)
         steady = not self._always_reads
-        for request in requests[len(known.requests) :]:
+        for request in requests[len(views) :]:
             if tokens >= 2 * self.max_batch_tokens:
                 break
             view = self._view(request, now_s)
@@ -318,6 +356,18 @@ class SnapshotTaker:
         shown = tuple(views)
         self._head = _Head(requests, shown, tokens) if steady else _NOBODY
         return shown
+
+    def _still_ahead(self, requests: tuple[Request, ...]) -> _Head:
+        """What was shown before of these, without those in front of them who have started since."""
+        head = self._head
+        if not requests or requests[0] not in head.requests:
+            return _NOBODY
+        gone = head.requests.index(requests[0])
+        rest = head.requests[gone:]
+        if requests[: len(rest)] != rest:
+            return _NOBODY
+        started = sum([view.prefill_tokens for view in head.views[:gone]])
+        return _Head(rest, head.views[gone:], head.tokens - started)
 
     def _queue(self) -> Iterator[Request]:
         scheduler = self._scheduler

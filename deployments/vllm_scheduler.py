@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from deployments.scheduler_queue import DeadlineQueue
 from deployments.scheduler_settings import SchedulerSettings
 from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
-from deployments.scheduler_steps import Step, StepAccount
+from deployments.scheduler_steps import StepAccount
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
 from policies.errors import ConfigError, SluiceError
@@ -275,15 +275,20 @@ class _PlannedScheduler(SluiceScheduler):
         if snapshot is not None:
             chunks = {one.request_id: one.num_computed_tokens for one in snapshot.chunks if one.request_id in scheduled}
             mean_context_tokens = snapshot.mean_context_tokens
-        waiting = len(self.waiting) + len(self.kv_holding_waiting)
         starts = [start.req_id for start in output.scheduled_new_reqs]
         prefills = [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
-        if plan.steps == 1:
-            self._taker.step_taken(prefills, scheduled, preempted=bool(output.preempted_req_ids))
-        elif self._ends_plan(output, plan):
+        self._taker.step_taken(prefills, scheduled, preempted=bool(output.preempted_req_ids))
+        if plan.steps > 1 and self._ends_plan(output, plan):
             self._steps_left = 0
         self._account.scheduled(
-            Step(output, plan, self._now_s, prefills, chunks, mean_context_tokens, len(self.running), waiting)
+            output,
+            plan,
+            self._now_s,
+            prefills,
+            chunks,
+            mean_context_tokens,
+            running_count=len(self.running),
+            waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
         )
         self.telemetry.spent(time.perf_counter() - began)
 
@@ -324,18 +329,21 @@ class _PlannedScheduler(SluiceScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """vLLM ends every request here, however it ends; a session that waits for input ends as if aborted.
 
-        Who ended in a step is looked at when the step is told of; until then the batch is one row too long, and the
-        next snapshot reads it again. Nothing may be told for long after an abort.
+        Who ended in a step is looked at when the step is told of. Nothing may be told for long after an abort.
         """
+        began = time.perf_counter()
         if _is_aborted(request) or not request.num_output_tokens:
             self._depart(request)
         else:
+            self._taker.leave(request)
             self._account.departed(request)
+        self.telemetry.spent(time.perf_counter() - began)
         return super()._free_request(request, delay_free_blocks)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """vLLM goes on here with a session's next part, once the one before has been answered."""
         self._depart(session)
+        self._taker.goes_on(session)
         super()._update_request_as_session(session, update)
 
     def _depart(self, request: Request) -> None:

@@ -258,7 +258,7 @@ class SlaConstrainedConfig:
         min_batch_size, max_batch_size: B_min and B_max; the engine's slots bound the batch besides.
         initial_batch_size: where the search begins; it climbs by at most ``stride`` beyond what is known to be safe.
         stride: alpha, requests.
-        window_steps: decode steps averaged per update.
+        window_steps: steps per update; as many more where less than half of them decode.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -305,15 +305,15 @@ class SlaConstrained:
 
     def steps_ahead(self, state: BatchState) -> int:
         """Steps until the limit may move; 1 where it is below the slots."""
-        return min(KEPT_STEPS, self._window.samples_left) if self.limit >= state.slots else 1
+        return min(KEPT_STEPS, self._window.steps_left) if self.limit >= state.slots else 1
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)
         if gap_s:
             full = result.running_count >= self.limit and result.waiting_count > 0
-            window = self._window.add(gap_s, result.decode_requests, binding=full)
-            if window:
-                self._search.update(window.latency_s, window.used, binding=window.binding)
+            self._window.add(gap_s, result.decode_requests, binding=full)
+        if window := self._window.step():
+            self._search.update(window.latency_s, window.used, binding=window.binding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ class SlaConstrainedLiteralConfig:
         itl_target_s, tolerance_s: D_SLA and epsilon_D, seconds.
         min_batch_size, max_batch_size: B_min and B_max.
         alpha, delta: width of the search interval and its drift per update, requests.
-        window_steps: decode steps averaged per update.
+        window_steps: steps per update, as in ``SlaConstrainedConfig``.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -377,9 +377,9 @@ class SlaConstrainedLiteral:
         return capped_plan(state, min(max(self.limit, decoding), self.config.max_batch_size), Limit.SLA)
 
     def observe(self, result: StepResult) -> None:
-        gap_s = self._gap.add(result)
-        window = self._window.add(gap_s, result.decode_requests, binding=True) if gap_s else None
-        if window:
+        if gap_s := self._gap.add(result):
+            self._window.add(gap_s, result.decode_requests, binding=True)
+        if window := self._window.step():
             self.update(window.latency_s, window.used)
 
 
@@ -391,7 +391,7 @@ class ChunkSizeConfig:
         itl_target_s: mean seconds of a step that holds both prefill and decode.
         min_chunk_tokens: the least that the search answers with; the engine's token budget bounds the step besides.
         initial_chunk_tokens: where the search begins.
-        window_steps: fused steps averaged per update.
+        window_steps: steps per update; as many more where less than half of them are fused.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -400,7 +400,7 @@ class ChunkSizeConfig:
     itl_target_s: float
     min_chunk_tokens: int = 64
     initial_chunk_tokens: int = 512
-    window_steps: int = 8
+    window_steps: int = 16
 
     def __post_init__(self) -> None:
         require_positive(self, "itl_target_s")
@@ -436,14 +436,14 @@ class ChunkSize:
 
     def steps_ahead(self) -> int:
         """Steps until the chunk may change."""
-        return min(KEPT_STEPS, self._window.samples_left)
+        return min(KEPT_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
         if result.prefill_tokens and result.decode_requests:
             full = result.prefill_tokens >= 0.9 * self.chunk_tokens
-            window = self._window.add(result.step_s, result.prefill_tokens, binding=full)
-            if window:
-                self._search.update(window.latency_s, window.used, binding=window.binding)
+            self._window.add(result.step_s, result.prefill_tokens, binding=full)
+        if window := self._window.step():
+            self._search.update(window.latency_s, window.used, binding=window.binding)
 
 
 class Smallest:

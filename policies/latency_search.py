@@ -89,32 +89,43 @@ class LatencyWindow:
 
 
 class WindowMean:
-    """Averages samples in windows of a fixed number of them."""
+    """Averages samples in windows of a fixed number of steps, whichever of them bring one: windows of several searches
+    then end together, and a plan can be kept between those ends. One with samples from less than half of its steps goes
+    on for as many steps more."""
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._count = 0
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._least_samples = -(-steps // 2)
+        self._steps_left = steps
+        self._samples = 0
         self._latency_s = 0.0
         self._used = 0.0
         self._binding = 0
 
     @property
-    def samples_left(self) -> int:
-        """Until the window is complete, >= 1."""
-        return self._samples - self._count
+    def steps_left(self) -> int:
+        """Until the window may end, >= 1."""
+        return self._steps_left
 
-    def add(self, latency_s: float, used: float, *, binding: bool) -> LatencyWindow | None:
-        """The window that this sample completes, or None."""
-        self._count += 1
+    def add(self, latency_s: float, used: float, *, binding: bool) -> None:
+        """Take the sample of the present step."""
+        self._samples += 1
         self._latency_s += latency_s
         self._used += used
         self._binding += binding
-        return self._close() if self._count == self._samples else None
+
+    def step(self) -> LatencyWindow | None:
+        """End the present step. Returns the window that ends with it, or None."""
+        self._steps_left -= 1
+        if self._steps_left:
+            return None
+        self._steps_left = self._steps
+        return self._close() if self._samples >= self._least_samples else None
 
     def _close(self) -> LatencyWindow:
-        n = self._count
+        n = self._samples
         window = LatencyWindow(latency_s=self._latency_s / n, used=self._used / n, binding=2 * self._binding > n)
-        self._count, self._latency_s, self._used, self._binding = 0, 0.0, 0.0, 0
+        self._samples, self._latency_s, self._used, self._binding = 0, 0.0, 0.0, 0
         return window
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from deployments.request_metadata import RequestMetadata
 from tests.virtual_engine import VirtualEngine
 
 RUNNING, WINDOWS, WINDOW, REPEATS = 256, 40, 10, 300
@@ -29,11 +30,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def loaded(settings: dict[str, Any], depth: int) -> VirtualEngine:
-    """256 requests that run and a queue behind them that does not end; one or two end at each step."""
+    """256 requests that run and a queue behind them that does not end; one or two end at each step. Each comes with
+    what a router tells of it."""
     rng = random.Random(1)
     engine = VirtualEngine(settings, slots=RUNNING, blocks=40_000, budget=8192, depth=depth)
     for number in range(3600):
-        engine.add(f"r{number}", rng.randint(20, 400), min(1400, 1 + int(rng.expovariate(1 / 200))))
+        told = RequestMetadata(predicted_output_tokens=200.0, bin_index=number % 4, deadline_s=float(number))
+        tokens = min(1400, 1 + int(rng.expovariate(1 / 200)))
+        engine.add(f"r{number}", rng.randint(20, 400), tokens, extra_args=told.as_extra_args())
     return engine
 
 

@@ -163,6 +163,34 @@ def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
 
 
 @both_depths
+@pytest.mark.parametrize("name", list(KEPT))
+@pytest.mark.parametrize("load", list(LOADS))
+def test_a_batch_that_is_followed_from_step_to_step_is_the_one_that_vllm_has(
+    load: str, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive, args = LOADS[load]
+    engine = VirtualEngine(KEPT[name], depth=depth, **args)
+    taker, read = engine.scheduler._taker, list[None]()
+    followed = list[bool]()
+
+    def take(now_s: float, *, in_flight: bool, take: Callable[..., Any] = taker.take) -> Any:
+        reads = len(read)
+        snapshot = take(now_s, in_flight=in_flight)
+        followed.append(len(read) == reads)
+        decoding = snapshot.state.running.prefill_tokens_left == 0
+        has = [one.num_computed_tokens - one.num_prompt_tokens + 1 for one in taker._batch.requests]
+        assert list(snapshot.state.running.output_tokens[decoding]) == [
+            output for output, decodes in zip(has, decoding, strict=True) if decodes
+        ]
+        return snapshot
+
+    monkeypatch.setattr(taker, "take", take)
+    monkeypatch.setattr(taker, "_read", lambda read_now=taker._read: read.append(None) or read_now())
+    drive(engine)
+    assert sum(followed) > 0.5 * len(followed)
+
+
+@both_depths
 def test_a_target_cuts_no_prompt_where_nobody_decodes(depth: int) -> None:
     # With two steps in flight somebody always has its last token on the way.
     engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, slots=256, depth=depth)

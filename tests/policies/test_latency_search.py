@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.latency_search import LatencySearch, TokenGap, WindowMean
+from policies.latency_search import LatencySearch, LatencyWindow, TokenGap, WindowMean
 from policies.types import Phase, StepResult
 
 
@@ -89,19 +89,38 @@ def test_a_step_beyond_what_is_safe_is_at_most_a_stride() -> None:
     assert search.value <= 32 * 0.05 / 0.04 + 16
 
 
-def test_a_window_closes_with_the_means_of_its_samples() -> None:
-    window = WindowMean(2)
-    assert window.add(0.1, 10, binding=True) is None
-    closed = window.add(0.3, 20, binding=True)
-    assert closed is not None
-    assert (closed.latency_s, closed.used, closed.binding) == (0.2, 15, True)
-    assert window.add(0.1, 10, binding=True) is None
+def windows(mean: WindowMean, *samples: tuple[float, float, bool] | None) -> list[LatencyWindow | None]:
+    """What each step ends, one with a sample or one without."""
+    ended = []
+    for sample in samples:
+        if sample:
+            mean.add(sample[0], sample[1], binding=sample[2])
+        ended.append(mean.step())
+    return ended
+
+
+def test_a_window_ends_with_the_means_of_its_samples() -> None:
+    first, closed, third = windows(WindowMean(2), (0.1, 10, True), (0.3, 20, True), (0.1, 10, True))
+    assert closed == LatencyWindow(latency_s=0.2, used=15, binding=True)
+    assert first is third is None
+
+
+def test_steps_without_a_sample_count_in_a_window() -> None:
+    assert windows(WindowMean(4), (0.1, 10, True), None, (0.3, 20, True), None)[3] == LatencyWindow(
+        latency_s=0.2, used=15, binding=True
+    )
+
+
+def test_a_window_with_few_samples_goes_on_for_as_many_steps_more() -> None:
+    mean = WindowMean(4)
+    assert windows(mean, None, (0.1, 10, True), None, None) == [None] * 4
+    assert mean.steps_left == 4
+    ended = windows(mean, (0.3, 20, True), None, None, None)
+    assert ended == [None] * 3 + [LatencyWindow(latency_s=0.2, used=15, binding=True)]
 
 
 def test_half_a_window_at_the_limit_does_not_count_as_binding() -> None:
-    window = WindowMean(2)
-    window.add(0.1, 10, binding=True)
-    closed = window.add(0.1, 10, binding=False)
+    closed = windows(WindowMean(2), (0.1, 10, True), (0.1, 10, False))[1]
     assert closed is not None
     assert not closed.binding
 
