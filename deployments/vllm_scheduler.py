@@ -196,7 +196,8 @@ class _PlannedScheduler(SluiceScheduler):
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
             self._snapshot = None
-            self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running)))
+            if plan.max_prefill_tokens is not None:
+                self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
             self.telemetry.planned(plan, time.perf_counter() - began)
             return super().schedule(throttle)

@@ -234,18 +234,16 @@ def mean_known_prompt_tokens(state: BatchState) -> float:
     """Mean prompt of the requests that run or could start next; 0 when there are none."""
     upcoming = state.waiting[: max(1, state.free_slots)]
     requests = state.running_count + len(upcoming)
-    total = int(state.running.prompt_tokens.sum()) + sum(request.prompt_tokens for request in upcoming)
+    total = state.running.total_prompt_tokens + sum(request.prompt_tokens for request in upcoming)
     return total / requests if requests else 0.0
 
 
 def unshared_fraction(state: BatchState) -> float:
     """Share of the running prompts' tokens that is not counted twice because several requests share the blocks."""
-    running = state.running
-    prompts = int(running.prompt_tokens.sum())
+    prompts = state.running.total_prompt_tokens
     if not prompts:
         return 1.0
-    counted = prompts + int(running.output_tokens.sum()) - int(running.prefill_tokens_left.sum())
-    shared = counted - (state.capacity_tokens - state.free_tokens)
+    shared = state.running.computed_tokens - (state.capacity_tokens - state.free_tokens)
     return min(1.0, max(0.0, 1.0 - shared / prompts))
 
 

@@ -16,6 +16,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
+* A cap that binds stands for four steps while nobody leaves the batch: that costs nothing and preempts no more.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -55,6 +56,8 @@ from policies.types import (
 
 _HEAD = 8
 _AGE_CELLS = 128
+# A cap stands for so many steps, where memory binds, as long as nobody has left the batch.
+_REVIEW_STEPS = 4
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
@@ -73,7 +76,8 @@ class ForecastAdmissionConfig:
         min_class_samples: completions of a class below which it has the law of all classes.
         window: departures remembered per class.
         horizons: points of the horizon grid.
-        refresh_steps: steps between two refreshes of a class's law; one class is refreshed at a time.
+        refresh_steps: most steps between two refreshes of a class's law, fewer while fewer completions are known; one
+            class is refreshed at a time.
         fallback: eq. 12 and its prior moments.
         speculates: a decode step may bring a request several tokens: lengths are then learned without counting steps.
 
@@ -88,7 +92,7 @@ class ForecastAdmissionConfig:
     min_class_samples: int = 32
     window: int = 1000
     horizons: int = 24
-    refresh_steps: int = 64
+    refresh_steps: int = 128
     fallback: MemoryAwareConfig = MemoryAwareConfig()
     speculates: bool = False
 
@@ -129,6 +133,8 @@ class ForecastAdmission:
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
         self._refreshes = 0
         self._steps_to_refresh = 0
+        self._cap = 0
+        self._steps_to_review = 0
 
     @property
     def uses_forecast(self) -> bool:
@@ -139,25 +145,36 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
+        elsewhere = _held_elsewhere(state)
+        if steps := self._steps_ahead(state, elsewhere):
+            return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        if self._stands(state):
+            return capped_plan(state, self._cap, Limit.MEMORY)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
-        now, safe = self._fitting(state, candidates) if candidates else (0, 0)
+        now, safe = self._fitting(state, candidates, elsewhere) if candidates else (0, 0)
         self._held_back |= safe < now
         if safe == len(candidates):
-            return capped_plan(state, state.slots, Limit.SLOTS, self._steps_ahead(state))
-        return capped_plan(state, state.running_count + safe, Limit.MEMORY)
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
+        return capped_plan(state, self._cap, Limit.MEMORY)
 
-    def _steps_ahead(self, state: BatchState) -> int:
+    def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
         """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step computes no
         more tokens than its budget, as many come from the cache, and one prompt may be begun that is computed later."""
         if state.max_model_len is None:
-            return 1
+            return 0
         later = state.max_model_len + state.max_batch_tokens
         grown = state.slots * (self._survival.end + state.block_size) + later
-        room = state.capacity_tokens - _held_elsewhere(state) - state.running.total_tokens - grown
-        return max(1, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
+        room = state.capacity_tokens - elsewhere - state.running.total_tokens - grown
+        return max(0, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
+
+    def _stands(self, state: BatchState) -> bool:
+        """Whether the cap found last is for this step too."""
+        return self._steps_to_review > 0 and state.running_count >= self._cap
 
     def observe(self, result: StepResult) -> None:
         self._steps_to_refresh -= 1
+        self._steps_to_review = 0 if result.preempted else self._steps_to_review - 1
         if not self.uses_forecast:
             self._fallback.observe(result)
         self._lengths.observe(result)
@@ -180,21 +197,21 @@ class ForecastAdmission:
         alike = RequestView(
             request_id="", arrival_s=state.now_s, prompt_tokens=prompt, class_index=_commonest_class(state)
         )
-        return state.running_count + self._fitting(state, (alike,) * state.free_slots)[1]
+        return state.running_count + self._fitting(state, (alike,) * state.free_slots, _held_elsewhere(state))[1]
 
     def _mean_prompt_tokens(self) -> float:
         moments = self._lengths.moments()
         return moments.mean_prompt_tokens if moments else 0.0
 
     def _refresh(self, state: BatchState) -> None:
-        """Rebuild what is due: every class at first, afterwards one class each ``refresh_steps / classes`` steps."""
+        """Rebuild what is due: every class at first, afterwards one class at a time."""
         if self._refreshes and self._steps_to_refresh > 0:
             return
         classes = self.config.classes
         for class_index in (self._refreshes % classes,) if self._refreshes else range(classes):
             self._learn(state, class_index)
         self._refreshes += 1
-        self._steps_to_refresh = max(1, self.config.refresh_steps // classes)
+        self._steps_to_refresh = max(1, min(self.config.refresh_steps, self._lengths.completed) // classes)
 
     def _learn(self, state: BatchState, class_index: int) -> None:
         running = state.running
@@ -207,11 +224,11 @@ class ForecastAdmission:
         if law is not None:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 
-    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...]) -> tuple[int, int]:
-        """Candidates, from the head of the queue, that fit now, and that are within the capacity at every horizon.
+    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...], elsewhere: int) -> tuple[int, int]:
+        """Candidates, from the head of the queue, that fit now, and that are within the capacity at every horizon,
+        beside so many tokens that nobody in the batch holds.
 
         The first is counted no further than some places beyond the second."""
-        elsewhere = _held_elsewhere(state)
         if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
             return len(candidates), len(candidates)
         unshared = unshared_fraction(state)
@@ -222,10 +239,12 @@ class ForecastAdmission:
         safe = now = 0
         # A full cache is the common case: a few at the head settle it without looking at the whole queue.
         for part in (candidates[:_HEAD], candidates[_HEAD:]):
-            held = np.array([unshared * r.prompt_tokens + r.output_tokens + rounding for r in part])
-            means, variances = self._survival.cumulative(part, held, mean, variance)
+            rows = [(r.class_index, r.output_tokens, r.prompt_tokens, r.cached_tokens) for r in part]
+            class_index, ages, prompts, cached = np.array(rows, dtype=np.int64).T
+            held = unshared * prompts + (ages + rounding)
+            means, variances = self._survival.cumulative(class_index, ages, held, mean, variance)
             # A cache that has come before its request starts is among those elsewhere until then.
-            others = np.maximum(0, elsewhere - np.cumsum([r.cached_tokens for r in part]))
+            others = np.maximum(0, elsewhere - cached.cumsum())
             part_now, part_safe = self._rows_within(state.capacity_tokens - others, means, variances)
             now, safe = safe + part_now, safe + part_safe
             if part_safe < len(part) or safe == len(candidates):
@@ -240,10 +259,9 @@ class ForecastAdmission:
         running = state.running
         if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
             return False  # the full reckoning says which one
-        held = running.total_tokens
-        coming = sum([request.prompt_tokens + request.output_tokens for request in candidates])
         longest = self._survival.end + state.block_size
-        return held + coming + (len(running) + len(candidates)) * longest <= capacity_tokens
+        room = capacity_tokens - running.total_tokens - (len(running) + len(candidates)) * longest
+        return room >= 0 and sum([request.prompt_tokens + request.output_tokens for request in candidates]) <= room
 
     def _rows_within(self, capacity_tokens: IntArray, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
         """Rows, from the first, within the capacity now and at every horizon.
@@ -271,9 +289,7 @@ def _commonest_class(state: BatchState) -> int:
 def _held_elsewhere(state: BatchState) -> int:
     """Tokens in blocks that nobody in the batch holds: those of sessions that wait for their next input, of caches on
     their way here or to be fetched from here, of answers whose last token is in flight. They are taken to stay."""
-    running = state.running
-    begun = running.total_tokens - int(np.add.reduce(running.prefill_tokens_left))
-    counted = begun + len(running) * state.block_size // 2
+    counted = state.running.computed_tokens + state.running_count * state.block_size // 2
     return max(0, state.capacity_tokens - state.free_tokens - counted)
 
 
@@ -339,13 +355,13 @@ class _SurvivalTable:
         return powers[1, :n] + tau * powers[0, :n], doubt[2] + tau * (2.0 * doubt[1] + tau * doubt[0])
 
     def cumulative(
-        self, candidates: tuple[RequestView, ...], held: FloatArray, mean: FloatArray, variance: FloatArray
+        self, class_index: IntArray, ages: IntArray, held: FloatArray, mean: FloatArray, variance: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """The load of a batch plus the first 1, 2, ... candidates, shape (candidates, horizons) each."""
-        rows = self._rows(
-            np.array([request.class_index for request in candidates], dtype=np.int64),
-            np.array([request.output_tokens for request in candidates], dtype=np.int64),
-        )
+        """The load of a batch plus the first 1, 2, ... candidates, shape (candidates, horizons) each.
+
+        Args:
+            class_index, ages, held: as in ``load``, of the candidates; mean, variance: the batch's load.
+        """
+        rows, n = self._rows(class_index, ages), len(self._horizons)
         later = held[:, None] + self._horizons
-        n = len(self._horizons)
         return mean + (rows[:, :n] * later).cumsum(axis=0), variance + (rows[:, n:] * later * later).cumsum(axis=0)

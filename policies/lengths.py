@@ -216,24 +216,28 @@ def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at
     died = np.asarray(ended, dtype=bool)
     cell = np.searchsorted(edges, np.maximum(left[died], 1), side="left") - 1
     counts = np.bincount(cell, minlength=len(edges) - 1).astype(np.float64)
-    exposure, at_risk, _ = _passed(np.sort(left), edges)
-    at_risk -= 0.5 * _passed(np.sort(left[~died]), edges)[2]
+    exposure, at_risk = _passed(np.sort(left), edges)
+    at_risk -= 0.5 * _within(np.sort(left[~died]), edges)
     if entered_at is not None:
-        entered = np.minimum(np.asarray(entered_at, dtype=np.int64), left)
-        exposure_before, not_yet, entered_within = _passed(np.sort(entered), edges)
+        entered = np.sort(np.minimum(np.asarray(entered_at, dtype=np.int64), left))
+        exposure_before, not_yet = _passed(entered, edges)
         exposure -= exposure_before
-        at_risk -= not_yet - 0.5 * entered_within
+        at_risk -= not_yet - 0.5 * _within(entered, edges)
     return LifeTable(edges, counts, np.maximum(exposure, counts), np.maximum(at_risk, counts))
 
 
-def _passed(ages: IntArray, edges: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of requests of these ages, sorted, in each cell: the tokens that they have inside it, how many are older than
-    its start, and how many stand strictly between its edges; shape (cells,) each."""
-    not_older = np.searchsorted(ages, edges, side="right")
+def _passed(ages: IntArray, edges: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Of requests of these ages, sorted, in each cell: the tokens that they have inside it, and how many are older than
+    its start; shape (cells,) each."""
+    not_older = ages.searchsorted(edges, side="right")
     older = len(ages) - not_older
-    tokens = np.concatenate(([0], np.cumsum(ages)))[not_older] + edges * older
-    within = np.searchsorted(ages, edges[1:], side="left") - not_older[:-1]
-    return np.diff(tokens).astype(np.float64), older[:-1].astype(np.float64), within.astype(np.float64)
+    tokens = np.concatenate(([0], ages.cumsum()))[not_older] + edges * older
+    return (tokens[1:] - tokens[:-1]).astype(np.float64), older[:-1].astype(np.float64)
+
+
+def _within(ages: IntArray, edges: IntArray) -> IntArray:
+    """How many of these ages, sorted, stand strictly between the edges of each cell; shape (cells,)."""
+    return np.asarray(ages.searchsorted(edges[1:], side="left") - ages.searchsorted(edges[:-1], side="right"))
 
 
 class MomentSums(NamedTuple):

@@ -27,7 +27,7 @@ from policies.types import FloatArray, Phase, StepCoefficients, StepResult, Step
 # Steps are absorbed in blocks: a solve per step would cost more than the step plan. The first ones are short, so that a
 # kind of step is known early; later a fit that remembers hundreds of steps does not hang on the newest few.
 _BLOCK = 8
-_LATER_BLOCK = 64
+_LATER_BLOCK = 128
 _SHORT_BLOCKS = 16
 _PASSES = 3
 _MAD_TO_SIGMA = 1.4826

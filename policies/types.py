@@ -133,9 +133,18 @@ class RunningRequests:
         return len(self.prompt_tokens)
 
     @cached_property
+    def total_prompt_tokens(self) -> int:
+        return int(np.add.reduce(self.prompt_tokens))
+
+    @cached_property
     def total_tokens(self) -> int:
         """Prompts and answers so far, of all together."""
-        return int(np.add.reduce(self.prompt_tokens)) + int(np.add.reduce(self.output_tokens))
+        return self.total_prompt_tokens + int(np.add.reduce(self.output_tokens))
+
+    @cached_property
+    def computed_tokens(self) -> int:
+        """Of these, all but what is left of prompts."""
+        return self.total_tokens - int(np.add.reduce(self.prefill_tokens_left))
 
 
 class BatchState(NamedTuple):

@@ -137,11 +137,26 @@ class TestOnPaper:
         assert plan.max_batch_size == memory_safe_batch_size(20_000, 100 + 300 + 0.5, 300, 0.01)
 
     def test_blocks_shared_by_a_prefix_are_counted_once(self) -> None:
-        policy = taught([200] * 100)
-        apart = policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000))
-        shared = policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000, shared=9000))
-        assert len(apart.admit) == 0
-        assert len(shared.admit) > 0
+        apart = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000)
+        shared = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000, shared=9000)
+        apart_plan, shared_plan = (taught([200] * 100).plan(state) for state in (apart, shared))
+        assert len(apart_plan.admit) == 0
+        assert len(shared_plan.admit) > 0
+
+    def test_a_cap_stands_for_some_steps_until_somebody_leaves_or_is_preempted(self) -> None:
+        def cap(*after: StepResult, ages: int = 10) -> int:
+            policy = taught([200] * 100)
+            policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000, prompt=100))
+            for result in after:
+                policy.observe(result)
+            roomier = make_state(ages=[10] * ages, waiting=60, capacity=9000, prompt=100)
+            return policy.plan(roomier).max_batch_size
+
+        first = cap()
+        assert cap(*[make_result()] * 3) == first == 10
+        assert cap(*[make_result()] * 4) > first
+        assert cap(make_result()._replace(preempted=1)) > first
+        assert cap(make_result(), ages=9) > first
 
     def test_blocks_that_nobody_in_the_batch_holds_are_no_capacity(self) -> None:
         # As in the first test, but 600 tokens belong to sessions that wait for input.
