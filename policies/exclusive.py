@@ -16,6 +16,9 @@ Departures, with ERRATA numbers:
   each mode's prediction is scaled by what that mode was measured to cost, and nothing is decided before every kind of
   step has been measured or given as a prior. A mode that the closed form puts within its own error of the other is
   tried, for else a crossover of a few percent is not found.
+* A kind of step that has not been measured is looked for one step at a time: decodes for which admission waits a step,
+  then prefills alone. Whole phases would show those sooner, but cost up to a tenth where they do not pay; so they are
+  tried only where what mixed steps show promises much of them.
 * Now and then a few steps are taken of the kind that the mode in use does not have: those that were measured while the
   engine warmed up, or under another load, would otherwise bind it for good.
 * A prefill phase that could schedule nothing is not tried again before blocks were freed or the queue changed.
@@ -62,10 +65,12 @@ _MOST_SHARE = 0.9
 _PATIENCE = 1.5
 # Weight of the newest step with a prefill in the smoothed number of running requests.
 _OCCUPANCY_SMOOTHING = 0.1
-# Share of a span's cost that enters the running ratio, and the ratio hoped for in a mode that was not in use since the
-# last look: by so much the closed form may err, so what may be the better mode is tried.
+# Share of a span's cost that enters the running ratio, and the ratio hoped for at each look in the mode that is not in
+# use: by so much the closed form may err, so what may be the better mode is tried.
 _RATIO_SMOOTHING = 0.3
 _HOPED_RATIO = 0.95
+# Gain that whole phases must promise to be tried before it is known what a prefill costs alone.
+_MUCH = 0.05
 # After 8, 16 and 32 times ``replan_steps`` and then after every 32 so many steps are taken of the kind that the
 # preferred mode does not have, enough to move a form that has faded: one step in 512, in the long run.
 _LOOK_STEPS, _FIRST_LOOK, _LOOKS = 8, 8, 32
@@ -239,7 +244,7 @@ class _TokenCost:
     """What tokens cost in one mode against what the closed form says, over spans of completed requests."""
 
     def __init__(self) -> None:
-        self.ratio = _HOPED_RATIO
+        self.ratio = 1.0
         self.restart()
 
     def add(self, result: StepResult) -> None:
@@ -290,8 +295,10 @@ class _ModeChoice:
         self._config = config
         self.exclusive = config.mode == "exclusive"
         self._preferred = self.exclusive
-        self._explores = self._decides = config.mode == "auto"
+        self._decides = config.mode == "auto"
         self._decided = False
+        self._missing: tuple[Phase, ...] = ()  # kinds of steps to be measured yet, in this order
+        self._parts_prefills = False  # whether a prefill alone, if it is among those, is looked for by now
         self._steps = 0  # since the first decision
         self._next_look = _FIRST_LOOK * config.replan_steps
         self._look_steps = 0
@@ -304,17 +311,26 @@ class _ModeChoice:
 
     @property
     def _looks_per_replan(self) -> int:
-        if self._explores or (self._decides and not self._decided):
+        if self._missing or (self._decides and not self._decided):
             return _EXPLORING
         tries = self._decided and not self._look_steps and not self._costs[self._preferred].is_measured
         return _TRYING if tries else 1
 
     @property
     def looks_at(self) -> Phase | None:
-        """The kind of step of which a few are to be taken although the preferred mode has none."""
-        if not self._look_steps:
-            return None
-        return Phase.MIXED if self._preferred else Phase.PREFILL
+        """The kind of step of which a few are to be taken although the preferred mode has none, or few."""
+        if self._look_steps:
+            return Phase.MIXED if self._preferred else Phase.PREFILL
+        kind = self._missing[0] if self._missing else None
+        return None if kind is Phase.MIXED or (kind is Phase.PREFILL and not self._parts_prefills) else kind
+
+    def begins_look(self) -> Phase | None:
+        """The kind that is looked at once more from now on."""
+        return self.looks_at if self._look_steps == _LOOK_STEPS else None
+
+    def has_found(self, model: StepTimeModel) -> bool:
+        """Whether the kind that was missing first is known by now."""
+        return bool(self._missing) and model.measured(self._missing[0])
 
     def observe(self, result: StepResult) -> None:
         self._steps += self._decided
@@ -326,23 +342,24 @@ class _ModeChoice:
                 self.exclusive = self._preferred
 
     def explore(self, model: StepTimeModel) -> bool:
-        """Go where a kind of step is still unknown; False when all are known."""
-        kinds = () if model.config.prior is not None else (Phase.MIXED, Phase.PREFILL, Phase.DECODE)
-        missing = [kind for kind in kinds if not model.measured(kind)]
-        if missing:
-            self.exclusive = missing[0] is not Phase.MIXED
-        elif self._explores:
-            self.exclusive = self._preferred
-        self._explores = bool(missing)
-        return self._explores
+        """See which kinds of steps are still unknown. Returns whether the modes can be held against each other, if only
+        with what mixed steps say of a prefill alone."""
+        kinds = () if model.config.prior is not None else (Phase.MIXED, Phase.DECODE, Phase.PREFILL)
+        self._missing = tuple([kind for kind in kinds if not model.measured(kind)])
+        return self._missing in ((), (Phase.PREFILL,))
 
     def decide(self, workload: _Workload, phase: PhaseLength) -> None:
         """Switch when the other mode's token is cheaper by more than the hysteresis.
 
-        Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
+        Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that. While no
+        prefill alone has been measured, what is found is only how to look for it.
         """
         if not exclusive_token_s(workload.times, workload.means):
             self._look_steps, self.exclusive = 0, self._preferred  # a look is begun once, and not for ever
+            return
+        if self._missing:
+            promised = workload.token_s(None) / workload.token_s(phase) - 1.0
+            self._parts_prefills, self.exclusive = True, promised > _MUCH
             return
         self._learn(workload, phase)
         mixed_s = self._costs[False].ratio * workload.token_s(None)
@@ -422,6 +439,7 @@ class ExclusiveMixed:
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
+        self._holds = False  # whether admission waited in the last step, so that decodes were alone
         self._limited_by = Limit.SLOTS
         self._workload: _Workload | None = None
         self._itl_budgets_s = np.array([inf if b is None else b for b in config.itl_budgets_s or (None,)])
@@ -446,7 +464,7 @@ class ExclusiveMixed:
             self._replan(state)
             self._steps_to_look = self._choice.steps_to_next_look
         if not self.exclusive:
-            return self._parted_plan(state) or self._mixed_plan(state)
+            return self._parted_plan(state) or self._held_plan(state) or self._mixed_plan(state)
         startable = self._startable(state)
         self._enter_phase(state, startable)
         return self._exclusive_plan(state, startable)
@@ -465,10 +483,12 @@ class ExclusiveMixed:
             self._phase_limit -= len(result.finished)
         self._phase_steps += result.phase is Phase.DECODE
         self._choice.observe(result)
+        if self._choice.has_found(self._model):
+            self._steps_to_look = 0
         self._stall.observe(result)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
-        self._phase = Phase.DECODE
+        self._phase, self._holds = Phase.DECODE, False
         steps = 1 if self._choice.looks_at else min(KEPT_STEPS, self._steps_to_look)
         return capped_plan(state, state.slots, Limit.SLOTS, steps)
 
@@ -481,6 +501,15 @@ class ExclusiveMixed:
             return None
         self._open_prefill(state, startable)
         return self._exclusive_plan(state, startable)
+
+    def _held_plan(self, state: BatchState) -> StepPlan | None:
+        """Decodes alone, but not twice in a row; None where they are alone anyhow, or somebody reads a prompt."""
+        if self._choice.looks_at is not Phase.DECODE or self._holds or not self._startable(state):
+            return None
+        if state.prefilling_count or not state.running_count:
+            return None
+        self._phase, self._holds = Phase.DECODE, True
+        return self._exclusive_plan(state, 0)
 
     def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:
         prefill = self._phase is Phase.PREFILL
@@ -567,8 +596,8 @@ class ExclusiveMixed:
         return min(state.waiting_count, state.free_slots)
 
     def _replan(self, state: BatchState) -> None:
-        exploring = self.config.mode == "auto" and self._choice.explore(self._model)
-        if exploring and not self.exclusive:
+        auto = self.config.mode == "auto"
+        if auto and not self._choice.explore(self._model):
             return
         moments, times = self._lengths.moments(), self._model.times()
         if moments is None or times is None or moments.requests < self.config.min_samples:
@@ -583,7 +612,7 @@ class ExclusiveMixed:
         )
         self._workload = workload
         self.phase_length = _phase_length(self.config, workload, self._itl_budget_s(state))
-        if self.config.mode == "auto" and not exploring:
+        if auto:
             self._choice.decide(workload, self.phase_length)
-            if kind := self._choice.looks_at:  # so few would not tell against what was measured long ago
+            if kind := self._choice.begins_look():  # so few would not tell against what was measured long ago
                 self._model.fade(kind)

@@ -318,19 +318,37 @@ class TestAuto:
         saturated(ToyEngine(recorder, FREE, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
 
-    def test_trying_exclusive_steps_out_ends_when_they_are_known(self) -> None:
+    def test_kinds_of_steps_are_looked_for_one_step_at_a_time(self) -> None:
         recorder = _Recorder(auto())
-        saturated(ToyEngine(recorder, FREE, slots=64), count=500)
-        assert 0 < sum(recorder.modes) < 3 * 128  # as many as with a look every 128 plans
+        results = saturated(ToyEngine(recorder, FREE, slots=64), count=500).results[:900]  # before the first look
+        prefills = [r.running_count > r.prefill_requests > 0 and not r.decode_requests for r in results]
+        held = [r.phase is Phase.DECODE for r in results]
+        assert not any(recorder.modes)
+        for taken in (prefills, held):
+            assert 0 < sum(taken) <= 16
+            assert not any(a and b for a, b in zip(taken, taken[1:], strict=False))
 
-    def test_without_answers_that_end_it_does_not_stay_with_what_it_tried_out(self) -> None:
+    def test_whole_phases_are_tried_at_once_where_they_promise_much(self) -> None:
+        dear = StepTimes(
+            prefill=StepCoefficients(overhead_s=0.024, prefill_s=2e-5),
+            decode=StepCoefficients(overhead_s=0.006, decode_s=4e-5),
+            mixed=StepCoefficients(overhead_s=0.024, prefill_s=2e-5, decode_s=4e-5),
+        )
+        recorder = _Recorder(auto())
+        engine = saturated(ToyEngine(recorder, dear, slots=32), count=500)
+        first = recorder.modes.index(True)
+        assert sum(not r.decode_requests for r in engine.results[10:first]) < 8
+        assert np.mean(recorder.modes[first : first + 600]) > 0.9
+
+    def test_without_answers_that_end_it_stays_with_mixed_steps(self) -> None:
         recorder = _Recorder(auto())
         engine = ToyEngine(recorder, FREE, slots=64)
         for number in range(640):
             if number % 10 == 0:
                 engine.submit(Job(f"long-{number}", prompt_tokens=100, output_tokens=100_000))
             engine.step()
-        assert any(recorder.modes) and not recorder.modes[-1]
+        assert not any(recorder.modes)
+        assert {result.phase for result in engine.results[1:]} == {Phase.MIXED}
 
     @pytest.mark.parametrize("times", [CONTENDED, FREE])
     def test_it_is_nearly_as_fast_as_the_better_of_the_two(self, times: StepTimes) -> None:

@@ -146,8 +146,8 @@ def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_a
 def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
     """One that cannot would cost a simulation for each load, and be shown as measured."""
     rng = np.random.default_rng(0)
-    drawn = synthetic("drawn", length_law("lognormal:600:1"), length_law("exponential:30"), 140, rng)
-    labelled = replace(drawn.arriving(poisson(20.0, 140, rng)), slo_class=("chat", "batch") * 70)
+    drawn = synthetic("drawn", length_law("lognormal:600:1"), length_law("exponential:30"), 420, rng)
+    labelled = replace(drawn.arriving(poisson(20.0, 420, rng)), slo_class=("chat", "batch") * 210)
     given = predicted(labelled, "noise:0.44", rng)
     targets = {"chat": Target(ttft_s=0.5, tpot_s=0.02), "batch": Target(ttft_s=10.0, tpot_s=1.0)}
     engine = EngineConfig(slots=16, total_blocks=300, max_batch_tokens=1024)
