@@ -215,7 +215,8 @@ class _PlannedScheduler(SluiceScheduler):
         """For which this plan's slots stay what they are."""
         if snapshot.idle_slots or not self._taker.is_foreseeable:
             return 1
-        if plan.phase is Phase.MIXED and self.max_num_active_reqs < self._taker.slots:
+        ends_with_anybody = plan.least_running + 1 >= snapshot.state.running_count
+        if plan.phase is Phase.MIXED and self.max_num_active_reqs < self._taker.slots and not ends_with_anybody:
             return 1
         return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
 

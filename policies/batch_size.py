@@ -496,5 +496,5 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         ),
         admit=admit,
         steps=min([plan.steps for plan in plans]),
-        least_running=plans[-1].least_running,
+        least_running=max([plan.least_running for plan in plans]),
     )

@@ -489,8 +489,12 @@ class ExclusiveMixed:
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
         self._phase, self._holds = Phase.DECODE, False
-        steps = 1 if self._choice.looks_at else min(KEPT_STEPS, self._steps_to_look)
-        return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        steps = min(KEPT_STEPS, self._steps_to_look)
+        if not self._choice.looks_at:
+            return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        if state.free_slots:  # who comes may start in a step of the kind that is looked for
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        return capped_plan(state, state.slots, Limit.SLOTS, steps)._replace(least_running=state.running_count - 1)
 
     def _parted_plan(self, state: BatchState) -> StepPlan | None:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""

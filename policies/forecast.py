@@ -145,18 +145,23 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
+        if self._steps_to_review > 0 and state.running_count >= self._cap:
+            return self._standing_plan(state)
         elsewhere = _held_elsewhere(state)
         if steps := self._steps_ahead(state, elsewhere):
             return capped_plan(state, state.slots, Limit.SLOTS, steps)
-        if self._stands(state):
-            return capped_plan(state, self._cap, Limit.MEMORY)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
         now, safe = self._fitting(state, candidates, elsewhere) if candidates else (0, 0)
         self._held_back |= safe < now
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
         self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
-        return capped_plan(state, self._cap, Limit.MEMORY)
+        return self._standing_plan(state)
+
+    def _standing_plan(self, state: BatchState) -> StepPlan:
+        """The cap found last, for as long as the batch fills it."""
+        steps = min(self._steps_to_review, self._steps_to_refresh)
+        return capped_plan(state, self._cap, Limit.MEMORY, steps)._replace(least_running=self._cap - 1)
 
     def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
         """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step computes no
@@ -167,10 +172,6 @@ class ForecastAdmission:
         grown = state.slots * (self._survival.end + state.block_size) + later
         room = state.capacity_tokens - elsewhere - state.running.total_tokens - grown
         return max(0, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
-
-    def _stands(self, state: BatchState) -> bool:
-        """Whether the cap found last is for this step too."""
-        return self._steps_to_review > 0 and state.running_count >= self._cap
 
     def observe(self, result: StepResult) -> None:
         self._steps_to_refresh -= 1
