@@ -233,7 +233,8 @@ class _Keeper:
         if self._plan and self._may_keep(self._plan, state):
             self.kept += 1
             self._steps_left -= 1
-            room = 0 if self._plan.phase is Phase.DECODE else max(0, state.slots - state.running_count)
+            most = 0 if self._plan.phase is Phase.DECODE else self._plan.max_batch_size
+            room = max(0, most - state.running_count)
             return self._plan._replace(admit=tuple(request.request_id for request in state.waiting[:room]))
         for result in self._untold:
             self.policy.observe(result)
@@ -252,7 +253,7 @@ class _Keeper:
 
 
 @every_policy
-@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (6000, 64), (150, 512)])
+@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (6000, 64), (150, 512), (60, 512)])
 def test_a_plan_that_is_kept_is_what_would_have_been_planned(
     make: Callable[[], BatchPolicy], blocks: int, budget: int
 ) -> None:
@@ -283,18 +284,20 @@ def _driven(policy: BatchPolicy, blocks: int = 6000, budget: int = 512) -> list[
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"),
+    ("policy", "blocks", "share"),
     [
-        (build("stock"), 0.9),
-        (build("auto"), 0.5),
-        (build("forecast_admission"), 0.5),
-        (build("auto", itl_targets_s=(1.0,)), 0.4),
+        (build("stock"), 6000, 0.9),
+        (build("auto"), 6000, 0.5),
+        (build("forecast_admission"), 6000, 0.5),
+        (build("auto", itl_targets_s=(1.0,)), 6000, 0.8),
+        (build("forecast_admission"), 60, 0.4),
+        (build("auto"), 60, 0.4),
     ],
-    ids=["stock", "auto", "forecast_admission", "auto with a target"],
+    ids=["stock", "auto", "forecast_admission", "auto with a target", "forecast_admission, tight", "auto, tight"],
 )
-def test_in_a_large_cache_plans_are_kept(policy: BatchPolicy, share: float) -> None:
+def test_plans_are_kept(policy: BatchPolicy, blocks: int, share: float) -> None:
     keeper = _Keeper(policy)
-    engine = ToyEngine(keeper, TIMES, slots=16, total_blocks=6000, max_batch_tokens=512, max_model_len=1024)
+    engine = ToyEngine(keeper, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=512, max_model_len=1024)
     run_closed(engine, random_jobs(300, prompt=(20, 120), mean_output=30, seed=6), 20)
     assert keeper.kept > share * len(engine.plans)
 

@@ -412,9 +412,17 @@ class _Fixed:
     """A policy that always plans the same cap in the same phase."""
 
     def __init__(
-        self, cap: int, limit: Limit, phase: Phase = Phase.MIXED, budget: int = 8192, chunk: int | None = None
+        self,
+        cap: int,
+        limit: Limit,
+        phase: Phase = Phase.MIXED,
+        budget: int = 8192,
+        chunk: int | None = None,
+        kept: tuple[int, int] = (1, 0),
     ) -> None:
+        """kept: steps and least_running of its plans."""
         self.cap, self.limit, self.phase, self.budget, self.chunk = cap, limit, phase, budget, chunk
+        self.kept = kept
         self.observed = 0
 
     def plan(self, state: BatchState) -> StepPlan:
@@ -426,6 +434,8 @@ class _Fixed:
             max_batch_tokens=self.budget,
             max_prefill_tokens=self.chunk,
             admit=tuple(request.request_id for request in state.waiting[:room]),
+            steps=self.kept[0],
+            least_running=self.kept[1],
         )
 
     def observe(self, result: StepResult) -> None:
@@ -437,6 +447,11 @@ class TestSmallest:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA), _Fixed(30, Limit.SLOTS))
         plan = Smallest(*policies).plan(make_state(running=2, waiting=64))
         assert (plan.max_batch_size, plan.limited_by, len(plan.admit)) == (12, Limit.SLA, 10)
+
+    def test_a_plan_holds_for_as_long_as_every_part_of_it_does(self) -> None:
+        parts = (_Fixed(40, Limit.MEMORY, kept=(4, 39)), _Fixed(64, Limit.SLOTS, kept=(16, 0)))
+        plan = Smallest(*parts).plan(make_state(running=2, waiting=64))
+        assert (plan.steps, plan.least_running) == (4, 39)
 
     def test_every_policy_observes_every_step(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA))
