@@ -56,8 +56,10 @@ class Snapshot(NamedTuple):
 
     @property
     def mean_context_tokens(self) -> float:
-        running = self.state.running
-        return running.total_tokens / len(running) if len(running) else 0.0
+        """Of those that decode."""
+        running, chunks = self.state.running, self.chunks
+        decoding = len(running) - len(chunks)
+        return (running.total_tokens - sum([one.num_tokens for one in chunks])) / decoding if decoding else 0.0
 
 
 class _Head(NamedTuple):
@@ -129,6 +131,12 @@ class _Batch:
             self.predicted[at] = self.predicted[len(self.requests)]
 
 
+def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
+    """Running requests in the middle of their prompt."""
+    begun = scheduler._inflight_prefills
+    return tuple([request for request in begun if request.status == RequestStatus.RUNNING]) if begun else ()
+
+
 class SnapshotTaker:
     """Takes snapshots of one scheduler; keeps a place for each request that runs and a view for each that was shown."""
 
@@ -170,7 +178,7 @@ class SnapshotTaker:
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
-        chunks = tuple([request for request in scheduler._inflight_prefills if request.status == RequestStatus.RUNNING])
+        chunks = prompts_in_progress(scheduler)
         running = self._running(chunks, in_flight)
         idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
         pool = scheduler.kv_cache_manager.block_pool
@@ -202,8 +210,8 @@ class SnapshotTaker:
         """After a step was scheduled, the first since a snapshot or a later one, before vLLM counts its tokens. Without
         this, or where it was not told of the step before, requests are read again for the next snapshot.
 
-        prefills: ids of those that got a part of their prompt, and where a plan is kept all of it; scheduled: tokens by
-        id; preempted: whether any request lost its cache.
+        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; preempted: whether any request
+        lost its cache.
         """
         scheduler, decodes = self._scheduler, len(scheduled) - len(prefills)
         could, self._decoding = self._decoding, None

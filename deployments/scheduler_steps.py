@@ -7,7 +7,7 @@ for, several together.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,7 +63,7 @@ class StepAccount:
         self._ended: list[_Ended] = []
         self._departed: list[Request | FinishedRequest] = []
         self._last_end_s = now_s
-        self._mean_context_tokens = 0.0  # of those that run after the last step that was scheduled
+        self._mean_context_tokens = 0.0  # of those that decode after the last step that was scheduled
 
     @property
     def in_flight(self) -> bool:
@@ -75,7 +75,7 @@ class StepAccount:
         plan: StepPlan,
         began_s: float,
         prefills: Sequence[str],
-        chunks: Mapping[str, int],
+        joining: Sequence[int],
         mean_context_tokens: float | None,
         running_count: int,
         waiting_count: int,
@@ -85,8 +85,8 @@ class StepAccount:
         Args:
             began_s: when that was begun.
             prefills: ids of those that got a part of their prompt.
-            chunks: tokens in the cache, before it, of those that went on with their prompt, by id.
-            mean_context_tokens: of those that run before it; None where it follows from the step before.
+            joining: tokens in the cache, after it, of those whose prompt ends with it.
+            mean_context_tokens: of those that decode before it; None where it follows from the step before.
             running_count, waiting_count: after admission.
         """
         if mean_context_tokens is not None:
@@ -95,7 +95,7 @@ class StepAccount:
         decodes, prefill_tokens = len(scheduled) - len(prefills), 0
         if prefills:
             prefill_tokens = sum([scheduled[request_id] for request_id in prefills])
-        kv_tokens = self._read_tokens(output, chunks, decodes)
+        kv_tokens = self._read_tokens(joining, decodes)
         step = _Step(
             plan, prefill_tokens, len(prefills), decodes, kv_tokens,
             running_count, waiting_count, len(output.preempted_req_ids or ()),
@@ -120,19 +120,12 @@ class StepAccount:
         self._ended.append(_Ended(step, ended_s, step_s, self._departed))
         self._departed = []
 
-    def _read_tokens(self, output: SchedulerOutput, chunks: Mapping[str, int], decodes: int) -> float:
+    def _read_tokens(self, joining: Sequence[int], decodes: int) -> float:
         """Context that the decodes of a step read, and what follows from it for the next step: everybody has got one
         token more, and who ends is taken to have held as much as the others."""
         kv_tokens = decodes * self._mean_context_tokens
-        if output.scheduled_new_reqs or chunks:
-            scheduled, begun = output.num_scheduled_tokens, dict(chunks)
-            for start in output.scheduled_new_reqs:
-                begun[start.req_id] = start.num_computed_tokens
-            requests = decodes + len(begun)
-            held = kv_tokens + sum([cached + scheduled[request_id] for request_id, cached in begun.items()])
-            self._mean_context_tokens = (held + requests) / requests
-        elif decodes:
-            self._mean_context_tokens += 1.0
+        if requests := decodes + len(joining):
+            self._mean_context_tokens = (kv_tokens + sum(joining)) / requests + 1.0
         return kv_tokens
 
     def results(self, record: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:

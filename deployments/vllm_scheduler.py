@@ -20,7 +20,7 @@ caches, so it costs nothing at all.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from deployments.scheduler_queue import DeadlineQueue
 from deployments.scheduler_settings import SchedulerSettings
-from deployments.scheduler_snapshot import Snapshot, SnapshotTaker
+from deployments.scheduler_snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.scheduler_steps import StepAccount
 from deployments.scheduler_telemetry import Telemetry, Transfers
 from policies.auto import Auto
@@ -155,6 +155,7 @@ class _PlannedScheduler(SluiceScheduler):
         self._plan: StepPlan | None = None
         self._steps_left = 0  # for which the plan may be kept
         self._snapshot: Snapshot | None = None  # that the step was planned by; None where the plan was kept
+        self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._cached_tokens = 0  # that requests brought which started under the plan
 
     def status(self) -> dict[str, Any]:
@@ -195,9 +196,9 @@ class _PlannedScheduler(SluiceScheduler):
             return super().schedule(throttle_prefills)
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
-            self._snapshot = None
+            self._snapshot, self._chunks = None, prompts_in_progress(self)
             if plan.max_prefill_tokens is not None:
-                self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running)))
+                self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(self._chunks)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
             self.telemetry.planned(plan, time.perf_counter() - began)
             return super().schedule(throttle)
@@ -208,6 +209,7 @@ class _PlannedScheduler(SluiceScheduler):
         if plan.steps > 1 and (most := self._most_steps(plan, snapshot)) < plan.steps:
             plan = plan._replace(steps=most)
         self._plan, self._steps_left, self._snapshot, self._cached_tokens = plan, plan.steps - 1, snapshot, 0
+        self._chunks = snapshot.chunks
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
 
@@ -215,20 +217,18 @@ class _PlannedScheduler(SluiceScheduler):
         """For which this plan's slots stay what they are."""
         if snapshot.idle_slots or not self._taker.is_foreseeable:
             return 1
-        ends_with_anybody = plan.least_running + 1 >= snapshot.state.running_count
-        if plan.phase is Phase.MIXED and self.max_num_active_reqs < self._taker.slots and not ends_with_anybody:
-            return 1
         return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
 
     def _counts_ends(self, plan: StepPlan) -> bool:
         """Whether it matters to this plan who runs without decoding, because its last token is in flight: only where
-        steps overlap, if not yet in the plan's first."""
-        follows_decodes = plan.phase is not Phase.MIXED or plan.max_prefill_tokens is not None
-        return follows_decodes and self.scheduler_config.async_scheduling
+        steps overlap, if not yet in the plan's first. A bound on requests leaves those out, and one on prompts."""
+        bounds = plan.max_batch_size < self._taker.slots or plan.max_prefill_tokens is not None
+        return (bounds or plan.phase is not Phase.MIXED) and self.scheduler_config.async_scheduling
 
     def _may_keep(self, plan: StepPlan) -> bool:
-        """The plan did not reckon with a prompt that is longer than its first step."""
-        return self._steps_left > 0 and not self._inflight_prefills and len(self.running) > plan.least_running
+        """Phases did not reckon with a prompt that is longer than the plan's first step."""
+        undisturbed = plan.phase is Phase.MIXED or not self._inflight_prefills
+        return self._steps_left > 0 and undisturbed and len(self.running) > plan.least_running
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
@@ -272,11 +272,7 @@ class _PlannedScheduler(SluiceScheduler):
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled, snapshot = output.num_scheduled_tokens, self._snapshot
-        chunks: Mapping[str, int] = {}
-        mean_context_tokens = None
-        if snapshot is not None:
-            chunks = {one.request_id: one.num_computed_tokens for one in snapshot.chunks if one.request_id in scheduled}
-            mean_context_tokens = snapshot.mean_context_tokens
+        chunks = [one.request_id for one in self._chunks if one.request_id in scheduled]
         starts = [start.req_id for start in output.scheduled_new_reqs]
         prefills = [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
         self._taker.step_taken(prefills, scheduled, preempted=bool(output.preempted_req_ids))
@@ -287,12 +283,18 @@ class _PlannedScheduler(SluiceScheduler):
             plan,
             self._now_s,
             prefills,
-            chunks,
-            mean_context_tokens,
+            self._joining(prefills, scheduled),
+            snapshot.mean_context_tokens if snapshot is not None else None,
             running_count=len(self.running),
             waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
         )
         self.telemetry.spent(time.perf_counter() - began)
+
+    def _joining(self, prefills: Sequence[str], scheduled: Mapping[str, int]) -> list[int]:
+        """Tokens in the cache, after a step, of those whose prompt ends with it."""
+        requests = map(self.requests.__getitem__, prefills)
+        held = [(one, one.num_computed_tokens + scheduled[one.request_id]) for one in requests]
+        return [tokens for one, tokens in held if tokens >= one.num_tokens]
 
     def _ends_plan(self, output: SchedulerOutput, plan: StepPlan) -> bool:
         """Add up what the requests that start bring from the cache; whether a step holds what its plan did not reckon

@@ -299,11 +299,11 @@ class SlaConstrained:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead(state))
+        return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead())
 
-    def steps_ahead(self, state: BatchState) -> int:
-        """Steps until the limit may move; 1 where it is below the slots."""
-        return min(KEPT_STEPS, self._window.steps_left) if self.limit >= state.slots else 1
+    def steps_ahead(self) -> int:
+        """Steps until the limit may move."""
+        return min(KEPT_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)

@@ -77,7 +77,7 @@ class ClassTargets:
             return capped_plan(state, state.slots, Limit.SLOTS)
         batch, chunk = self._batch[target], self._chunk[target]
         # With several classes the strictest may be another one after this step.
-        steps = min(batch.steps_ahead(state), chunk.steps_ahead()) if len(self._target_s) == 1 else 1
+        steps = min(batch.steps_ahead(), chunk.steps_ahead()) if len(self._target_s) == 1 else 1
         plan = capped_plan(state, self._cap(state, target), Limit.SLA, steps)
         return plan._replace(max_prefill_tokens=chunk.chunk_tokens)
 

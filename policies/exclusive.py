@@ -311,7 +311,7 @@ class _ModeChoice:
 
     @property
     def _looks_per_replan(self) -> int:
-        if self._missing or (self._decides and not self._decided):
+        if self._decides and not self._decided and not self._parts_prefills:
             return _EXPLORING
         tries = self._decided and not self._look_steps and not self._costs[self._preferred].is_measured
         return _TRYING if tries else 1
@@ -489,12 +489,9 @@ class ExclusiveMixed:
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
         self._phase, self._holds = Phase.DECODE, False
-        steps = min(KEPT_STEPS, self._steps_to_look)
-        if not self._choice.looks_at:
-            return capped_plan(state, state.slots, Limit.SLOTS, steps)
-        if state.free_slots:  # who comes may start in a step of the kind that is looked for
-            return capped_plan(state, state.slots, Limit.SLOTS)
-        return capped_plan(state, state.slots, Limit.SLOTS, steps)._replace(least_running=state.running_count - 1)
+        plan = capped_plan(state, state.slots, Limit.SLOTS, min(KEPT_STEPS, self._steps_to_look))
+        # Where a kind of step is looked for, who comes may start in one; but nobody can while every slot is taken.
+        return plan._replace(least_running=state.slots - 1) if self._choice.looks_at else plan
 
     def _parted_plan(self, state: BatchState) -> StepPlan | None:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""

@@ -16,7 +16,8 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for four steps while nobody leaves the batch: that costs nothing and preempts no more.
+* A cap that binds stands for four steps while nobody leaves the batch, and that there is none for sixteen, where
+  requests like those at hand could fill every slot: that costs nothing and preempts no more.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -56,7 +57,8 @@ from policies.types import (
 
 _HEAD = 8
 _AGE_CELLS = 128
-# A cap stands for so many steps, where memory binds, as long as nobody has left the batch.
+# A cap stands for so many steps, where memory binds, as long as nobody has left the batch. That there is none, where
+# requests like those at hand could fill every slot, stands for as long as any plan.
 _REVIEW_STEPS = 4
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
@@ -133,7 +135,8 @@ class ForecastAdmission:
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
         self._refreshes = 0
         self._steps_to_refresh = 0
-        self._cap = 0
+        self._cap: int | None = None
+        self._slots = 0
         self._steps_to_review = 0
 
     @property
@@ -145,7 +148,7 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
-        if self._steps_to_review > 0 and state.running_count >= self._cap:
+        if self._steps_to_review > 0 and self._stands(state):
             return self._standing_plan(state)
         elsewhere = _held_elsewhere(state)
         if steps := self._steps_ahead(state, elsewhere):
@@ -153,14 +156,22 @@ class ForecastAdmission:
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
         now, safe = self._fitting(state, candidates, elsewhere) if candidates else (0, 0)
         self._held_back |= safe < now
-        if safe == len(candidates):
-            return capped_plan(state, state.slots, Limit.SLOTS)
-        self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
+        if safe < len(candidates):
+            self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
+        else:
+            self._cap, self._slots = None, state.slots
+            self._steps_to_review = KEPT_STEPS if self.batch_size(state) >= state.slots else 1
         return self._standing_plan(state)
 
+    def _stands(self, state: BatchState) -> bool:
+        """Whether the cap found last, or that there was none, is so for this step too."""
+        return state.slots == self._slots if self._cap is None else state.running_count >= self._cap
+
     def _standing_plan(self, state: BatchState) -> StepPlan:
-        """The cap found last, for as long as the batch fills it."""
-        steps = min(self._steps_to_review, self._steps_to_refresh)
+        """The cap found last, for as long as the batch fills it, or none."""
+        steps = max(1, min(self._steps_to_review, self._steps_to_refresh))
+        if self._cap is None:
+            return capped_plan(state, state.slots, Limit.SLOTS, steps)
         return capped_plan(state, self._cap, Limit.MEMORY, steps)._replace(least_running=self._cap - 1)
 
     def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:

@@ -19,21 +19,25 @@ import pytest
 from deployments.request_metadata import RequestMetadata
 from tests.virtual_engine import VirtualEngine
 
-RUNNING, WINDOWS, WINDOW, REPEATS = 256, 40, 10, 300
+WINDOWS, WINDOW, REPEATS = 40, 10, 300
 LEARNING, LATER = 100, 1500
-MODES: dict[str, dict[str, Any]] = {
-    "mixed": {"mode": "mixed"},
-    "exclusive": {"mode": "exclusive"},
-    "auto": {"mode": "auto"},
-    "auto with a latency target": {"mode": "auto", "itl_target_s": 1.0},
+# Settings, slots and blocks of the cache.
+LOADS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "mixed": ({"mode": "mixed"}, 256, 40_000),
+    "exclusive": ({"mode": "exclusive"}, 256, 40_000),
+    "auto": ({"mode": "auto"}, 256, 40_000),
+    "auto with a latency target": ({"mode": "auto", "itl_target_s": 1.0}, 256, 40_000),
+    "auto where the target binds": ({"mode": "auto", "itl_target_s": 0.04}, 400, 60_000),
+    "auto where the cache binds": ({"mode": "auto"}, 400, 6600),
 }
 
 
-def loaded(settings: dict[str, Any], depth: int) -> VirtualEngine:
-    """256 requests that run and a queue behind them that does not end; one or two end at each step. Each comes with
-    what a router tells of it."""
+def loaded(name: str, depth: int) -> VirtualEngine:
+    """Some 256 requests that run and a queue behind them that does not end; one or two end at each step. Each comes
+    with what a router tells of it."""
     rng = random.Random(1)
-    engine = VirtualEngine(settings, slots=RUNNING, blocks=40_000, budget=8192, depth=depth)
+    settings, slots, blocks = LOADS[name]
+    engine = VirtualEngine(settings, slots=slots, blocks=blocks, budget=8192, depth=depth)
     for number in range(3600):
         told = RequestMetadata(predicted_output_tokens=200.0, bin_index=number % 4, deadline_s=float(number))
         tokens = min(1400, 1 + int(rng.expovariate(1 / 200)))
@@ -66,10 +70,10 @@ class Meter:
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "two steps in flight"])
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", LOADS)
 def test_what_planning_adds_to_a_step(name: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # this thread's work, not that of its neighbours
-    engine = loaded(MODES[name], depth)
+    engine = loaded(name, depth)
     meter = Meter(engine.scheduler)
     print(f"\n{name}, {depth} in flight")
     for taken, wanted in ((0, LEARNING), (LEARNING + WINDOWS * WINDOW, LATER)):
@@ -77,9 +81,11 @@ def test_what_planning_adds_to_a_step(name: str, depth: int, monkeypatch: pytest
             engine.step()
         spent_us, vllm_us = windows_us(engine, meter)
         best = sorted(spent_us)[len(spent_us) // 10]
+        running = statistics.mean(step.decodes for step in engine.log[-WINDOWS * WINDOW :])
         print(
-            f"  after {wanted} steps: median {statistics.median(spent_us):.0f} us a step, tenth best {best:.0f} us, "
-            f"mean {statistics.mean(spent_us):.0f} us; vLLM itself {statistics.median(vllm_us):.0f} us"
+            f"  after {wanted} steps, {running:.0f} decode: median {statistics.median(spent_us):.0f} us a step, "
+            f"tenth best {best:.0f} us, mean {statistics.mean(spent_us):.0f} us; "
+            f"vLLM itself {statistics.median(vllm_us):.0f} us"
         )
     print(f"  snapshot and plan from the caches {from_the_caches_us(engine):.0f} us")
 

@@ -244,7 +244,8 @@ class _Keeper:
         return self._plan
 
     def _may_keep(self, plan: StepPlan, state: BatchState) -> bool:
-        return self._steps_left > 0 and not state.prefilling_count and state.running_count > plan.least_running
+        undisturbed = plan.phase is Phase.MIXED or not state.prefilling_count
+        return self._steps_left > 0 and undisturbed and state.running_count > plan.least_running
 
     def observe(self, result: StepResult) -> None:
         self._untold.append(result)
