@@ -214,12 +214,12 @@ class SnapshotTaker:
         lost its cache.
         """
         scheduler, decodes = self._scheduler, len(scheduled) - len(prefills)
-        could, self._decoding = self._decoding, None
+        could_decode, self._decoding = self._decoding, None
         left_out = 0
         if decodes:
-            left_out = (len(scheduler.running) - len(prefills) if could is None else could) - decodes
+            left_out = (len(scheduler.running) - len(prefills) if could_decode is None else could_decode) - decodes
         is_followed = self._followed_to == scheduler.current_step - 1 and not self._left_out and not preempted
-        if self._always_reads or not is_followed or (left_out and could is not None):
+        if self._always_reads or not is_followed or (left_out and could_decode is not None):
             self._followed_to = None
             return
         self._followed_to, self._left_out = scheduler.current_step, left_out

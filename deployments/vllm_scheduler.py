@@ -106,6 +106,7 @@ class SluiceScheduler(AsyncScheduler):
             self.__class__ = _PlannedScheduler
             cast(_PlannedScheduler, self)._plan_by(policy)
         elif self._policy is not None:
+            cast(_PlannedScheduler, self)._forget_plans()
             self._policy = None
             self.__class__ = SluiceScheduler
             self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
@@ -157,6 +158,10 @@ class _PlannedScheduler(SluiceScheduler):
         self._snapshot: Snapshot | None = None  # that the step was planned by; None where the plan was kept
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._cached_tokens = 0  # that requests brought which started under the plan
+
+    def _forget_plans(self) -> None:
+        """Nobody would take from them the requests that end."""
+        del self._taker, self._account, self._plan, self._snapshot, self._chunks
 
     def status(self) -> dict[str, Any]:
         self.report()
@@ -214,14 +219,14 @@ class _PlannedScheduler(SluiceScheduler):
         return super().schedule(throttle)
 
     def _most_steps(self, plan: StepPlan, snapshot: Snapshot) -> int:
-        """For which this plan's slots stay what they are."""
+        """Steps for which this plan's slots stay what they are."""
         if snapshot.idle_slots or not self._taker.is_foreseeable:
             return 1
         return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
 
     def _counts_ends(self, plan: StepPlan) -> bool:
         """Whether it matters to this plan who runs without decoding, because its last token is in flight: only where
-        steps overlap, if not yet in the plan's first. A bound on requests leaves those out, and one on prompts."""
+        steps overlap, if not yet in the plan's first. Bounds on requests and on prompts do not count those."""
         bounds = plan.max_batch_size < self._taker.slots or plan.max_prefill_tokens is not None
         return (bounds or plan.phase is not Phase.MIXED) and self.scheduler_config.async_scheduling
 

@@ -74,8 +74,8 @@ _MUCH = 0.05
 # After 8, 16 and 32 times ``replan_steps`` and then after every 32 so many steps are taken of the kind that the
 # preferred mode does not have, enough to move a form that has faded: one step in 512, in the long run.
 _LOOK_STEPS, _FIRST_LOOK, _LOOKS = 8, 8, 32
-# By so much sooner than after ``replan_steps`` it is seen whether there are enough steps of each kind, and whether a
-# mode that was entered has served enough requests to be measured: every step in the worse mode costs.
+# By so much sooner than after ``replan_steps`` it is seen how to look for missing steps, and whether a mode that was
+# entered has served enough requests to be measured: every step in the worse mode costs.
 _EXPLORING, _TRYING = 8, 4
 
 
@@ -95,7 +95,8 @@ class ExclusiveMixedConfig:
         priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
             time to first token, below 0 a short time between tokens.
         replan_steps: steps between two looks at lengths, step times and mode, in "mixed" none; in "auto" an eighth
-            until there are enough steps of each kind and a fourth until the mode in use is measured.
+            until it is known how to look for prefills alone, none once a kind of step that was missing is known, and a
+            fourth until the mode in use is measured.
         min_samples: completions before lengths count as known.
         window: as in ``LengthStatistics``.
         speculates: as in ``ForecastAdmissionConfig``.
@@ -439,7 +440,7 @@ class ExclusiveMixed:
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
-        self._holds = False  # whether admission waited in the last step, so that decodes were alone
+        self._held_back = False  # whether prompts waited in the last step, so that decodes were alone
         self._limited_by = Limit.SLOTS
         self._workload: _Workload | None = None
         self._itl_budgets_s = np.array([inf if b is None else b for b in config.itl_budgets_s or (None,)])
@@ -488,28 +489,32 @@ class ExclusiveMixed:
         self._stall.observe(result)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
-        self._phase, self._holds = Phase.DECODE, False
+        self._phase, self._phase_steps, self._held_back = Phase.DECODE, 0, False
         plan = capped_plan(state, state.slots, Limit.SLOTS, min(KEPT_STEPS, self._steps_to_look))
-        # Where a kind of step is looked for, who comes may start in one; but nobody can while every slot is taken.
-        return plan._replace(least_running=state.slots - 1) if self._choice.looks_at else plan
+        if not self._choice.looks_at:
+            return plan
+        # Whoever comes or reads a prompt may do so in a step of that kind; but nobody can come while slots are taken.
+        reads = state.prefilling_count or state.free_slots
+        return plan._replace(least_running=state.slots - 1, steps=1 if reads else plan.steps)
 
     def _parted_plan(self, state: BatchState) -> StepPlan | None:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
         if self._choice.looks_at is not Phase.PREFILL or self._phase is Phase.PREFILL or self._stall.holds(state):
             return None
-        startable = self._startable(state)
-        if not startable or state.running_count == state.prefilling_count:
+        startable, prefilling = self._startable(state), state.prefilling_count
+        if not (startable or prefilling) or state.running_count == prefilling:
             return None
         self._open_prefill(state, startable)
         return self._exclusive_plan(state, startable)
 
     def _held_plan(self, state: BatchState) -> StepPlan | None:
-        """Decodes alone, but not twice in a row; None where they are alone anyhow, or somebody reads a prompt."""
-        if self._choice.looks_at is not Phase.DECODE or self._holds or not self._startable(state):
+        """Decodes alone, but not twice in a row; None where they are alone anyhow, or there are none."""
+        if self._choice.looks_at is not Phase.DECODE or self._held_back:
             return None
-        if state.prefilling_count or not state.running_count:
+        prefilling = state.prefilling_count
+        if not (prefilling or self._startable(state)) or state.running_count == prefilling:
             return None
-        self._phase, self._holds = Phase.DECODE, True
+        self._phase, self._held_back = Phase.DECODE, True
         return self._exclusive_plan(state, 0)
 
     def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:

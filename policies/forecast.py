@@ -16,8 +16,8 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for four steps while nobody leaves the batch, and that there is none for sixteen, where
-  requests like those at hand could fill every slot: that costs nothing and preempts no more.
+* A cap that binds stands for four steps while nobody leaves the batch: that costs nothing and preempts no more. That
+  none does stands for as many steps as the cache has room for, whoever comes.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -57,8 +57,7 @@ from policies.types import (
 
 _HEAD = 8
 _AGE_CELLS = 128
-# A cap stands for so many steps, where memory binds, as long as nobody has left the batch. That there is none, where
-# requests like those at hand could fill every slot, stands for as long as any plan.
+# A cap stands for so many steps, where memory binds, as long as nobody has left the batch.
 _REVIEW_STEPS = 4
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
@@ -135,8 +134,7 @@ class ForecastAdmission:
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
         self._refreshes = 0
         self._steps_to_refresh = 0
-        self._cap: int | None = None
-        self._slots = 0
+        self._cap = 0
         self._steps_to_review = 0
 
     @property
@@ -148,41 +146,49 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
-        if self._steps_to_review > 0 and self._stands(state):
+        if self._steps_to_review > 0 and state.running_count >= self._cap:
             return self._standing_plan(state)
+        self._steps_to_review = 0
         elsewhere = _held_elsewhere(state)
         if steps := self._steps_ahead(state, elsewhere):
             return capped_plan(state, state.slots, Limit.SLOTS, steps)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
         now, safe = self._fitting(state, candidates, elsewhere) if candidates else (0, 0)
         self._held_back |= safe < now
-        if safe < len(candidates):
-            self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
-        else:
-            self._cap, self._slots = None, state.slots
-            self._steps_to_review = KEPT_STEPS if self.batch_size(state) >= state.slots else 1
+        if safe == len(candidates):
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
         return self._standing_plan(state)
 
-    def _stands(self, state: BatchState) -> bool:
-        """Whether the cap found last, or that there was none, is so for this step too."""
-        return state.slots == self._slots if self._cap is None else state.running_count >= self._cap
-
     def _standing_plan(self, state: BatchState) -> StepPlan:
-        """The cap found last, for as long as the batch fills it, or none."""
-        steps = max(1, min(self._steps_to_review, self._steps_to_refresh))
-        if self._cap is None:
-            return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        """The cap found last, for as long as the batch fills it."""
+        steps = min(self._steps_to_review, self._steps_to_refresh)
         return capped_plan(state, self._cap, Limit.MEMORY, steps)._replace(least_running=self._cap - 1)
 
     def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
-        """Steps in which everybody could be started and live on to the last horizon, whoever comes: a step computes no
-        more tokens than its budget, as many come from the cache, and one prompt may be begun that is computed later."""
+        """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as
+        many come from the cache, and one prompt may be begun that is computed later."""
         if state.max_model_len is None:
             return 0
-        later = state.max_model_len + state.max_batch_tokens
-        grown = state.slots * (self._survival.end + state.block_size) + later
-        room = state.capacity_tokens - elsewhere - state.running.total_tokens - grown
-        return max(0, min(KEPT_STEPS, self._steps_to_refresh, room // state.max_batch_tokens))
+        budget, most = state.max_batch_tokens, min(KEPT_STEPS, self._steps_to_refresh)
+        capacity = state.capacity_tokens - elsewhere - state.max_model_len - budget
+        room = capacity - state.running.total_tokens
+        if room < budget:
+            return 0
+        # Everybody lives on to the last horizon: the usual case of a large cache, told at once.
+        if room - state.slots * (self._survival.end + state.block_size) < most * budget:
+            room = capacity - ceil(self._largest_load(state))
+        return max(0, min(most, room // budget))
+
+    def _largest_load(self, state: BatchState) -> float:
+        """Tokens that are not exceeded at any horizon by the batch and what as many as there are slots generate
+        besides, at the accepted chance."""
+        running = state.running
+        held = running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
+        mean, variance = self._survival.load(running.class_index, running.output_tokens, held)
+        more, doubt = self._survival.growth()
+        mean = mean + state.slots * (more + state.block_size)
+        return float((mean + self._safety_factor * np.sqrt(variance + state.slots * doubt)).max())
 
     def observe(self, result: StepResult) -> None:
         self._steps_to_refresh -= 1
@@ -365,6 +371,12 @@ class _SurvivalTable:
         powers = np.array((np.ones_like(held), held, held * held)) @ self._rows(class_index, ages)
         doubt = powers[:, n:]
         return powers[1, :n] + tau * powers[0, :n], doubt[2] + tau * (2.0 * doubt[1] + tau * doubt[0])
+
+    def growth(self) -> tuple[FloatArray, FloatArray]:
+        """Mean and variance of the tokens of its answer that a request which starts now holds at each horizon, shape
+        (horizons,) each; of the classes the one where that is most."""
+        young, tau, n = self._table[:: len(self._ages)], self._horizons, len(self._horizons)
+        return (young[:, :n] * tau).max(axis=0), (young[:, n:] * tau * tau).max(axis=0)
 
     def cumulative(
         self, class_index: IntArray, ages: IntArray, held: FloatArray, mean: FloatArray, variance: FloatArray

@@ -206,10 +206,11 @@ class StepPlan(NamedTuple):
         max_batch_tokens: most tokens of a step, >= 1.
         max_prefill_tokens: most prompt tokens of a MIXED step in which somebody decodes, >= 1; None is no such bound.
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
-        steps: for so many steps, this one counted, the answer would stay the same but for who waits, so a driver may
-            keep the plan and report those steps together before it asks again. Not once those begun have brought more
-            than ``max_batch_tokens`` from the cache, somebody was preempted, or no more than ``least_running`` run; and
-            only in MIXED once a prompt has been begun that its first step did not end.
+        steps: for so many steps, this one counted, the answer would stay the same but for who waits and what has only
+            just been learned, so a driver may keep the plan and report those steps together before it asks again. Not
+            once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or no
+            more than ``least_running`` run; and only in MIXED once a prompt has been begun that its first step did not
+            end.
     """
 
     phase: Phase

@@ -27,6 +27,7 @@ LOADS: dict[str, tuple[dict[str, Any], int, int]] = {
     "exclusive": ({"mode": "exclusive"}, 256, 40_000),
     "auto": ({"mode": "auto"}, 256, 40_000),
     "auto with a latency target": ({"mode": "auto", "itl_target_s": 1.0}, 256, 40_000),
+    "auto in a cache that hardly ever is full": ({"mode": "auto"}, 256, 16_000),
     "auto where the target binds": ({"mode": "auto", "itl_target_s": 0.04}, 400, 60_000),
     "auto where the cache binds": ({"mode": "auto"}, 400, 6600),
 }

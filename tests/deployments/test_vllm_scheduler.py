@@ -178,8 +178,11 @@ def test_a_batch_that_is_followed_from_step_to_step_is_the_one_that_vllm_has(
         snapshot = take(now_s, in_flight=in_flight)
         followed.append(len(read) == reads)
         decoding = snapshot.state.running.prefill_tokens_left == 0
-        has = [one.num_computed_tokens - one.num_prompt_tokens + 1 for one in taker._batch.requests]
-        assert list(snapshot.state.running.output_tokens[decoding]) == [
+        requests, running = taker._batch.requests, snapshot.state.running
+        assert {*requests} | taker._ending == {*engine.scheduler.running}
+        assert list(running.prompt_tokens) == [one.num_prompt_tokens for one in requests]
+        has = [one.num_computed_tokens - one.num_prompt_tokens + 1 for one in requests]
+        assert list(running.output_tokens[decoding]) == [
             output for output, decodes in zip(has, decoding, strict=True) if decodes
         ]
         return snapshot
@@ -572,6 +575,20 @@ def test_stock_overrides_none_of_vllms_steps() -> None:
     assert type(engine.scheduler).schedule is not AsyncScheduler.schedule
     engine.scheduler.control({"mode": "stock"})
     assert type(engine.scheduler) is SluiceScheduler
+
+
+def test_stock_holds_no_request_that_has_ended() -> None:
+    engine = VirtualEngine({"mode": "auto"}, depth=2)
+    for number in range(8):
+        engine.add(f"r{number}", 40, 30)
+    for _ in range(5):
+        engine.step()
+    requests = [weakref.ref(request) for request in engine.scheduler.requests.values()]
+    engine.scheduler.control({"mode": "stock"})
+    engine.run()
+    gc.collect()
+    assert len(requests) == 8
+    assert not any(request() for request in requests)
 
 
 @both_depths

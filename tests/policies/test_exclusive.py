@@ -328,6 +328,13 @@ class TestAuto:
             assert 0 < sum(taken) <= 16
             assert not any(a and b for a, b in zip(taken, taken[1:], strict=False))
 
+    def test_they_are_looked_for_too_where_some_prompt_is_always_in_progress(self) -> None:
+        jobs = random_jobs(150, prompt=(500, 1000), mean_output=30, seed=1)
+        engine = run_closed(ToyEngine(auto(), CONTENDED, slots=64, max_batch_tokens=256), jobs, 80)
+        first = engine.results[:400]
+        assert sum(not r.prefill_tokens for r in first) >= 16
+        assert sum(not r.decode_requests for r in first) >= 16
+
     def test_whole_phases_are_tried_at_once_where_they_promise_much(self) -> None:
         dear = StepTimes(
             prefill=StepCoefficients(overhead_s=0.024, prefill_s=2e-5),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.batch_size import MemoryAware, MemoryAwareConfig, Stock, memory_safe_batch_size
@@ -157,6 +157,52 @@ class TestOnPaper:
         assert cap(*[make_result()] * 4) > first
         assert cap(make_result()._replace(preempted=1)) > first
         assert cap(make_result(), ages=9) > first
+
+    def test_a_cap_that_somebody_left_does_not_come_back(self) -> None:
+        policy = taught([200] * 100)
+        assert policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000)).max_batch_size == 10
+        for running in (9, 10):
+            plan = policy.plan(
+                make_state(ages=[10] * running, waiting=60, capacity=900_000)._replace(max_model_len=512)
+            )
+            policy.observe(make_result())
+            assert plan.limited_by is Limit.SLOTS
+
+    @given(
+        lengths=st.lists(st.integers(1, 800), min_size=10, max_size=60),
+        ages=st.lists(st.integers(0, 900), max_size=20),
+        prompts=st.lists(st.integers(1, 2000), max_size=20),
+        capacity=st.integers(2000, 60_000),
+    )
+    @example(lengths=[200] * 20, ages=[10] * 20, prompts=[], capacity=2600)
+    @example(lengths=[200] * 20, ages=[10] * 4, prompts=[1500] * 16, capacity=9000)
+    @example(lengths=[200] * 20, ages=[10] * 20, prompts=[500] * 8, capacity=20_000)
+    @settings(deadline=None)
+    def test_that_no_cap_binds_stands_whoever_comes(
+        self, lengths: list[int], ages: list[int], prompts: list[int], capacity: int
+    ) -> None:
+        capacity += sum(ages) + 100 * len(ages)
+        state = make_state(ages=ages, waiting=0, capacity=capacity)._replace(
+            slots=20, max_batch_tokens=512, max_model_len=2800
+        )
+        steps = taught(lengths).plan(state).steps
+        if steps == 1:
+            return
+        come, room = [], steps * 512
+        for prompt in prompts[: state.free_slots]:
+            if (room := room - prompt) >= 0:
+                come.append(RequestView(request_id=f"c{len(come)}", arrival_s=0.0, prompt_tokens=prompt))
+        later = taught(lengths).plan(state._replace(waiting=tuple(come), waiting_count=len(come)))
+        assert later.limited_by is Limit.SLOTS
+
+    def test_it_need_not_be_asked_for_each_step_where_the_forecast_has_room(self) -> None:
+        # Twenty requests of 1999 tokens would not fit; but hardly one of them grows so long.
+        lengths = [*[50] * 200, *[1900] * 2]
+        state = make_state(ages=[10] * 15, waiting=0, capacity=20_000)._replace(
+            slots=20, max_batch_tokens=512, max_model_len=2000
+        )
+        assert taught(lengths).plan(state).steps > 8
+        assert taught(lengths).plan(state._replace(free_blocks=2000)).steps == 1
 
     def test_blocks_that_nobody_in_the_batch_holds_are_no_capacity(self) -> None:
         # As in the first test, but 600 tokens belong to sessions that wait for input.
