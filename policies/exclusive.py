@@ -53,7 +53,7 @@ from policies.phases import (
     phase_threshold_ifr,
     refill_cap,
 )
-from policies.step_time import StepTimeConfig, StepTimeModel
+from policies.step_time import StepContents, StepTimeConfig, StepTimeModel
 from policies.types import BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
 
 # A fitted overhead may come out as 0; the phase length needs a ratio.
@@ -242,14 +242,18 @@ def _threshold_share(config: ExclusiveMixedConfig, workload: _Workload) -> float
 
 
 class _TokenCost:
-    """What tokens cost in one mode against what the closed form says, over spans of completed requests."""
+    """What tokens cost in one mode against what the closed form says, over spans of completed requests.
+
+    Steps are charged what step times as known now say of what they held, not what they took: else a machine that is
+    slow for a while would make the mode in use look dear beside the other, which it would slow down as much.
+    """
 
     def __init__(self) -> None:
         self.ratio = 1.0
         self.restart()
 
     def add(self, result: StepResult) -> None:
-        self._busy_s += result.step_s
+        self._contents.add(result)
         self._prefill_tokens += result.prefill_tokens
         self._decode_tokens += result.decode_requests
         self._finished += len(result.finished)
@@ -262,8 +266,8 @@ class _TokenCost:
         self._open_span()
 
     def _open_span(self) -> None:
-        self._busy_s, self._prefill_tokens, self._decode_tokens, self._finished = 0.0, 0, 0, 0
-        self._steps = self._running = 0
+        self._contents = StepContents()
+        self._prefill_tokens = self._decode_tokens = self._finished = self._steps = self._running = 0
 
     def learn(self, workload: _Workload, phase: PhaseLength | None, least_finished: int) -> None:
         """Close the span if enough requests ended in it. It is held against the closed form of its own prompts and
@@ -274,7 +278,7 @@ class _TokenCost:
         workload = replace(workload, occupancy=max(1.0, self._running / self._steps / (1.0 - decline)))
         requests = self._decode_tokens / workload.means.output_tokens
         predicted_s = workload.token_s(phase, prompt_tokens=max(1.0, self._prefill_tokens / requests))
-        measured = self._busy_s / (self._prefill_tokens + self._decode_tokens) / predicted_s
+        measured = self._contents.seconds(workload.times) / (self._prefill_tokens + self._decode_tokens) / predicted_s
         self._spans += 1
         self.ratio += max(_RATIO_SMOOTHING, 1.0 / self._spans) * (min(max(measured, 0.5), 2.0) - self.ratio)
         self._open_span()

@@ -251,6 +251,31 @@ def _row(result: StepResult) -> tuple[Phase, tuple[float, ...]]:
     return Phase.MIXED, (1.0, p, d, kv, p * d / (p + d))
 
 
+class StepContents:
+    """What several steps held, summed for each kind, so that what they take by given step times is known at once."""
+
+    def __init__(self) -> None:
+        self._rows = {kind: [0.0] * len(columns) for kind, columns in _COLUMNS.items()}
+
+    def add(self, result: StepResult) -> None:
+        if not result.scheduled_tokens:
+            return
+        kind, row = _row(result)
+        total = self._rows[kind]
+        for column, value in enumerate(row):
+            total[column] += value
+
+    def seconds(self, times: StepTimes) -> float:
+        """Of all of them together. Mixed ones take as long as their decodes alone at least, on the mean."""
+        alone_s, mixed_s = self._seconds(Phase.MIXED, times.decode), self._seconds(Phase.MIXED, times.mixed)
+        pure_s = self._seconds(Phase.PREFILL, times.prefill) + self._seconds(Phase.DECODE, times.decode)
+        return pure_s + max(alone_s, mixed_s)
+
+    def _seconds(self, kind: Phase, form: StepCoefficients) -> float:
+        columns = zip(_COLUMNS[kind], self._rows[kind], strict=True)
+        return float(sum([getattr(form, name) * total for name, total in columns]))
+
+
 def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
     """Least squares of relative errors over all results at once: for measurements made on purpose, not while serving.
 

@@ -445,6 +445,25 @@ class TestAuto:
         assert np.mean(recorder.modes[400:1200]) < 0.2
         assert np.mean(recorder.modes[-1500:-300]) > 0.8
 
+    @pytest.mark.parametrize("factor", [1.3, 2.0])
+    def test_spells_of_a_slow_machine_do_not_make_the_mode_in_use_look_dear(self, factor: float) -> None:
+        times = make_times(prefill_overhead_s=0.015)
+        slow = StepTimes(
+            prefill=StepCoefficients(overhead_s=0.015 * factor, prefill_s=2e-5 * factor),
+            decode=StepCoefficients(overhead_s=0.01 * factor, decode_s=3e-5 * factor),
+            mixed=StepCoefficients(overhead_s=0.01 * factor, prefill_s=2e-5 * factor, decode_s=3e-5 * factor),
+        )
+
+        class Swinging(ToyEngine):
+            def step(self) -> StepResult:
+                steps = len(self.results)
+                self.times = slow if steps >= 600 and steps // 300 % 2 == 0 else times
+                return super().step()
+
+        recorder = _Recorder(auto())
+        saturated(Swinging(recorder, times, slots=32), count=1500)
+        assert sum(recorder.modes) < 0.03 * len(recorder.modes)
+
     def test_where_mixing_is_preferred_few_steps_are_taken_in_parts(self) -> None:
         recorder = _Recorder(auto(FREE))
         engine = saturated(ToyEngine(recorder, FREE, slots=32), count=900)
