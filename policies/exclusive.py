@@ -493,7 +493,7 @@ class ExclusiveMixed:
         self._stall.observe(result)
 
     def _mixed_plan(self, state: BatchState) -> StepPlan:
-        self._phase, self._phase_steps, self._held_back = Phase.DECODE, 0, False
+        self._phase, self._held_back = Phase.DECODE, False
         plan = capped_plan(state, state.slots, Limit.SLOTS, min(KEPT_STEPS, self._steps_to_look))
         if not self._choice.looks_at:
             return plan
