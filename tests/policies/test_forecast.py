@@ -176,7 +176,7 @@ class TestOnPaper:
     )
     @example(lengths=[200] * 20, ages=[10] * 20, prompts=[], capacity=2600)
     @example(lengths=[200] * 20, ages=[10] * 4, prompts=[1500] * 16, capacity=9000)
-    @example(lengths=[200] * 20, ages=[10] * 20, prompts=[500] * 8, capacity=20_000)
+    @example(lengths=[200] * 20, ages=[10] * 4, prompts=[500] * 16, capacity=20_000)
     @settings(deadline=None)
     def test_that_no_cap_binds_stands_whoever_comes(
         self, lengths: list[int], ages: list[int], prompts: list[int], capacity: int
