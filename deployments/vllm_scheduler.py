@@ -27,6 +27,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -71,6 +72,9 @@ class SluiceScheduler(AsyncScheduler):
         self.transfers = Transfers()
         self._stock_limits = (self.max_num_active_reqs, self.max_num_scheduled_tokens)
         self._policy: Auto | None = None
+        steps_overlap = self.scheduler_config.async_scheduling
+        self._stock_class = SluiceScheduler if steps_overlap else _StepByStep
+        self._planned_class = _PlannedScheduler if steps_overlap else _PlannedStepByStep
         self._adopt(self.settings)
 
     def control(self, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,14 +107,15 @@ class SluiceScheduler(AsyncScheduler):
         policy = None if settings.mode == "stock" else self._policy_of(settings)
         self.settings = settings
         if policy is not None:
-            self.__class__ = _PlannedScheduler
+            self.__class__ = self._planned_class
             cast(_PlannedScheduler, self)._plan_by(policy)
-        elif self._policy is not None:
+            return
+        if self._policy is not None:
             cast(_PlannedScheduler, self)._forget_plans()
             self._policy = None
-            self.__class__ = SluiceScheduler
             self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
             self._requeue(create_request_queue(self.policy))
+        self.__class__ = self._stock_class
 
     def _policy_of(self, settings: SchedulerSettings) -> Auto:
         """A policy with these settings that goes on with what the present one has learned."""
@@ -135,6 +140,14 @@ class SluiceScheduler(AsyncScheduler):
         for request in self.waiting:
             queue.add_request(request)
         self.waiting = queue
+
+
+class _StepByStep(SluiceScheduler):
+    """Where a step ends before the next begins, as on CPUs. vLLM itself takes `Scheduler` there: what `AsyncScheduler`
+    notes of tokens in flight costs each request of a step some 2 us, and would always be nothing."""
+
+    _update_after_schedule = Scheduler._update_after_schedule
+    _update_request_with_output = Scheduler._update_request_with_output
 
 
 class _PlannedScheduler(SluiceScheduler):
@@ -371,6 +384,10 @@ class _PlannedScheduler(SluiceScheduler):
             predicted_output_tokens=told.predicted_output_tokens,
             aborted=_is_aborted(request),
         )
+
+
+class _PlannedStepByStep(_PlannedScheduler, _StepByStep):
+    """With planned steps that do not overlap."""
 
 
 def _is_aborted(request: Request) -> bool:

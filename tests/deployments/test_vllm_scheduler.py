@@ -13,10 +13,11 @@ from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from deployments.request_metadata import RequestMetadata
-from deployments.vllm_scheduler import SluiceScheduler, _PlannedScheduler, core_control, core_status
+from deployments.vllm_scheduler import _PlannedScheduler, core_control, core_status
 from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
 from tests.slow_connector import arrive
@@ -567,14 +568,32 @@ def test_unknown_settings_are_refused_at_the_start() -> None:
         VirtualEngine({"mood": "auto"})
 
 
-def test_stock_overrides_none_of_vllms_steps() -> None:
-    engine = VirtualEngine({"mode": "stock"})
-    for name in ("schedule", "update_from_output", "_update_after_schedule", "_free_request", "add_request"):
-        assert getattr(type(engine.scheduler), name) is getattr(AsyncScheduler, name)
-    engine.scheduler.control({"mode": "mixed"})
-    assert type(engine.scheduler).schedule is not AsyncScheduler.schedule
-    engine.scheduler.control({"mode": "stock"})
-    assert type(engine.scheduler) is SluiceScheduler
+@pytest.mark.parametrize(("depth", "own"), [(1, Scheduler), (2, AsyncScheduler)])
+def test_stock_overrides_none_of_vllms_steps(depth: int, own: type[Scheduler]) -> None:
+    """Of the class that vLLM itself takes for such an engine."""
+    scheduler = VirtualEngine({"mode": "stock"}, depth=depth).scheduler
+    stock = type(scheduler)
+    for name in (
+        "schedule",
+        "update_from_output",
+        "_update_after_schedule",
+        "_update_request_with_output",
+        "_free_request",
+        "add_request",
+    ):
+        assert getattr(stock, name) is getattr(own, name)
+    scheduler.control({"mode": "mixed"})
+    assert type(scheduler).schedule is not own.schedule
+    scheduler.control({"mode": "stock"})
+    assert type(scheduler) is stock
+
+
+@both_depths
+def test_planned_steps_note_of_requests_what_vllm_notes(depth: int) -> None:
+    """Tokens in flight where steps overlap, and nothing of the kind where they do not."""
+    scheduler = VirtualEngine({"mode": "mixed"}, depth=depth).scheduler
+    own = AsyncScheduler if depth > 1 else Scheduler
+    assert type(scheduler)._update_request_with_output is own._update_request_with_output
 
 
 def test_stock_holds_no_request_that_has_ended() -> None:
