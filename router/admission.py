@@ -70,6 +70,9 @@ class Tenant:
         )
 
 
+_DEFAULTS = ClassLimits()
+
+
 class Door:
     """The limits of every class; a class without any has the defaults."""
 
@@ -77,10 +80,10 @@ class Door:
         self._classes = classes
 
     def max_waiting(self, slo_class: str) -> int:
-        return self._classes.get(slo_class, ClassLimits()).max_waiting
+        return self._classes.get(slo_class, _DEFAULTS).max_waiting
 
     def limits(self, slo_class: str, tenant: Tenant | None, tokens: float) -> Limits:
-        limits = self._classes.get(slo_class, ClassLimits())
+        limits = self._classes.get(slo_class, _DEFAULTS)
         return Limits(
             max_waiting=limits.max_waiting,
             max_wait_s=math.inf if limits.max_wait_s is None else limits.max_wait_s,
