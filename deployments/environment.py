@@ -59,8 +59,7 @@ PROXY_READY_S = 20
 # hangs up is not noticed before its response begins where its body came in a packet of its own, unless HAProxy waits
 # for the body; without a limit of its own, a request that comes byte by byte holds one of the connections for an hour;
 # and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with
-# its parent. It has every chunk of every answer to pass on, and as a batch task it lets whoever runs go on for a moment
-# when it wakes: else it pushes the router off its core at every chunk. Where the system has no such thing, it does.
+# its parent.
 _HAPROXY_ON_LOOPBACK = """\
 #!/bin/sh
 for argument; do
@@ -69,8 +68,7 @@ for argument; do
         -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request\\n\\1timeout http-request 30s/' "$argument"
     flag=$argument
 done
-chrt --batch 0 true 2>/dev/null && batch="chrt --batch 0"
-exec setpriv --pdeathsig TERM $batch BINARY "$@"
+exec setpriv --pdeathsig TERM BINARY "$@"
 """
 
 
