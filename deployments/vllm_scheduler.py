@@ -144,7 +144,7 @@ class SluiceScheduler(AsyncScheduler):
 
 class _StepByStep(SluiceScheduler):
     """Where a step ends before the next begins, as on CPUs. vLLM itself takes `Scheduler` there: what `AsyncScheduler`
-    notes of tokens in flight costs each request of a step some 2 us, and would always be nothing."""
+    notes of tokens in flight costs 1 to 2 us for each request of a step, and would always be nothing."""
 
     _update_after_schedule = Scheduler._update_after_schedule
     _update_request_with_output = Scheduler._update_request_with_output
