@@ -505,7 +505,7 @@ class ExclusiveMixed:
         """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
         if self._choice.looks_at is not Phase.PREFILL or self._phase is Phase.PREFILL or self._stall.holds(state):
             return None
-        startable, prefilling = self._startable(state), state.prefilling_count
+        startable, prefilling = self._startable(state, ahead=0), state.prefilling_count
         if not (startable or prefilling) or state.running_count == prefilling:
             return None
         self._open_prefill(state, startable)
@@ -516,7 +516,7 @@ class ExclusiveMixed:
         if self._choice.looks_at is not Phase.DECODE or self._held_back:
             return None
         prefilling = state.prefilling_count
-        if not (prefilling or self._startable(state)) or state.running_count == prefilling:
+        if not (prefilling or self._startable(state, ahead=0)) or state.running_count == prefilling:
             return None
         self._phase, self._held_back = Phase.DECODE, True
         return self._exclusive_plan(state, 0)
@@ -593,12 +593,12 @@ class ExclusiveMixed:
         share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
         return min(share, _MOST_SHARE)
 
-    def _startable(self, state: BatchState) -> int:
-        """Waiting requests, from the head, that have a slot and whose prompts fit beside one more block per running
-        request; at least one when nothing runs."""
+    def _startable(self, state: BatchState, ahead: int = 1) -> int:
+        """Waiting requests, from the head, that have a slot and whose prompts fit beside so many more blocks for each
+        that runs; at least one when nothing runs. A step that is parted for once may let in whom a mixed one would."""
         if not state.waiting:
             return 0  # a policy before this one let nobody through
-        room = state.free_blocks - state.running_count
+        room = state.free_blocks - ahead * state.running_count
         for count, request in enumerate(state.waiting[: state.free_slots]):
             room -= -(-request.prefill_tokens // state.block_size)
             if room < 0:

@@ -8,6 +8,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 
+from policies.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.phases import overhead_ratio, phase_threshold
@@ -332,6 +333,13 @@ class TestAuto:
         jobs = random_jobs(150, prompt=(500, 1000), mean_output=30, seed=1)
         engine = run_closed(ToyEngine(auto(), CONTENDED, slots=64, max_batch_tokens=256), jobs, 80)
         first = engine.results[:400]
+        assert sum(not r.prefill_tokens for r in first) >= 16
+        assert sum(not r.decode_requests for r in first) >= 16
+
+    def test_they_are_looked_for_too_where_not_a_block_is_free_for_each_that_decodes(self) -> None:
+        jobs = random_jobs(700, prompt=(50, 150), mean_output=60, seed=1)
+        engine = ToyEngine(Auto(AutoConfig()), FREE, slots=256, total_blocks=1200)
+        first = run_closed(engine, jobs, 300).results[:200]
         assert sum(not r.prefill_tokens for r in first) >= 16
         assert sum(not r.decode_requests for r in first) >= 16
 
