@@ -215,6 +215,8 @@ class _PlannedScheduler(SluiceScheduler):
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
             self._snapshot, self._chunks = None, prompts_in_progress(self)
+            if not plan.refills:
+                self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running))
             if plan.max_prefill_tokens is not None:
                 self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(self._chunks)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills

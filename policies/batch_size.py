@@ -497,4 +497,5 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         admit=admit,
         steps=min([plan.steps for plan in plans]),
         least_running=max([plan.least_running for plan in plans]),
+        refills=all([plan.refills for plan in plans]),
     )

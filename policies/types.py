@@ -211,6 +211,8 @@ class StepPlan(NamedTuple):
             once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or no
             more than ``least_running`` run; and only in MIXED once a prompt has been begun that its first step did not
             end.
+        refills: whether others may come in the place of those who leave while the plan is kept. Where not, nobody
+            starts after its first step.
     """
 
     phase: Phase
@@ -220,6 +222,7 @@ class StepPlan(NamedTuple):
     admit: tuple[str, ...]
     steps: int = 1
     least_running: int = 0
+    refills: bool = True
     max_prefill_tokens: int | None = None
 
     def budget(self, decodes: int) -> int:

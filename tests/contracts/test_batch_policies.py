@@ -233,6 +233,8 @@ class _Keeper:
         if self._plan and self._may_keep(self._plan, state):
             self.kept += 1
             self._steps_left -= 1
+            if not self._plan.refills:
+                self._plan = self._plan._replace(max_batch_size=min(self._plan.max_batch_size, state.running_count))
             most = 0 if self._plan.phase is Phase.DECODE else self._plan.max_batch_size
             room = max(0, most - state.running_count)
             return self._plan._replace(admit=tuple(request.request_id for request in state.waiting[:room]))
@@ -254,11 +256,14 @@ class _Keeper:
 
 
 @every_policy
-@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (6000, 64), (150, 512), (60, 512)])
+@pytest.mark.parametrize(
+    ("blocks", "budget", "slots"),
+    [(6000, 512, 16), (6000, 64, 16), (150, 512, 16), (60, 512, 16), (1200, 512, 300)],
+)
 def test_a_plan_that_is_kept_is_what_would_have_been_planned(
-    make: Callable[[], BatchPolicy], blocks: int, budget: int
+    make: Callable[[], BatchPolicy], blocks: int, budget: int, slots: int
 ) -> None:
-    assert _driven(_Keeper(make()), blocks, budget) == _driven(make(), blocks, budget)
+    assert _driven(_Keeper(make()), blocks, budget, slots) == _driven(make(), blocks, budget, slots)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +281,11 @@ def test_a_plan_is_kept_until_its_target_may_ask_for_another(make: Callable[[], 
     assert len({(plan.max_batch_size, plan.max_prefill_tokens) for plan in asked}) > 1
 
 
-def _driven(policy: BatchPolicy, blocks: int = 6000, budget: int = 512) -> list[StepPlan]:
+def _driven(policy: BatchPolicy, blocks: int = 6000, budget: int = 512, slots: int = 16) -> list[StepPlan]:
     """What was planned, but for how long it holds."""
-    jobs = random_jobs(150, prompt=(20, 120), mean_output=30, seed=5)
-    engine = ToyEngine(policy, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
-    run_closed(engine, jobs, 20)
+    jobs = random_jobs(10 * slots, prompt=(20, 120), mean_output=30, seed=5)
+    engine = ToyEngine(policy, TIMES, slots=slots, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
+    run_closed(engine, jobs, slots + slots // 4)
     return [plan._replace(steps=1, least_running=0) for plan in engine.plans]
 
 

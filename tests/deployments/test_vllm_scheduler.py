@@ -123,6 +123,13 @@ def run_sessions_beside_answers(engine: VirtualEngine) -> None:
     engine.run()
 
 
+def run_many_in_a_short_cache(engine: VirtualEngine) -> None:
+    """Some 170 run, and one or two of them end at each step."""
+    rng = random.Random(3)
+    jobs = [(rng.randint(8, 60), min(600, 1 + int(rng.expovariate(1 / 80)))) for _ in range(1200)]
+    run_closed(engine, jobs, clients=300)
+
+
 LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "stop tokens": (run_by_stop_tokens, {}),
     "limits": (run_to_limits, {}),
@@ -130,6 +137,7 @@ LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "one prefix": (run_with_one_prefix, {"enable_prefix_caching": True}),
     "second turns": (run_second_turns, {"enable_prefix_caching": True, "blocks": 2100, "budget": 1024}),
     "sessions": (run_sessions_beside_answers, {}),
+    "a short cache": (run_many_in_a_short_cache, {"slots": 256, "blocks": 1300}),
 }
 KEPT = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
 KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.02}

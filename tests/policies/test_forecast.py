@@ -158,6 +158,15 @@ class TestOnPaper:
         assert cap(make_result()._replace(preempted=1)) > first
         assert cap(make_result(), ages=9) > first
 
+    def test_nobody_comes_in_the_place_of_the_few_who_leave_while_a_cap_stands(self) -> None:
+        policy = taught([200] * 100)
+        first = policy.plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
+        assert (first.max_batch_size, first.least_running, first.refills) == (206, 203, False)
+        for running, cap in ((205, 205), (204, 204), (203, 263)):
+            policy.observe(make_result())
+            plan = policy.plan(make_state(ages=[10] * running, waiting=60, capacity=900_000))
+            assert (plan.max_batch_size if plan.limited_by is Limit.MEMORY else running + 60) == cap
+
     def test_a_cap_that_somebody_left_does_not_come_back(self) -> None:
         policy = taught([200] * 100)
         assert policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000)).max_batch_size == 10
