@@ -341,41 +341,50 @@ class SnapshotTaker:
         if not total:
             self._head = _NOBODY
             return (), 0
-        requests = tuple(islice(self._queue(), max(1, min(free_slots, _WINDOW)) + len(blocked)))
-        if blocked:
-            requests = tuple([request for request in requests if request not in blocked])
-        views = self._shown(requests, now_s)
+        most = max(1, min(free_slots, _WINDOW))
+        head = self._still_ahead(blocked)
+        if head.tokens < 2 * self.max_batch_tokens and len(head.views) < most:
+            head = self._longer(head, most, blocked, now_s)
+        else:
+            self._head = head
+        views = head.views[:most]
         return views, max(total - len(blocked), len(views))
 
-    def _shown(self, requests: tuple[Request, ...], now_s: float) -> tuple[RequestView, ...]:
-        """Views of these, as far as two steps could hold them; most of them are those shown before."""
-        if requests == self._head.requests:
-            return self._head.views
-        known = self._still_ahead(requests)
-        tokens, views = known.tokens, list(known.views)
+    def _still_ahead(self, blocked: Set[Request]) -> _Head:
+        """What was shown before, without those in front who have started since; nobody if others stand there now."""
+        head = self._head
+        front = self._front(len(head.requests), blocked)
+        if front == head.requests:
+            return head
+        if not front or front[0] not in head.requests:
+            return _NOBODY
+        gone = head.requests.index(front[0])
+        rest = head.requests[gone:]
+        if front[: len(rest)] != rest:
+            return _NOBODY
+        started = sum([view.prefill_tokens for view in head.views[:gone]])
+        return _Head(rest, head.views[gone:], head.tokens - started)
+
+    def _longer(self, head: _Head, most: int, blocked: Set[Request], now_s: float) -> _Head:
+        """With those behind it, as far as three steps could hold them: enough for many snapshots."""
+        requests, views, tokens = list(head.requests), list(head.views), head.tokens
         steady = not self._always_reads
-        for request in requests[len(views) :]:
-            if tokens >= 2 * self.max_batch_tokens:
+        for request in self._front(most, blocked)[len(requests) :]:
+            if tokens >= 3 * self.max_batch_tokens:
                 break
             view = self._view(request, now_s)
             steady = steady and not view.output_tokens and not view.cached_tokens
             tokens += view.prefill_tokens
+            requests.append(request)
             views.append(view)
-        shown = tuple(views)
-        self._head = _Head(requests, shown, tokens) if steady else _NOBODY
-        return shown
+        found = _Head(tuple(requests), tuple(views), tokens)
+        self._head = found if steady else _NOBODY
+        return found
 
-    def _still_ahead(self, requests: tuple[Request, ...]) -> _Head:
-        """What was shown before of these, without those in front of them who have started since."""
-        head = self._head
-        if not requests or requests[0] not in head.requests:
-            return _NOBODY
-        gone = head.requests.index(requests[0])
-        rest = head.requests[gone:]
-        if requests[: len(rest)] != rest:
-            return _NOBODY
-        started = sum([view.prefill_tokens for view in head.views[:gone]])
-        return _Head(rest, head.views[gone:], head.tokens - started)
+    def _front(self, count: int, blocked: Set[Request]) -> tuple[Request, ...]:
+        """The first of the queue, without those that are blocked."""
+        requests = islice(self._queue(), count + len(blocked))
+        return tuple([one for one in requests if one not in blocked][:count] if blocked else requests)
 
     def _queue(self) -> Iterator[Request]:
         scheduler = self._scheduler

@@ -475,8 +475,8 @@ def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:
     if plan.max_batch_size >= state.slots and len(plan.admit) == len(state.waiting):
         return state
     admitted = set(plan.admit)
-    waiting = tuple(request for request in state.waiting if request.request_id in admitted)
-    return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=waiting)
+    waiting = [request for request in state.waiting if request.request_id in admitted] if admitted else ()
+    return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=tuple(waiting))
 
 
 def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:

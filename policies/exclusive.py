@@ -469,7 +469,9 @@ class ExclusiveMixed:
             self._replan(state)
             self._steps_to_look = self._choice.steps_to_next_look
         if not self.exclusive:
-            return self._parted_plan(state) or self._held_plan(state) or self._mixed_plan(state)
+            kind = self._choice.looks_at
+            parted = self._parted_plan(state, kind) if kind else None
+            return parted or self._mixed_plan(state, looks=kind is not None)
         startable = self._startable(state)
         self._enter_phase(state, startable)
         return self._exclusive_plan(state, startable)
@@ -492,34 +494,29 @@ class ExclusiveMixed:
             self._steps_to_look = 0
         self._stall.observe(result)
 
-    def _mixed_plan(self, state: BatchState) -> StepPlan:
+    def _mixed_plan(self, state: BatchState, *, looks: bool) -> StepPlan:
         self._phase, self._held_back = Phase.DECODE, False
         plan = capped_plan(state, state.slots, Limit.SLOTS, min(KEPT_STEPS, self._steps_to_look))
-        if not self._choice.looks_at:
+        if not looks:
             return plan
         # Whoever comes or reads a prompt may do so in a step of that kind; but nobody can come while slots are taken.
         reads = state.prefilling_count or state.free_slots
         return plan._replace(least_running=state.slots - 1, steps=1 if reads else plan.steps)
 
-    def _parted_plan(self, state: BatchState) -> StepPlan | None:
-        """A prefill alone, but not twice in a row; None where nothing decodes, for then it is alone anyhow."""
-        if self._choice.looks_at is not Phase.PREFILL or self._phase is Phase.PREFILL or self._stall.holds(state):
+    def _parted_plan(self, state: BatchState, kind: Phase) -> StepPlan | None:
+        """A prefill or decodes alone, but not twice in a row; None where they are alone anyhow, or there are none."""
+        prefill = kind is Phase.PREFILL
+        barred = self._phase is Phase.PREFILL or self._stall.holds(state) if prefill else self._held_back
+        if barred or kind is Phase.MIXED:
             return None
         startable, prefilling = self._startable(state, ahead=0), state.prefilling_count
         if not (startable or prefilling) or state.running_count == prefilling:
             return None
-        self._open_prefill(state, startable)
+        if prefill:
+            self._open_prefill(state, startable)
+        else:
+            self._phase, self._held_back = Phase.DECODE, True
         return self._exclusive_plan(state, startable)
-
-    def _held_plan(self, state: BatchState) -> StepPlan | None:
-        """Decodes alone, but not twice in a row; None where they are alone anyhow, or there are none."""
-        if self._choice.looks_at is not Phase.DECODE or self._held_back:
-            return None
-        prefilling = state.prefilling_count
-        if not (prefilling or self._startable(state, ahead=0)) or state.running_count == prefilling:
-            return None
-        self._phase, self._held_back = Phase.DECODE, True
-        return self._exclusive_plan(state, 0)
 
     def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:
         prefill = self._phase is Phase.PREFILL

@@ -24,6 +24,7 @@ Limits: requests admitted later are not foreseen (each is checked when its turn 
 independent.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor
@@ -46,7 +47,6 @@ from policies.lengths import LengthStatistics, SurvivalLaw
 from policies.overcommit import Overcommit
 from policies.types import (
     BatchState,
-    BoolArray,
     FloatArray,
     IntArray,
     Limit,
@@ -56,8 +56,7 @@ from policies.types import (
     StepTimes,
 )
 
-_HEAD = 8
-_AGE_CELLS = 128
+_AGE_CELLS = 64
 # A cap stands for so many steps, where memory binds, as long as no more of the batch than this share has left it.
 _REVIEW_STEPS = 4
 _LEFT_SHARE = 1 / 64
@@ -155,8 +154,8 @@ class ForecastAdmission:
         if steps := self._steps_ahead(state, elsewhere):
             return capped_plan(state, state.slots, Limit.SLOTS, steps)
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
-        now, safe = self._fitting(state, candidates, elsewhere) if candidates else (0, 0)
-        self._held_back |= safe < now
+        safe, next_fits = self._fitting(state, candidates, elsewhere) if candidates else (0, False)
+        self._held_back |= next_fits
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
         self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
@@ -191,9 +190,7 @@ class ForecastAdmission:
     def _largest_load(self, state: BatchState) -> float:
         """Tokens that are not exceeded at any horizon by the batch and what as many as there are slots generate
         besides, at the accepted chance."""
-        running = state.running
-        held = running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
-        mean, variance = self._survival.load(running.class_index, running.output_tokens, held)
+        mean, variance = self._load(state, 1.0)
         more, doubt = self._survival.growth()
         mean = mean + state.slots * (more + state.block_size)
         return float((mean + self._safety_factor * np.sqrt(variance + state.slots * doubt)).max())
@@ -223,7 +220,19 @@ class ForecastAdmission:
         alike = RequestView(
             request_id="", arrival_s=state.now_s, prompt_tokens=prompt, class_index=_commonest_class(state)
         )
-        return state.running_count + self._fitting(state, (alike,) * state.free_slots, _held_elsewhere(state))[1]
+        return state.running_count + self._fitting_alike(state, alike)
+
+    def _fitting_alike(self, state: BatchState, alike: RequestView) -> int:
+        """How many such requests, as far as there are slots, are within the capacity at every horizon."""
+        unshared, capacity = unshared_fraction(state), state.capacity_tokens - _held_elsewhere(state)
+        mean, variance = self._load(state, unshared)
+        more, doubt = self._load_of(alike, unshared, state.block_size)
+
+        def exceeds(count: int) -> bool:
+            held = mean + count * more
+            return bool(held[0] > capacity) or not self._is_within(capacity, held, variance + count * doubt)
+
+        return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
 
     def _mean_prompt_tokens(self) -> float:
         moments = self._lengths.moments()
@@ -250,33 +259,40 @@ class ForecastAdmission:
         if law is not None:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 
-    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...], elsewhere: int) -> tuple[int, int]:
-        """Candidates, from the head of the queue, that fit now, and that are within the capacity at every horizon,
-        beside so many tokens that nobody in the batch holds.
-
-        The first is counted no further than some places beyond the second."""
+    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...], elsewhere: int) -> tuple[int, bool]:
+        """How many candidates, from the head of the queue, are within the capacity at every horizon, beside so many
+        tokens that nobody in the batch holds; and whether the next one would fit now."""
         if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
-            return len(candidates), len(candidates)
+            return len(candidates), False
         unshared = unshared_fraction(state)
-        rounding = 0.5 * state.block_size
-        running = state.running
-        held = unshared * running.prompt_tokens + (running.output_tokens + rounding)
-        mean, variance = self._survival.load(running.class_index, running.output_tokens, held)
-        safe = now = 0
-        # A full cache is the common case: a few at the head settle it without looking at the whole queue.
-        for part in (candidates[:_HEAD], candidates[_HEAD:]):
-            rows = [(r.class_index, r.output_tokens, r.prompt_tokens, r.cached_tokens) for r in part]
-            class_index, ages, prompts, cached = np.array(rows, dtype=np.int64).T
-            held = unshared * prompts + (ages + rounding)
-            means, variances = self._survival.cumulative(class_index, ages, held, mean, variance)
+        mean, variance = self._load(state, unshared)
+        for safe, candidate in enumerate(candidates):
+            more, doubt = self._load_of(candidate, unshared, state.block_size)
+            mean, variance = mean + more, variance + doubt
             # A cache that has come before its request starts is among those elsewhere until then.
-            others = np.maximum(0, elsewhere - cached.cumsum())
-            part_now, part_safe = self._rows_within(state.capacity_tokens - others, means, variances)
-            now, safe = safe + part_now, safe + part_safe
-            if part_safe < len(part) or safe == len(candidates):
-                break
-            mean, variance, elsewhere = means[-1], variances[-1], int(others[-1])
-        return now, safe
+            elsewhere = max(0, elsewhere - candidate.cached_tokens)
+            capacity = state.capacity_tokens - elsewhere
+            if mean[0] > capacity:  # now there is no more than there is
+                return safe, False
+            if not self._is_within(capacity, mean, variance):
+                return safe, True
+        return len(candidates), False
+
+    def _load(self, state: BatchState, unshared: float) -> tuple[FloatArray, FloatArray]:
+        """Mean and variance of what the batch holds at each horizon, shape (horizons,) each; half a block of each
+        request is not filled."""
+        running = state.running
+        held = unshared * running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
+        return self._survival.load(running.class_index, running.output_tokens, held)
+
+    def _load_of(self, candidate: RequestView, unshared: float, block_size: int) -> tuple[FloatArray, FloatArray]:
+        held = unshared * candidate.prompt_tokens + candidate.output_tokens + 0.5 * block_size
+        return self._survival.load_of(candidate.class_index, candidate.output_tokens, held)
+
+    def _is_within(self, capacity_tokens: int, mean: FloatArray, variance: FloatArray) -> bool:
+        """Whether the load is within the capacity and what is admitted beyond it, at every horizon."""
+        most = float((mean + self._safety_factor * np.sqrt(variance)).max())
+        return most <= capacity_tokens * (1.0 + self.overcommit.share)
 
     def _fits_whatever_happens(
         self, state: BatchState, candidates: tuple[RequestView, ...], capacity_tokens: int
@@ -288,22 +304,6 @@ class ForecastAdmission:
         longest = self._survival.end + state.block_size
         room = capacity_tokens - running.total_tokens - (len(running) + len(candidates)) * longest
         return room >= 0 and sum([request.prompt_tokens + request.output_tokens for request in candidates]) <= room
-
-    def _rows_within(self, capacity_tokens: IntArray, means: FloatArray, variances: FloatArray) -> tuple[int, int]:
-        """Rows, from the first, within the capacity now and at every horizon.
-
-        Args:
-            capacity_tokens: of each row, shape (n,); means, variances: shape (n, horizons).
-        """
-        later = capacity_tokens[:, None] * (1.0 + self.overcommit.share)
-        now = means[:, 0] <= capacity_tokens  # now there is no more than there is
-        safe = now & (means + self._safety_factor * np.sqrt(variances) <= later).all(axis=1)
-        return _leading(now), _leading(safe)
-
-
-def _leading(true: BoolArray) -> int:
-    """How many are true before the first that is not."""
-    return len(true) if true.all() else int(true.argmin())
 
 
 def _commonest_class(state: BatchState) -> int:
@@ -361,24 +361,36 @@ class _SurvivalTable:
         first = class_index * len(self._ages)
         self._table[first : first + len(self._ages)] = np.hstack((alive, alive * (1.0 - alive)))
 
-    def _rows(self, class_index: IntArray, ages: IntArray) -> FloatArray:
-        cell = self._cell.take(ages, mode="clip")
-        row = cell if len(self._laws) == 1 else class_index * len(self._ages) + cell
-        try:
-            return np.asarray(self._table.take(row, axis=0))
-        except IndexError as error:
-            raise InputError(f"class_index must be below {len(self._laws)}, got {class_index.max()}") from error
-
     def load(self, class_index: IntArray, ages: IntArray, held: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Mean and variance of the tokens that a batch holds at each horizon, shape (horizons,) each.
 
         Args:
             class_index, ages, held: of each request, shape (n,); held: tokens it holds now.
+
+        Raises:
+            InputError: a class_index is not below the number of classes.
         """
+        row, rows = self._cell.take(ages, mode="clip"), len(self._table)
+        if len(self._laws) > 1:
+            row = row + class_index * len(self._ages)
+        # Requests of one row differ in what they hold alone, so the table is gone through once and not for each.
+        try:
+            powers = np.array([np.bincount(row, power, rows) for power in (None, held, held * held)]) @ self._table
+        except ValueError as error:  # there are rows beyond the table
+            raise self._unknown(class_index.max()) from error
         tau, n = self._horizons, len(self._horizons)
-        powers = np.array((np.ones_like(held), held, held * held)) @ self._rows(class_index, ages)
         doubt = powers[:, n:]
         return powers[1, :n] + tau * powers[0, :n], doubt[2] + tau * (2.0 * doubt[1] + tau * doubt[0])
+
+    def load_of(self, class_index: int, age: int, held: float) -> tuple[FloatArray, FloatArray]:
+        """As ``load``, of one request."""
+        if len(self._laws) == 1:
+            class_index = 0
+        elif class_index >= len(self._laws):
+            raise self._unknown(class_index)
+        row, n = self._table[class_index * len(self._ages) + self._cell[min(age, self._end)]], len(self._horizons)
+        later = held + self._horizons
+        return row[:n] * later, row[n:] * later * later
 
     def growth(self) -> tuple[FloatArray, FloatArray]:
         """Mean and variance of the tokens of its answer that a request which starts now holds at each horizon, shape
@@ -386,14 +398,5 @@ class _SurvivalTable:
         young, tau, n = self._table[:: len(self._ages)], self._horizons, len(self._horizons)
         return (young[:, :n] * tau).max(axis=0), (young[:, n:] * tau * tau).max(axis=0)
 
-    def cumulative(
-        self, class_index: IntArray, ages: IntArray, held: FloatArray, mean: FloatArray, variance: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
-        """The load of a batch plus the first 1, 2, ... candidates, shape (candidates, horizons) each.
-
-        Args:
-            class_index, ages, held: as in ``load``, of the candidates; mean, variance: the batch's load.
-        """
-        rows, n = self._rows(class_index, ages), len(self._horizons)
-        later = held[:, None] + self._horizons
-        return mean + (rows[:, :n] * later).cumsum(axis=0), variance + (rows[:, n:] * later * later).cumsum(axis=0)
+    def _unknown(self, class_index: int) -> InputError:
+        return InputError(f"class_index must be below {len(self._laws)}, got {class_index}")
