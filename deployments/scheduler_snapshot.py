@@ -166,6 +166,7 @@ class SnapshotTaker:
         self._left_out = 0
         # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
         self._ending: set[Request] = set()
+        self._ended = 0  # those that ran
         self._decoding: int | None = None  # how many of a snapshot can decode, until its first step is told of
 
     def adopt(self, slots: int, class_names: Sequence[str | None]) -> None:
@@ -202,9 +203,15 @@ class SnapshotTaker:
             block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=scheduler.max_model_len,
+            departed=self.departed,
         )
         joining = holding - scheduler.num_waiting_for_streaming_input
         return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
+
+    @property
+    def departed(self) -> int:
+        """Requests that have left the batch so far; one whose last token is in flight has."""
+        return self._ended + len(self._ending)
 
     def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, preempted: bool) -> None:
         """After a step was scheduled, the first since a snapshot or a later one, before vLLM counts its tokens. Without
@@ -234,6 +241,10 @@ class SnapshotTaker:
     def arrived(self, request: Request, now_s: float) -> None:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
         self._arrived_s[request] = now_s
+
+    def ends(self, request: Request) -> None:
+        """vLLM lets go of it."""
+        self._ended += request.num_computed_tokens > 0
 
     def leave(self, request: Request) -> None:
         """It has ended, and is forgotten later."""

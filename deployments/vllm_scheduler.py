@@ -168,6 +168,7 @@ class _PlannedScheduler(SluiceScheduler):
         self._taker.adopt(slots, self.settings.class_names)
         self._plan: StepPlan | None = None
         self._steps_left = 0  # for which the plan may be kept
+        self._departed = 0  # when the plan was made
         self._snapshot: Snapshot | None = None  # that the step was planned by; None where the plan was kept
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._cached_tokens = 0  # that requests brought which started under the plan
@@ -215,8 +216,8 @@ class _PlannedScheduler(SluiceScheduler):
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
             self._snapshot, self._chunks = None, prompts_in_progress(self)
-            if not plan.refills:
-                self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running))
+            if not plan.refills and plan.phase is not Phase.DECODE:
+                self.max_num_active_reqs = plan.max_batch_size - self._departed_since()
             if plan.max_prefill_tokens is not None:
                 self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(self._chunks)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
@@ -228,7 +229,8 @@ class _PlannedScheduler(SluiceScheduler):
         throttle = self._apply(plan, snapshot, throttle_prefills)
         if plan.steps > 1 and (most := self._most_steps(plan, snapshot)) < plan.steps:
             plan = plan._replace(steps=most)
-        self._plan, self._steps_left, self._snapshot, self._cached_tokens = plan, plan.steps - 1, snapshot, 0
+        self._plan, self._steps_left, self._departed = plan, plan.steps - 1, snapshot.state.departed
+        self._snapshot, self._cached_tokens = snapshot, 0
         self._chunks = snapshot.chunks
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
@@ -248,7 +250,10 @@ class _PlannedScheduler(SluiceScheduler):
     def _may_keep(self, plan: StepPlan) -> bool:
         """Phases did not reckon with a prompt that is longer than the plan's first step."""
         undisturbed = plan.phase is Phase.MIXED or not self._inflight_prefills
-        return self._steps_left > 0 and undisturbed and len(self.running) > plan.least_running
+        return self._steps_left > 0 and undisturbed and self._departed_since() <= plan.may_leave
+
+    def _departed_since(self) -> int:
+        return self._taker.departed - self._departed
 
     def _apply(self, plan: StepPlan, snapshot: Snapshot, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs. Returns whether prefills are put off."""
@@ -356,6 +361,7 @@ class _PlannedScheduler(SluiceScheduler):
         Who ended in a step is looked at when the step is told of. Nothing may be told for long after an abort.
         """
         began = time.perf_counter()
+        self._taker.ends(request)
         if _is_aborted(request) or not request.num_output_tokens:
             self._depart(request)
         else:

@@ -496,6 +496,6 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         ),
         admit=admit,
         steps=min([plan.steps for plan in plans]),
-        least_running=max([plan.least_running for plan in plans]),
+        may_leave=min([plan.may_leave for plan in plans]),
         refills=all([plan.refills for plan in plans]),
     )

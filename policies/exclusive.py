@@ -501,7 +501,7 @@ class ExclusiveMixed:
             return plan
         # Whoever comes or reads a prompt may do so in a step of that kind; but nobody can come while slots are taken.
         reads = state.prefilling_count or state.free_slots
-        return plan._replace(least_running=state.slots - 1, steps=1 if reads else plan.steps)
+        return plan._replace(may_leave=0, steps=1 if reads else plan.steps)
 
     def _parted_plan(self, state: BatchState, kind: Phase) -> StepPlan | None:
         """A prefill or decodes alone, but not twice in a row; None where they are alone anyhow, or there are none."""
@@ -522,21 +522,30 @@ class ExclusiveMixed:
         prefill = self._phase is Phase.PREFILL
         limit = min(self._phase_limit, state.slots) if prefill else state.slots
         room = min(startable, max(0, limit - state.running_count)) if prefill else 0
+        steps, may_leave = (1, 0) if prefill else self._decode_steps_ahead(state, startable)
         return StepPlan(
             phase=self._phase,
             max_batch_size=max(1, limit),
             limited_by=self._limited_by if prefill else Limit.SLOTS,
             max_batch_tokens=state.max_batch_tokens,
             admit=tuple(request.request_id for request in state.waiting[:room]),
-            steps=1 if prefill else self._decode_steps_ahead(state),
-            least_running=0 if prefill else floor(state.slots * (1.0 - self._refill_share(state))),
+            steps=steps,
+            may_leave=may_leave,
         )
 
-    def _decode_steps_ahead(self, state: BatchState) -> int:
-        """Steps in which no refill comes due as long as fewer slots than it needs are free, whoever comes."""
+    def _decode_steps_ahead(self, state: BatchState, startable: int) -> tuple[int, int]:
+        """Steps in which no refill comes due, whoever comes, and how many may depart in them."""
         if self.config.max_wait_s is not None or self._choice.looks_at or self._stall.holds(state):
-            return 1
-        return int(max(1, min(KEPT_STEPS, self._steps_to_look, self._most_phase_steps - self._phase_steps)))
+            return 1, 0
+        steps = min(KEPT_STEPS, self._steps_to_look)
+        if startable or not state.waiting_count:
+            steps = min(steps, floor(min(KEPT_STEPS, self._most_phase_steps - self._phase_steps)))
+        spare = state.running_count - floor(state.slots * (1.0 - self._refill_share(state))) - 1
+        if spare < 0:  # but for blocks; then more can start only once somebody has left
+            short = startable < min(state.waiting_count, state.free_slots)
+            if not short or self._refill_due(state, state.running_count - state.prefilling_count, startable):
+                return 1, 0
+        return max(1, steps), max(0, spare)
 
     def _enter_phase(self, state: BatchState, startable: int) -> None:
         prefilling = state.prefilling_count

@@ -136,6 +136,7 @@ class ForecastAdmission:
         self._refreshes = 0
         self._steps_to_refresh = 0
         self._cap = 0
+        self._departed = 0  # when the cap was found
         self._steps_to_review = 0
 
     @property
@@ -147,8 +148,8 @@ class ForecastAdmission:
         if not self.uses_forecast:
             return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
         self._refresh(state)
-        if self._steps_to_review > 0 and state.running_count > self._least_running:
-            return self._standing_plan(state, min(self._cap, state.running_count))
+        if self._steps_to_review > 0 and state.departed - self._departed <= self._may_leave:
+            return self._standing_plan(state)
         self._steps_to_review = 0
         elsewhere = _held_elsewhere(state)
         if steps := self._steps_ahead(state, elsewhere):
@@ -158,19 +159,20 @@ class ForecastAdmission:
         self._held_back |= next_fits
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
-        self._cap, self._steps_to_review = state.running_count + safe, _REVIEW_STEPS
-        return self._standing_plan(state, self._cap)
+        self._cap, self._departed, self._steps_to_review = state.running_count + safe, state.departed, _REVIEW_STEPS
+        return self._standing_plan(state)
 
     @property
-    def _least_running(self) -> int:
-        """With no more than so many the batch is looked at again."""
-        return self._cap - max(1, floor(_LEFT_SHARE * self._cap))
+    def _may_leave(self) -> int:
+        """When more have departed, the batch is looked at again."""
+        return max(0, floor(_LEFT_SHARE * self._cap) - 1)
 
-    def _standing_plan(self, state: BatchState, cap: int) -> StepPlan:
-        """A cap for as long as hardly anybody leaves."""
+    def _standing_plan(self, state: BatchState) -> StepPlan:
+        """The cap found last, less those who have departed since."""
         steps = min(self._steps_to_review, self._steps_to_refresh)
-        plan = capped_plan(state, cap, Limit.MEMORY, steps)
-        return plan._replace(least_running=self._least_running, refills=False)
+        left = state.departed - self._departed
+        plan = capped_plan(state, self._cap - left, Limit.MEMORY, steps)
+        return plan._replace(may_leave=self._may_leave - left, refills=False)
 
     def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
         """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as

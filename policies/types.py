@@ -15,6 +15,7 @@ long to make.
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -160,6 +161,7 @@ class BatchState(NamedTuple):
         block_size: tokens per block.
         max_batch_tokens: most tokens the engine computes in one step.
         max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
+        departed: requests that have left the batch so far, but for those that were preempted.
     """
 
     now_s: float
@@ -172,6 +174,7 @@ class BatchState(NamedTuple):
     block_size: int
     max_batch_tokens: int
     max_model_len: int | None = None
+    departed: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -208,11 +211,11 @@ class StepPlan(NamedTuple):
         admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
         steps: for so many steps, this one counted, the answer would stay the same but for who waits and what has only
             just been learned, so a driver may keep the plan and report those steps together before it asks again. Not
-            once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or no
-            more than ``least_running`` run; and only in MIXED once a prompt has been begun that its first step did not
-            end.
-        refills: whether others may come in the place of those who leave while the plan is kept. Where not, nobody
-            starts after its first step.
+            once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or more
+            than ``may_leave`` have departed; and only in MIXED once a prompt has been begun that its first step did
+            not end.
+        may_leave: requests that may depart while the plan is kept.
+        refills: whether others may come in their place then; where not, each makes ``max_batch_size`` smaller.
     """
 
     phase: Phase
@@ -221,7 +224,7 @@ class StepPlan(NamedTuple):
     max_batch_tokens: int
     admit: tuple[str, ...]
     steps: int = 1
-    least_running: int = 0
+    may_leave: float = inf
     refills: bool = True
     max_prefill_tokens: int | None = None
 

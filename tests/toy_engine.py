@@ -65,6 +65,7 @@ class ToyEngine:
     results: list[StepResult] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     used_blocks: int = 0
+    departed: int = 0
     _prefill: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -95,6 +96,7 @@ class ToyEngine:
             block_size=self.block_size,
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=self.max_model_len,
+            departed=self.departed,
         )
 
     @property
@@ -199,6 +201,7 @@ class ToyEngine:
             self.running = [job for job in self.running if job.prefill_left or job.generated < job.output_tokens]
         for job in done:
             self._hold(job, 0)
+        self.departed += len(done)
         return tuple(
             FinishedRequest(
                 prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens, class_index=job.class_index

@@ -420,7 +420,7 @@ class _Fixed:
         chunk: int | None = None,
         kept: tuple[int, int] = (1, 0),
     ) -> None:
-        """kept: steps and least_running of its plans."""
+        """kept: steps and may_leave of its plans."""
         self.cap, self.limit, self.phase, self.budget, self.chunk = cap, limit, phase, budget, chunk
         self.kept = kept
         self.observed = 0
@@ -435,7 +435,7 @@ class _Fixed:
             max_prefill_tokens=self.chunk,
             admit=tuple(request.request_id for request in state.waiting[:room]),
             steps=self.kept[0],
-            least_running=self.kept[1],
+            may_leave=self.kept[1],
         )
 
     def observe(self, result: StepResult) -> None:
@@ -449,9 +449,9 @@ class TestSmallest:
         assert (plan.max_batch_size, plan.limited_by, len(plan.admit)) == (12, Limit.SLA, 10)
 
     def test_a_plan_holds_for_as_long_as_every_part_of_it_does(self) -> None:
-        parts = (_Fixed(40, Limit.MEMORY, kept=(4, 39)), _Fixed(64, Limit.SLOTS, kept=(16, 0)))
+        parts = (_Fixed(40, Limit.MEMORY, kept=(4, 7)), _Fixed(64, Limit.SLOTS, kept=(16, 9)))
         plan = Smallest(*parts).plan(make_state(running=2, waiting=64))
-        assert (plan.steps, plan.least_running) == (4, 39)
+        assert (plan.steps, plan.may_leave) == (4, 7)
 
     def test_every_policy_observes_every_step(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA))

@@ -90,9 +90,8 @@ class TestOnPaper:
         assert (len(plan.admit), plan.limited_by) == (5, Limit.MEMORY)
 
     def test_requests_about_to_end_make_room_for_new_ones(self) -> None:
-        policy = taught([200] * 100)
-        old = policy.plan(make_state(ages=[190] * 4, waiting=50, capacity=2400))
-        young = policy.plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
+        old = taught([200] * 100).plan(make_state(ages=[190] * 4, waiting=50, capacity=2400))
+        young = taught([200] * 100).plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
         assert len(young.admit) < len(old.admit)
 
     def test_a_smaller_chance_of_overflow_admits_less(self) -> None:
@@ -108,16 +107,19 @@ class TestOnPaper:
         assert admitted[0] > admitted[1] > admitted[2]
 
     def test_each_class_has_its_own_law(self) -> None:
-        policy = taught([20] * 100, class_index=0, classes=2)
-        teach(policy, [2000] * 100, class_index=1)
-        short, long = (
-            len(policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=c)).admit) for c in (0, 1)
-        )
-        assert short > 4 * long
+        def admitted(class_index: int) -> int:
+            policy = taught([20] * 100, class_index=0, classes=2)
+            teach(policy, [2000] * 100, class_index=1)
+            return len(policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=class_index)).admit)
+
+        assert admitted(0) > 4 * admitted(1)
 
     def test_a_class_without_samples_uses_the_law_of_all(self) -> None:
-        policy = taught([200] * 100, class_index=0, classes=2)
-        plans = [policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=c)) for c in (0, 1)]
+        policies = [taught([200] * 100, class_index=0, classes=2) for _ in range(2)]
+        plans = [
+            policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=class_index))
+            for class_index, policy in enumerate(policies)
+        ]
         assert plans[0].admit == plans[1].admit
 
     def test_what_it_offers_is_for_requests_of_the_class_at_hand(self) -> None:
@@ -149,7 +151,7 @@ class TestOnPaper:
             policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000, prompt=100))
             for result in after:
                 policy.observe(result)
-            roomier = make_state(ages=[10] * ages, waiting=60, capacity=9000, prompt=100)
+            roomier = make_state(ages=[10] * ages, waiting=60, capacity=9000, prompt=100)._replace(departed=10 - ages)
             return policy.plan(roomier).max_batch_size
 
         first = cap()
@@ -161,19 +163,19 @@ class TestOnPaper:
     def test_nobody_comes_in_the_place_of_the_few_who_leave_while_a_cap_stands(self) -> None:
         policy = taught([200] * 100)
         first = policy.plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
-        assert (first.max_batch_size, first.least_running, first.refills) == (206, 203, False)
-        for running, cap in ((205, 205), (204, 204), (203, 263)):
+        assert (first.max_batch_size, first.may_leave, first.refills) == (206, 2, False)
+        for departed in (1, 2, 3):
             policy.observe(make_result())
-            plan = policy.plan(make_state(ages=[10] * running, waiting=60, capacity=900_000))
-            assert (plan.max_batch_size if plan.limited_by is Limit.MEMORY else running + 60) == cap
+            state = make_state(ages=[10] * (206 - departed), waiting=60, capacity=900_000)
+            plan = policy.plan(state._replace(departed=departed))
+            assert len(plan.admit) == (60 if departed == 3 else 0)
 
     def test_a_cap_that_somebody_left_does_not_come_back(self) -> None:
         policy = taught([200] * 100)
         assert policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000)).max_batch_size == 10
         for running in (9, 10):
-            plan = policy.plan(
-                make_state(ages=[10] * running, waiting=60, capacity=900_000)._replace(max_model_len=512)
-            )
+            state = make_state(ages=[10] * running, waiting=60, capacity=900_000)
+            plan = policy.plan(state._replace(max_model_len=512, departed=1))
             policy.observe(make_result())
             assert plan.limited_by is Limit.SLOTS
 
