@@ -4,9 +4,12 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count
+from operator import itemgetter
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
+
+_request_of = itemgetter(2)
 
 
 class DeadlineQueue(RequestQueue):
@@ -55,4 +58,4 @@ class DeadlineQueue(RequestQueue):
         return len(self._front) + len(self._sorted)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._front, (entry[2] for entry in reversed(self._sorted)))
+        return chain(self._front, map(_request_of, reversed(self._sorted)))

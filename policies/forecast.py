@@ -16,9 +16,9 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for four steps, or until one in 64 has left the batch, whose slots stay empty so long: that
-  costs no throughput (docs/scheduler.md) and spares most forecasts. Others who came in their place unseen would cost
-  0.3 to 0.6 %. That no cap binds stands for as many steps as the cache has room for, whoever comes.
+* A cap that binds stands for six steps, or until one in 48 has left the batch, whose slots stay empty so long: that
+  costs at most 0.1 % of throughput (docs/scheduler.md) and spares three forecasts in four. Others who came in their
+  place unseen would cost 0.3 to 0.6 %. That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
 independent.
@@ -58,8 +58,8 @@ from policies.types import (
 
 _AGE_CELLS = 64
 # A cap stands for so many steps, where memory binds, as long as no more of the batch than this share has left it.
-_REVIEW_STEPS = 4
-_LEFT_SHARE = 1 / 64
+_REVIEW_STEPS = 6
+_LEFT_SHARE = 1 / 48
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
