@@ -4,6 +4,9 @@ Not collected by default; run with `pytest bench/deployments/test_short_caches.p
 quarter of an hour. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, by default one of pytest's. vLLM's real
 scheduler, 3000 requests, 128 clients and slots; output tokens per second relative to vLLM as it is, between a quarter
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
+
+`-k stands` is another load, of 256 requests at once: what it costs that slots of those who leave stay empty for up to
+six steps, against a forecast whenever anybody leaves (a minute and a half).
 """
 
 import os
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies import forecast
 from policies.types import StepCoefficients, StepTimes
 from tests.virtual_engine import VirtualEngine, run_closed
 
@@ -60,7 +64,17 @@ def run(name: str, times: StepTimes, tokens: int) -> Run:
     caches = engine.scheduler.kv_cache_manager
     if "watermark" in name:
         caches.watermark_blocks = int(0.05 * caches.block_pool.num_gpu_blocks)
-    run_closed(engine, requests, clients=SLOTS)
+    return measured(run_closed(engine, requests, clients=SLOTS))
+
+
+def run_many(settings: dict[str, Any], times: StepTimes, seed: int) -> Run:
+    rng = random.Random(seed)
+    requests = [(rng.randint(20, 400), min(1400, 1 + int(rng.expovariate(1 / 200)))) for _ in range(REQUESTS)]
+    engine = VirtualEngine(settings, slots=400, blocks=6600, budget=8192, depth=2, times=times)
+    return measured(run_closed(engine, requests, clients=600))
+
+
+def measured(engine: VirtualEngine) -> Run:
     assert all(answer.whole for answer in engine.answers.values())
     ends = sorted(answer.times_s[-1] for answer in engine.answers.values())
     tokens_at = np.sort([at for answer in engine.answers.values() for at in answer.times_s])
@@ -91,3 +105,14 @@ def test_admission_in_a_short_cache(kind: str, tokens: int, rows: list[str]) -> 
     found = {name: run(name, TIMES[kind], tokens) for name in POLICIES}
     rows.append(f"| {kind}, {tokens} | " + " | ".join(each.cell(found["stock"]) for each in found.values()) + " |")
     print(f"\n{rows[-1]}", flush=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cheap", "dear"])
+def test_a_cap_that_stands_while_some_leave(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = run_many({"mode": "stock"}, TIMES[kind], seed)
+    stands = run_many({"mode": "auto"}, TIMES[kind], seed)
+    monkeypatch.setattr(forecast, "_LEFT_SHARE", 0.0)
+    each_time = run_many({"mode": "auto"}, TIMES[kind], seed)
+    cells = [each.cell(stock) for each in (stock, each_time, stands)]
+    print(f"\n| {kind}, seed {seed} | {' | '.join(cells)} | {stands.steady / each_time.steady:.4f} |", flush=True)

@@ -30,6 +30,7 @@ LOADS: dict[str, tuple[dict[str, Any], int, int]] = {
     "auto in a cache that hardly ever is full": ({"mode": "auto"}, 256, 16_000),
     "auto where the target binds": ({"mode": "auto", "itl_target_s": 0.04}, 400, 60_000),
     "auto where the cache binds": ({"mode": "auto"}, 400, 6600),
+    "exclusive where the cache binds": ({"mode": "exclusive"}, 400, 6600),
 }
 
 
