@@ -63,7 +63,7 @@ class Snapshot(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The head of the queue as it was shown last, and the tokens that it has to prefill."""
+    """The head of the queue as it was last looked at, and the tokens that it has to prefill."""
 
     requests: tuple[Request, ...]
     views: tuple[RequestView, ...]
@@ -166,7 +166,7 @@ class SnapshotTaker:
         self._left_out = 0
         # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
         self._ending: set[Request] = set()
-        self._ended = 0  # those that ran
+        self._begun = 0  # times that a request came into the batch
         self._decoding: int | None = None  # how many of a snapshot can decode, until its first step is told of
 
     def adopt(self, slots: int, class_names: Sequence[str | None]) -> None:
@@ -210,16 +210,17 @@ class SnapshotTaker:
 
     @property
     def departed(self) -> int:
-        """Requests that have left the batch so far; one whose last token is in flight has."""
-        return self._ended + len(self._ending)
+        """Requests that have left the batch so far, in whatever way; one whose last token is in flight has."""
+        return self._begun - len(self._scheduler.running) + len(self._ending)
 
-    def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, preempted: bool) -> None:
+    def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, begun: int, preempted: bool) -> None:
         """After a step was scheduled, the first since a snapshot or a later one, before vLLM counts its tokens. Without
         this, or where it was not told of the step before, requests are read again for the next snapshot.
 
-        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; preempted: whether any request
-        lost its cache.
+        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; begun: how many came into the
+        batch; preempted: whether any request lost its cache.
         """
+        self._begun += begun
         scheduler, decodes = self._scheduler, len(scheduled) - len(prefills)
         could_decode, self._decoding = self._decoding, None
         left_out = 0
@@ -241,10 +242,6 @@ class SnapshotTaker:
     def arrived(self, request: Request, now_s: float) -> None:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
         self._arrived_s[request] = now_s
-
-    def ends(self, request: Request) -> None:
-        """vLLM lets go of it."""
-        self._ended += request.num_computed_tokens > 0
 
     def leave(self, request: Request) -> None:
         """It has ended, and is forgotten later."""

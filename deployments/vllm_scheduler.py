@@ -216,8 +216,8 @@ class _PlannedScheduler(SluiceScheduler):
         if (plan := self._plan) is not None and self._may_keep(plan):
             self._steps_left -= 1
             self._snapshot, self._chunks = None, prompts_in_progress(self)
-            if not plan.refills and plan.phase is not Phase.DECODE:
-                self.max_num_active_reqs = plan.max_batch_size - self._departed_since()
+            if plan.phase is not Phase.DECODE:
+                self.max_num_active_reqs = min(plan.cap(self._departed_since()), self._taker.slots)
             if plan.max_prefill_tokens is not None:
                 self.max_num_scheduled_tokens = self._budget(plan.budget(len(self.running) - len(self._chunks)))
             throttle = self._hold_back() if plan.phase is Phase.DECODE else throttle_prefills
@@ -300,7 +300,12 @@ class _PlannedScheduler(SluiceScheduler):
         chunks = [one.request_id for one in self._chunks if one.request_id in scheduled]
         starts = [start.req_id for start in output.scheduled_new_reqs]
         prefills = [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
-        self._taker.step_taken(prefills, scheduled, preempted=bool(output.preempted_req_ids))
+        self._taker.step_taken(
+            prefills,
+            scheduled,
+            begun=len(starts) + len(output.scheduled_cached_reqs.resumed_req_ids),
+            preempted=bool(output.preempted_req_ids),
+        )
         if plan.steps > 1 and self._ends_plan(output, plan):
             self._steps_left = 0
         self._account.scheduled(
@@ -361,7 +366,6 @@ class _PlannedScheduler(SluiceScheduler):
         Who ended in a step is looked at when the step is told of. Nothing may be told for long after an abort.
         """
         began = time.perf_counter()
-        self._taker.ends(request)
         if _is_aborted(request) or not request.num_output_tokens:
             self._depart(request)
         else:

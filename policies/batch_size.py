@@ -475,7 +475,7 @@ def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:
     if plan.max_batch_size >= state.slots and len(plan.admit) == len(state.waiting):
         return state
     admitted = set(plan.admit)
-    waiting = [request for request in state.waiting if request.request_id in admitted] if admitted else ()
+    waiting = [request for request in state.waiting if request.request_id in admitted]
     return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=tuple(waiting))
 
 
@@ -497,5 +497,5 @@ def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:
         admit=admit,
         steps=min([plan.steps for plan in plans]),
         may_leave=min([plan.may_leave for plan in plans]),
-        refills=all([plan.refills for plan in plans]),
+        max_served=min([plan.max_served for plan in plans]),
     )

@@ -444,6 +444,7 @@ class ExclusiveMixed:
         self._phase = Phase.DECODE
         self._phase_steps = 0
         self._phase_limit = 0
+        self._steps_to_part = 0  # before a prefill is parted again, after one in which nobody could start
         self._held_back = False  # whether prompts waited in the last step, so that decodes were alone
         self._limited_by = Limit.SLOTS
         self._workload: _Workload | None = None
@@ -489,6 +490,9 @@ class ExclusiveMixed:
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
         self._phase_steps += result.phase is Phase.DECODE
+        self._steps_to_part -= 1
+        if result.phase is Phase.PREFILL and not result.scheduled_tokens:
+            self._steps_to_part = KEPT_STEPS
         self._choice.observe(result)
         if self._choice.has_found(self._model):
             self._steps_to_look = 0
@@ -506,8 +510,8 @@ class ExclusiveMixed:
     def _parted_plan(self, state: BatchState, kind: Phase) -> StepPlan | None:
         """A prefill or decodes alone, but not twice in a row; None where they are alone anyhow, or there are none."""
         prefill = kind is Phase.PREFILL
-        barred = self._phase is Phase.PREFILL or self._stall.holds(state) if prefill else self._held_back
-        if barred or kind is Phase.MIXED:
+        barred = (self._phase is Phase.PREFILL or self._steps_to_part > 0) if prefill else self._held_back
+        if barred or kind is Phase.MIXED or (prefill and self._stall.holds(state)):
             return None
         startable, prefilling = self._startable(state, ahead=0), state.prefilling_count
         if not (startable or prefilling) or state.running_count == prefilling:
@@ -534,17 +538,20 @@ class ExclusiveMixed:
         )
 
     def _decode_steps_ahead(self, state: BatchState, startable: int) -> tuple[int, int]:
-        """Steps in which no refill comes due, whoever comes, and how many may depart in them."""
+        """Steps in which no refill comes due, and how many may depart in them."""
         if self.config.max_wait_s is not None or self._choice.looks_at or self._stall.holds(state):
             return 1, 0
         steps = min(KEPT_STEPS, self._steps_to_look)
-        if startable or not state.waiting_count:
-            steps = min(steps, floor(min(KEPT_STEPS, self._most_phase_steps - self._phase_steps)))
         spare = state.running_count - floor(state.slots * (1.0 - self._refill_share(state))) - 1
         if spare < 0:  # but for blocks; then more can start only once somebody has left
             short = startable < min(state.waiting_count, state.free_slots)
             if not short or self._refill_due(state, state.running_count - state.prefilling_count, startable):
                 return 1, 0
+        patience = self._most_phase_steps - self._phase_steps
+        if patience < steps:
+            if startable or not state.waiting_count:
+                return max(1, floor(patience)), max(0, spare)
+            spare = 0  # nobody who waits can start now, but somebody could as soon as anyone has left
         return max(1, steps), max(0, spare)
 
     def _enter_phase(self, state: BatchState, startable: int) -> None:

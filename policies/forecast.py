@@ -16,12 +16,13 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for six steps, or until one in 48 has left the batch, whose slots stay empty so long: that
-  costs at most 0.1 % of throughput (docs/scheduler.md) and spares three forecasts in four. Others who came in their
-  place unseen would cost 0.3 to 0.6 %. That no cap binds stands for as many steps as the cache has room for, whoever comes.
+* A cap that binds stands for six steps, or until one in 48 has left the batch, anybody where less than 96 run; their
+  slots stay empty so long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
+  who came in their place unseen would cost 0.3 to 0.9 %.
+* That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
-Limits: requests admitted later are not foreseen (each is checked when its turn comes), and lengths are taken for
-independent.
+Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for
+independent, and a cap that is not filled at once is for whoever is at the head of the queue while it stands.
 """
 
 from bisect import bisect_left
@@ -57,7 +58,7 @@ from policies.types import (
 )
 
 _AGE_CELLS = 64
-# A cap stands for so many steps, where memory binds, as long as no more of the batch than this share has left it.
+# A cap stands for so many steps, where memory binds, until this share of the batch has left it.
 _REVIEW_STEPS = 6
 _LEFT_SHARE = 1 / 48
 # The horizons end where a law has ended but for this share.
@@ -172,7 +173,7 @@ class ForecastAdmission:
         steps = min(self._steps_to_review, self._steps_to_refresh)
         left = state.departed - self._departed
         plan = capped_plan(state, self._cap - left, Limit.MEMORY, steps)
-        return plan._replace(may_leave=self._may_leave - left, refills=False)
+        return plan._replace(may_leave=self._may_leave - left, max_served=plan.max_batch_size)
 
     def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
         """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as
@@ -227,6 +228,8 @@ class ForecastAdmission:
     def _fitting_alike(self, state: BatchState, alike: RequestView) -> int:
         """How many such requests, as far as there are slots, are within the capacity at every horizon."""
         unshared, capacity = unshared_fraction(state), state.capacity_tokens - _held_elsewhere(state)
+        if self._fits_whatever_happens(state, (alike,) * state.free_slots, capacity):
+            return state.free_slots
         mean, variance = self._load(state, unshared)
         more, doubt = self._load_of(alike, unshared, state.block_size)
 

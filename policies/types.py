@@ -160,8 +160,8 @@ class BatchState(NamedTuple):
         free_blocks, total_blocks: KV blocks; what a prefix cache holds and may evict counts as free.
         block_size: tokens per block.
         max_batch_tokens: most tokens the engine computes in one step.
+        departed: requests that have left the batch so far, however: only differences count.
         max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
-        departed: requests that have left the batch so far, but for those that were preempted.
     """
 
     now_s: float
@@ -173,8 +173,8 @@ class BatchState(NamedTuple):
     total_blocks: int
     block_size: int
     max_batch_tokens: int
+    departed: int
     max_model_len: int | None = None
-    departed: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -214,8 +214,9 @@ class StepPlan(NamedTuple):
             once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or more
             than ``may_leave`` have departed; and only in MIXED once a prompt has been begun that its first step did
             not end.
-        may_leave: requests that may depart while the plan is kept.
-        refills: whether others may come in their place then; where not, each makes ``max_batch_size`` smaller.
+        may_leave: requests that may depart while the plan is kept; inf is any number.
+        max_served: most requests that may run while it is kept, with those that have departed meanwhile: by so much
+            others may not come in their place. Not below ``max_batch_size``.
     """
 
     phase: Phase
@@ -225,7 +226,7 @@ class StepPlan(NamedTuple):
     admit: tuple[str, ...]
     steps: int = 1
     may_leave: float = inf
-    refills: bool = True
+    max_served: float = inf
     max_prefill_tokens: int | None = None
 
     def budget(self, decodes: int) -> int:
@@ -233,6 +234,10 @@ class StepPlan(NamedTuple):
         if self.max_prefill_tokens is None or not decodes:
             return self.max_batch_tokens
         return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)
+
+    def cap(self, departed: int) -> int:
+        """Most requests that may run in a step once so many have departed under the plan."""
+        return int(min(self.max_batch_size, self.max_served - departed))
 
 
 class FinishedRequest(NamedTuple):

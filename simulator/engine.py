@@ -107,7 +107,7 @@ class Engine:
         self._step: _Step | None = None
         self._awake = False
         self._stopped = False
-        self._finished = 0
+        self._departed = 0
 
     @property
     def holds(self) -> int:
@@ -187,7 +187,7 @@ class Engine:
             total_blocks=self.config.total_blocks,
             block_size=self.config.block_size,
             max_batch_tokens=self.config.max_batch_tokens,
-            departed=self._finished,
+            departed=self._departed,
         )
 
     def _schedule(self, plan: StepPlan, now_s: float) -> _Step:
@@ -210,6 +210,7 @@ class Engine:
             self._waiting.appendleft((request.view(), request))
         if lost:
             self._note_lost(lost)
+            self._departed += len(lost)
             step.preempted += len(lost)
             self._views = None
 
@@ -279,7 +280,7 @@ class Engine:
             used_blocks=self._batch.total_blocks - self._batch.free_blocks,
         )
         finished = self._batch.finish(now_s)
-        self._finished += len(finished)
+        self._departed += len(finished)
         self.policy.observe(self._result(step, now_s, batch_size, waiting, finished))
         return self._on_finished(now_s, self, finished) if finished else ()
 

@@ -170,6 +170,7 @@ class ToyEngine:
     def _preempt(self, job: Job) -> None:
         self.running.remove(job)
         self._hold(job, 0)
+        self.departed += 1
         self.waiting.appendleft(job)
 
     def _prefill_running(self, budget: int) -> None:

@@ -65,6 +65,7 @@ def make_state(free_tokens: int, waiting: int) -> BatchState:
         total_blocks=(held + free_tokens) // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         max_batch_tokens=8192,
+        departed=0,
     )
 
 
@@ -133,6 +134,7 @@ def test_snapshot_of_buffers_that_a_driver_keeps(benchmark: BenchmarkFixture) ->
             total_blocks=state.total_blocks,
             block_size=BLOCK_SIZE,
             max_batch_tokens=8192,
+            departed=0,
         )
 
     benchmark(snapshot)

@@ -105,6 +105,7 @@ def states(draw: st.DrawFn) -> BatchState:
         total_blocks=used + free + draw(counts) + 1,
         block_size=block_size,
         max_batch_tokens=draw(st.integers(1, 16384)),
+        departed=0,
     )
 
 
@@ -233,7 +234,7 @@ class _Keeper:
         if self._plan and self._may_keep(self._plan, state):
             self.kept += 1
             self._steps_left -= 1
-            cap = self._plan.max_batch_size - (0 if self._plan.refills else state.departed - self._departed)
+            cap = self._plan.cap(state.departed - self._departed)
             room = 0 if self._plan.phase is Phase.DECODE else max(0, cap - state.running_count)
             admit = tuple(request.request_id for request in state.waiting[:room])
             return self._plan._replace(max_batch_size=cap, admit=admit)
@@ -297,7 +298,7 @@ def _driven(
     jobs = random_jobs(max(150, 3 * slots), prompt=(20, 120), mean_output=mean_output, seed=5)
     engine = ToyEngine(policy, TIMES, slots=slots, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
     run_closed(engine, jobs, slots + 4)
-    return [plan._replace(steps=1, may_leave=0) for plan in engine.plans]
+    return [plan._replace(steps=1, may_leave=0, max_served=0) for plan in engine.plans]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,30 @@ def run_many_in_a_short_cache(engine: VirtualEngine) -> None:
     run_closed(engine, jobs, clients=300)
 
 
+_STEEP = StepCoefficients(overhead_s=0.006, prefill_s=2e-5, decode_s=4e-4)
+STEEP = StepTimes(prefill=_STEEP, decode=_STEEP, mixed=_STEEP)
+
+
+def run_short_answers(engine: VirtualEngine) -> None:
+    rng = random.Random(2)
+    run_closed(engine, [(rng.randint(20, 200), 1 + int(rng.expovariate(1 / 30))) for _ in range(500)], clients=300)
+
+
+def run_sessions_of_queued_parts(engine: VirtualEngine) -> None:
+    """Every part is there before the one before it has been answered."""
+    run_closed(engine, [(30, 30)] * 40, clients=40)
+    for number in range(20):
+        engine.add(f"long{number}", 40, 300)
+    for number in range(12):
+        for _ in range(8):
+            engine.add(f"s{number}", 21, 21, resumable=True)
+    for _ in range(400):
+        engine.step()
+    for number in range(12):
+        engine.abort(f"s{number}")
+    engine.run()
+
+
 LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "stop tokens": (run_by_stop_tokens, {}),
     "limits": (run_to_limits, {}),
@@ -137,10 +161,13 @@ LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
     "one prefix": (run_with_one_prefix, {"enable_prefix_caching": True}),
     "second turns": (run_second_turns, {"enable_prefix_caching": True, "blocks": 2100, "budget": 1024}),
     "sessions": (run_sessions_beside_answers, {}),
+    "queued parts": (run_sessions_of_queued_parts, {}),
     "a short cache": (run_many_in_a_short_cache, {"slots": 256, "blocks": 1300}),
+    "a short cache and a target": (run_short_answers, {"slots": 256, "blocks": 700, "budget": 8192, "times": STEEP}),
 }
-KEPT = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
+KEPT: dict[str, dict[str, Any]] = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
 KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.02}
+KEPT["mixed with a target of 26 ms"] = {"mode": "mixed", "itl_target_s": 0.026}
 
 
 @both_depths
@@ -616,6 +643,14 @@ def test_stock_holds_no_request_that_has_ended() -> None:
     gc.collect()
     assert len(requests) == 8
     assert not any(request() for request in requests)
+
+
+@both_depths
+def test_looking_for_prefills_alone_above_a_watermark_leaves_few_steps_empty(depth: int) -> None:
+    engine = VirtualEngine({"mode": "auto"}, slots=256, blocks=1200, depth=depth)
+    engine.scheduler.kv_cache_manager.watermark_blocks = 60
+    run_closed(engine, workload(1200), clients=300)
+    assert sum(step.empty and step.runnable for step in engine.log) < 0.03 * len(engine.log)
 
 
 @both_depths

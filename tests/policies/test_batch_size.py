@@ -65,6 +65,7 @@ def make_state(*, running: int = 0, waiting: int = 0, prompt_tokens: int = 100, 
         total_blocks=6250,
         block_size=16,
         max_batch_tokens=8192,
+        departed=0,
     )
     return state._replace(**overrides)  # type: ignore[arg-type]
 

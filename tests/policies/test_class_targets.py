@@ -23,6 +23,7 @@ def state(running_classes: list[int], waiting_class: int | None = None, total_bl
         total_blocks=total_blocks,
         block_size=16,
         max_batch_tokens=8192,
+        departed=0,
     )
 
 

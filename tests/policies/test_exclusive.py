@@ -58,6 +58,7 @@ def make_state(*, decoding: int = 0, prefilling: int = 0, waiting: int = 0, **ov
         total_blocks=20_000,
         block_size=16,
         max_batch_tokens=8192,
+        departed=0,
     )
     return state._replace(**overrides)  # type: ignore[arg-type]
 
@@ -139,6 +140,15 @@ class TestPhases:
             phases.append(policy.plan(state).phase)
             policy.observe(make_result(phase=phases[-1], decodes=40))
         assert phases.index(Phase.PREFILL) == 15
+
+    def test_a_phase_beyond_its_patience_ends_as_soon_as_somebody_leaves(self) -> None:
+        policy = exclusive()
+        for _ in range(60):  # the first phase is of 32 steps
+            policy.plan(make_state(decoding=64))
+            policy.observe(make_result(phase=Phase.DECODE, decodes=64))
+        full = policy.plan(make_state(decoding=64, waiting=3))
+        assert (full.phase, full.may_leave) == (Phase.DECODE, 0)
+        assert policy.plan(make_state(decoding=63, waiting=3)).phase is Phase.PREFILL
 
     def test_a_head_that_waited_too_long_is_started_whatever_the_phase(self) -> None:
         policy = exclusive(phase_rule="fixed", refill=32, max_wait_s=2.0)

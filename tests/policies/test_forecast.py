@@ -79,6 +79,7 @@ def make_state(
         total_blocks=capacity,
         block_size=1,
         max_batch_tokens=8192,
+        departed=0,
     )
 
 
@@ -163,7 +164,7 @@ class TestOnPaper:
     def test_nobody_comes_in_the_place_of_the_few_who_leave_while_a_cap_stands(self) -> None:
         policy = taught([200] * 100)
         first = policy.plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
-        assert (first.max_batch_size, first.may_leave, first.refills) == (206, 3, False)
+        assert (first.max_batch_size, first.may_leave, first.max_served) == (206, 3, 206)
         for departed in (1, 3, 4):
             policy.observe(make_result())
             state = make_state(ages=[10] * (206 - departed), waiting=60, capacity=900_000)
