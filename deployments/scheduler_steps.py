@@ -69,6 +69,11 @@ class StepAccount:
     def in_flight(self) -> bool:
         return bool(self._on_their_way)
 
+    @property
+    def preempts(self) -> bool:
+        """Whether a step on its way took somebody's cache, of which policies will be told."""
+        return any([step.preempted for _, _, step in self._on_their_way])
+
     def scheduled(
         self,
         output: SchedulerOutput,

@@ -237,7 +237,7 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _most_steps(self, plan: StepPlan, snapshot: Snapshot) -> int:
         """Steps for which this plan's slots stay what they are."""
-        if snapshot.idle_slots or not self._taker.is_foreseeable:
+        if snapshot.idle_slots or not self._taker.is_foreseeable or self._account.preempts:
             return 1
         return self._taker.steps_to_an_end() if self._counts_ends(plan) else plan.steps
 

@@ -16,7 +16,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for six steps, or until one in 48 has left the batch, anybody where less than 96 run; their
+* A cap that binds stands for eight steps, or until one in 32 has left the batch, anybody where less than 64 run; their
   slots stay empty so long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
   who came in their place unseen would cost 0.3 to 0.9 %.
 * That no cap binds stands for as many steps as the cache has room for, whoever comes.
@@ -59,8 +59,8 @@ from policies.types import (
 
 _AGE_CELLS = 64
 # A cap stands for so many steps, where memory binds, until this share of the batch has left it.
-_REVIEW_STEPS = 6
-_LEFT_SHARE = 1 / 48
+_REVIEW_STEPS = 8
+_LEFT_SHARE = 1 / 32
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
