@@ -18,7 +18,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
   batch's own is no capacity, but for what a candidate holds already.
 * A cap that binds stands for eight steps, or until one in 32 has left the batch, anybody where less than 64 run; their
   slots stay empty so long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
-  who came in their place unseen would cost 0.3 to 0.9 %.
+  who came in their place unseen would cost 0.3 to 1.0 %.
 * That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for

@@ -1,12 +1,12 @@
 """Admission when the KV cache is short, on a virtual clock: vLLM as it is, with its watermark, and with the forecast.
 
-Not collected by default; run with `pytest bench/deployments/test_short_caches.py -s`, on part of it with `-k dear`: a
-quarter of an hour. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, by default one of pytest's. vLLM's real
+Not collected by default; run with `pytest bench/deployments/test_short_caches.py -s`, or with `-k dear` on part of it:
+some seven minutes. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, by default one of pytest's. vLLM's real
 scheduler, 3000 requests, 128 clients and slots; output tokens per second relative to vLLM as it is, between a quarter
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
 
 `-k stands` is another load, of 256 requests at once: what it costs that slots of those who leave stay empty for up to
-six steps, against a forecast whenever anybody leaves (a minute and a half).
+eight steps, against a forecast whenever anybody leaves (a minute and a half).
 """
 
 import os
