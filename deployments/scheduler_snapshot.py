@@ -29,6 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from deployments.request_metadata import RequestMetadata, metadata_of
 from deployments.scheduler_blocks import pool_share
+from deployments.scheduler_queue import DeadlineQueue
 from policies.types import BatchState, FloatArray, IntArray, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
@@ -63,14 +64,16 @@ class Snapshot(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The head of the queue as it was last looked at, and the tokens that it has to prefill."""
+    """The head of the queue as it was last looked at, the tokens that it has to prefill, and how often the queue had
+    been popped and otherwise changed by then."""
 
-    requests: tuple[Request, ...]
     views: tuple[RequestView, ...]
     tokens: int
+    popped: int
+    moved: int
 
 
-_NOBODY = _Head((), (), 0)
+_NOBODY = _Head((), 0, 0, 0)
 
 
 @lru_cache(maxsize=1)
@@ -295,7 +298,8 @@ class SnapshotTaker:
     def _bring_up_to_date(self) -> None:
         scheduler, batch = self._scheduler, self._batch
         if self._followed_to == scheduler.current_step and not self._left_out and not self._always_reads:
-            batch.output[: len(batch)] += self._decode_steps
+            output = batch.output[: len(batch)]
+            output += self._decode_steps
             for request in map(scheduler.requests.get, self._prefilled):
                 if request is not None and request.status == RequestStatus.RUNNING:
                     at = self._place(request)  # may make the columns longer
@@ -353,41 +357,39 @@ class SnapshotTaker:
         head = self._still_ahead(blocked)
         if head.tokens < 2 * self.max_batch_tokens and len(head.views) < most:
             head = self._longer(head, most, blocked, now_s)
-        else:
-            self._head = head
         views = head.views[:most]
         return views, max(total - len(blocked), len(views))
 
     def _still_ahead(self, blocked: Set[Request]) -> _Head:
-        """What was shown before, without those in front who have started since; nobody if others stand there now."""
-        head = self._head
-        front = self._front(len(head.requests), blocked)
-        if front == head.requests:
-            return head
-        if not front or front[0] not in head.requests:
+        """What was shown before, without those in front who have started since; nobody if others may stand there."""
+        head, queue = self._head, self._scheduler.waiting
+        if head is _NOBODY or blocked or self._scheduler.kv_holding_waiting or queue.moved != head.moved:
             return _NOBODY
-        gone = head.requests.index(front[0])
-        rest = head.requests[gone:]
-        if front[: len(rest)] != rest:
-            return _NOBODY
-        started = sum([view.prefill_tokens for view in head.views[:gone]])
-        return _Head(rest, head.views[gone:], head.tokens - started)
+        gone = queue.popped - head.popped
+        if gone:
+            started = sum([view.prefill_tokens for view in head.views[:gone]])
+            self._head = head = _Head(head.views[gone:], head.tokens - started, queue.popped, queue.moved)
+        return head
 
     def _longer(self, head: _Head, most: int, blocked: Set[Request], now_s: float) -> _Head:
         """With those behind it, as far as three steps could hold them: enough for many snapshots."""
-        requests, views, tokens = list(head.requests), list(head.views), head.tokens
-        steady = not self._always_reads
-        for request in self._front(most, blocked)[len(requests) :]:
+        scheduler, views, tokens = self._scheduler, list(head.views), head.tokens
+        queue = scheduler.waiting
+        told = isinstance(queue, DeadlineQueue) and not blocked and not scheduler.kv_holding_waiting
+        steady = told and not self._always_reads  # whether the queue says what becomes of these
+        for request in self._front(most, blocked)[len(views) :]:
             if tokens >= 3 * self.max_batch_tokens:
                 break
             view = self._view(request, now_s)
             steady = steady and not view.output_tokens and not view.cached_tokens
             tokens += view.prefill_tokens
-            requests.append(request)
             views.append(view)
-        found = _Head(tuple(requests), tuple(views), tokens)
-        self._head = found if steady else _NOBODY
-        return found
+        if not steady:
+            self._head = _NOBODY
+            return _Head(tuple(views), tokens, 0, 0)
+        queue.watch(len(views))
+        self._head = _Head(tuple(views), tokens, queue.popped, queue.moved)
+        return self._head
 
     def _front(self, count: int, blocked: Set[Request]) -> tuple[Request, ...]:
         """The first of the queue, without those that are blocked."""

@@ -230,6 +230,40 @@ def test_a_batch_that_is_followed_from_step_to_step_is_the_one_that_vllm_has(
 
 
 @both_depths
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+def test_the_queue_that_is_shown_is_the_one_that_vllm_has(
+    depth: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VirtualEngine({"mode": mode}, slots=8, blocks=60, depth=depth, budget=256)
+    taker, rng, made = engine.scheduler._taker, random.Random(5), list[None]()
+    snapshots = 0
+
+    def take(now_s: float, *, in_flight: bool, take: Callable[..., Any] = taker.take) -> Any:
+        nonlocal snapshots
+        snapshots += 1
+        snapshot = take(now_s, in_flight=in_flight)
+        queue = [request.request_id for request in engine.scheduler.waiting]
+        shown = [view.request_id for view in snapshot.state.waiting]
+        assert shown == queue[: len(shown)]
+        assert bool(shown) == bool(queue)
+        return snapshot
+
+    monkeypatch.setattr(taker, "take", take)
+    monkeypatch.setattr(taker, "_longer", lambda *args, longer=taker._longer: made.append(None) or longer(*args))
+    for number, (prompt, output) in enumerate(workload(300)):
+        due = RequestMetadata(deadline_s=number + rng.choice([0.0, 0.0, 0.0, -5.0])).as_extra_args()
+        engine.add(f"r{number}", prompt, output, extra_args=due)
+        for _ in range(rng.choice([0, 0, 3, 6])):
+            engine.step()
+        if rng.random() < 0.05:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+    engine.run()
+    check_answers(engine)
+    assert engine.preempted
+    assert len(made) < 0.8 * snapshots
+
+
+@both_depths
 def test_a_target_cuts_no_prompt_where_nobody_decodes(depth: int) -> None:
     # With two steps in flight somebody always has its last token on the way.
     engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, slots=256, depth=depth)
