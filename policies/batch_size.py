@@ -32,8 +32,13 @@ _EPSILON = 1e-9
 # Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.
 _MAX_CHUNK_TOKENS = 65536
 _CHUNK_STRIDE_TOKENS = 256
-# Most steps that a plan is kept for: what is learned and shown meanwhile is no older than this.
+# Most steps that a plan is kept for: what is shown of a batch meanwhile is no older than this.
 KEPT_STEPS = 16
+# Share of the batch that leaves before blocks are counted again where they are short.
+LEFT_SHARE = 1 / 32
+# Steps whose lengths and times are learned together: the code for it is not in the processor's caches between two steps
+# of an engine, and fetching it costs more than learning. Whoever decides by them reads what there is before.
+READ_STEPS = 32
 _cap_of = attrgetter("max_batch_size")
 
 
@@ -472,11 +477,14 @@ class Smallest:
 
 
 def _narrowed(state: BatchState, plan: StepPlan) -> BatchState:
-    if plan.max_batch_size >= state.slots and len(plan.admit) == len(state.waiting):
+    returns = state.slots_return and plan.max_served == inf
+    if plan.max_batch_size >= state.slots and len(plan.admit) == len(state.waiting) and returns == state.slots_return:
         return state
-    admitted = set(plan.admit)
-    waiting = [request for request in state.waiting if request.request_id in admitted]
-    return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=tuple(waiting))
+    waiting, slots = state.waiting[: len(plan.admit)], min(state.slots, plan.max_batch_size)
+    if [request.request_id for request in waiting] != list(plan.admit):
+        admitted = set(plan.admit)
+        waiting = tuple([request for request in state.waiting if request.request_id in admitted])
+    return state._replace(slots=slots, waiting=waiting, slots_return=returns)
 
 
 def _joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:

@@ -25,12 +25,12 @@ Departures, with ERRATA numbers:
 """
 
 from dataclasses import dataclass, field, replace
-from math import expm1, floor, inf, log1p
+from math import ceil, expm1, floor, inf, log1p
 from typing import Literal
 
 import numpy as np
 
-from policies.batch_size import KEPT_STEPS, capped_plan
+from policies.batch_size import KEPT_STEPS, LEFT_SHARE, READ_STEPS, capped_plan
 from policies.checks import (
     require_at_least,
     require_each_positive,
@@ -333,6 +333,11 @@ class _ModeChoice:
         """The kind that is looked at once more from now on."""
         return self.looks_at if self._look_steps == _LOOK_STEPS else None
 
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether the next one may be the last of a look, or make a kind known that was missing."""
+        return bool(self._look_steps or self._missing)
+
     def has_found(self, model: StepTimeModel) -> bool:
         """Whether the kind that was missing first is known by now."""
         return bool(self._missing) and model.measured(self._missing[0])
@@ -436,7 +441,9 @@ class ExclusiveMixed:
         self._occupancy = 0.0
         self._refills = 0
         self._steps_to_look = 0
+        self._unread: list[StepResult] = []
         if learned:
+            learned._read_steps()
             self._model, self._lengths = learned._model, learned._lengths
             self._occupancy, self._refills = learned._occupancy, learned._refills
         if config.speculates:
@@ -445,6 +452,8 @@ class ExclusiveMixed:
         self._phase_steps = 0
         self._phase_limit = 0
         self._steps_to_part = 0  # before a prefill is parted again, after one in which nobody could start
+        self._blocks_from = 0  # count of departures before which no refill is looked for where blocks were missing
+        self._blocks_steps = 0  # for which that holds
         self._held_back = False  # whether prompts waited in the last step, so that decodes were alone
         self._limited_by = Limit.SLOTS
         self._workload: _Workload | None = None
@@ -457,10 +466,12 @@ class ExclusiveMixed:
 
     def step_times(self) -> StepTimes | None:
         """Step times as learned so far."""
+        self._read_steps()
         return self._model.times()
 
     def law(self) -> SurvivalLaw | None:
         """Output lengths as seen so far, of requests that ended."""
+        self._read_steps()
         return self._lengths.table(0).law()
 
     def plan(self, state: BatchState) -> StepPlan:
@@ -479,24 +490,37 @@ class ExclusiveMixed:
 
     def observe(self, result: StepResult) -> None:
         self._steps_to_look -= 1
-        self._model.observe(result)
-        self._lengths.observe(result)
-        if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
-            self._refills += 1
-            weight = max(_OCCUPANCY_SMOOTHING, 1.0 / self._refills)
-            self._occupancy += weight * (result.running_count - self._occupancy)
-        if self.config.mode == "mixed":
-            return
+        if self.config.mode != "mixed":
+            self._follow(result)
+        self._unread.append(result)
+        if len(self._unread) == READ_STEPS or self._choice.awaits_steps:
+            self._read_steps()
+
+    def _follow(self, result: StepResult) -> None:
+        """What the next phase depends on."""
         if result.phase is Phase.PREFILL:
             self._phase_limit -= len(result.finished)
         self._phase_steps += result.phase is Phase.DECODE
         self._steps_to_part -= 1
+        self._blocks_steps -= 1
         if result.phase is Phase.PREFILL and not result.scheduled_tokens:
             self._steps_to_part = KEPT_STEPS
-        self._choice.observe(result)
+        self._stall.observe(result)
+
+    def _read_steps(self) -> None:
+        """Learn from the steps that have been observed meanwhile."""
+        unread, self._unread = self._unread, []
+        for result in unread:
+            self._model.observe(result)
+            self._lengths.observe(result)
+            if result.prefill_tokens:  # until the next refill slots stay empty that mixing would fill
+                self._refills += 1
+                weight = max(_OCCUPANCY_SMOOTHING, 1.0 / self._refills)
+                self._occupancy += weight * (result.running_count - self._occupancy)
+            if self.config.mode != "mixed":
+                self._choice.observe(result)
         if self._choice.has_found(self._model):
             self._steps_to_look = 0
-        self._stall.observe(result)
 
     def _mixed_plan(self, state: BatchState, *, looks: bool) -> StepPlan:
         self._phase, self._held_back = Phase.DECODE, False
@@ -541,18 +565,45 @@ class ExclusiveMixed:
         """Steps in which no refill comes due, and how many may depart in them."""
         if self.config.max_wait_s is not None or self._choice.looks_at or self._stall.holds(state):
             return 1, 0
-        steps = min(KEPT_STEPS, self._steps_to_look)
-        spare = state.running_count - floor(state.slots * (1.0 - self._refill_share(state))) - 1
-        if spare < 0:  # but for blocks; then more can start only once somebody has left
-            short = startable < min(state.waiting_count, state.free_slots)
-            if not short or self._refill_due(state, state.running_count - state.prefilling_count, startable):
+        steps, spare = min(KEPT_STEPS, self._steps_to_look), self._spare(state)
+        if spare < 0:  # but for blocks
+            if not self._waits_for_blocks(state):
                 return 1, 0
+            steps, spare = min(steps, self._blocks_steps), self._blocks_from - state.departed - 1
         patience = self._most_phase_steps - self._phase_steps
         if patience < steps:
             if startable or not state.waiting_count:
-                return max(1, floor(patience)), max(0, spare)
+                return max(1, floor(patience)), spare
             spare = 0  # nobody who waits can start now, but somebody could as soon as anyone has left
-        return max(1, steps), max(0, spare)
+        return max(1, steps), spare
+
+    def _spare(self, state: BatchState) -> int:
+        """How many may depart before slots enough for a refill are free; below 0 where they are."""
+        share = self._refill_share(state)
+        most_running = state.slots * (1.0 - share) if state.slots_return else state.free_slots * (1.0 - share) / share
+        return state.running_count - floor(most_running) - 1
+
+    def _wait_for_blocks(self, state: BatchState, decoding: int, startable: int) -> None:
+        """Where slots are free and blocks are not, more can start only once somebody has left."""
+        short = startable < min(state.waiting_count, state.free_slots) and self._spare(state) < 0
+        if short and not self._waits_for_blocks(state) and not self._refill_due(state, decoding, startable):
+            self._blocks_from = state.departed + self._leave_first(state, decoding) + 1
+            self._blocks_steps = KEPT_STEPS
+
+    def _waits_for_blocks(self, state: BatchState) -> bool:
+        """Whether too few have departed since a refill was looked for to look again."""
+        return self._blocks_steps > 0 and state.departed < self._blocks_from
+
+    def _leave_first(self, state: BatchState, decoding: int) -> int:
+        """How many may depart before they have made room for a refill, if each frees what a running request holds in
+        the mean, less what all grow by until the next one does: an estimate, so of few nobody."""
+        refill = state.waiting[: ceil(self._refill_size(state, decoding))]
+        wanted = sum([-(-request.prefill_tokens // state.block_size) for request in refill])
+        missing = wanted + state.running_count - state.free_blocks
+        held = (state.total_blocks - state.free_blocks) / max(1, state.running_count)
+        grown = self._workload.means.output_tokens / state.block_size if self._workload else 0.0
+        needed = ceil(missing / max(1.0, held - grown))
+        return max(0, min(needed - 1, floor(LEFT_SHARE * state.running_count)))
 
     def _enter_phase(self, state: BatchState, startable: int) -> None:
         prefilling = state.prefilling_count
@@ -567,10 +618,12 @@ class ExclusiveMixed:
             self._open_prefill(state, startable)
         if not decoding and (prefilling or startable):
             self._open_prefill(state, startable)
+        if self._phase is Phase.DECODE:
+            self._wait_for_blocks(state, decoding, startable)
 
     def _open_prefill(self, state: BatchState, startable: int) -> None:
         """Start a refill of what can start now; slots that it frees itself wait for the next one."""
-        self._phase = Phase.PREFILL
+        self._phase, self._blocks_steps = Phase.PREFILL, 0
         self._limited_by = Limit.MEMORY if startable < min(state.free_slots, state.waiting_count) else Limit.SLOTS
         most = self._workload.limits(self._itl_budget_s(state)).max_refill if self._workload else None
         if most is not None and most < startable:
@@ -592,10 +645,16 @@ class ExclusiveMixed:
             return True
         if self._phase_steps >= self._most_phase_steps:
             return True
-        share = self._refill_share(state)
+        if self._waits_for_blocks(state):
+            return False
         # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
         free = state.free_slots if startable == state.waiting_count else startable
-        return free >= max(1.0, decoding * share / (1.0 - share))
+        return free >= self._refill_size(state, decoding)
+
+    def _refill_size(self, state: BatchState, decoding: int) -> float:
+        """Requests that are worth a refill."""
+        share = self._refill_share(state)
+        return max(1.0, decoding * share / (1.0 - share))
 
     @property
     def _most_phase_steps(self) -> float:
@@ -619,6 +678,7 @@ class ExclusiveMixed:
         return min(state.waiting_count, state.free_slots)
 
     def _replan(self, state: BatchState) -> None:
+        self._read_steps()
         auto = self.config.mode == "auto"
         if auto and not self._choice.explore(self._model):
             return

@@ -17,7 +17,8 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
 * A cap that binds stands for eight steps, or until one in 32 has left the batch, anybody where less than 64 run; their
-  slots stay empty so long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
+  slots stay empty so long. Where those whom the last one was for have not started, as while exclusive batching decodes,
+  it stands twice as long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
   who came in their place unseen would cost 0.3 to 1.0 %.
 * That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
@@ -35,6 +36,8 @@ import numpy as np
 
 from policies.batch_size import (
     KEPT_STEPS,
+    LEFT_SHARE,
+    READ_STEPS,
     MemoryAware,
     MemoryAwareConfig,
     Stock,
@@ -58,9 +61,8 @@ from policies.types import (
 )
 
 _AGE_CELLS = 64
-# A cap stands for so many steps, where memory binds, until this share of the batch has left it.
+# A cap stands for so many steps, where memory binds, or until LEFT_SHARE of the batch has left it.
 _REVIEW_STEPS = 8
-_LEFT_SHARE = 1 / 32
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
@@ -127,9 +129,12 @@ class ForecastAdmission:
         self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
         self._held_back = False
         self._fallback = MemoryAware(config.fallback) if step_times is None else Stock()
+        if learned:
+            learned._read_steps()
         self._lengths: LengthStatistics = (
             learned._lengths if learned else LengthStatistics(classes=config.classes, window=config.window)
         )
+        self._unread: list[StepResult] = []
         if config.speculates:
             self._lengths.stop_counting_steps()
         self._survival = _SurvivalTable(config.classes, config.horizons)
@@ -137,6 +142,7 @@ class ForecastAdmission:
         self._refreshes = 0
         self._steps_to_refresh = 0
         self._cap = 0
+        self._stands = 1  # times as long as usual
         self._departed = 0  # when the cap was found
         self._steps_to_review = 0
 
@@ -155,18 +161,21 @@ class ForecastAdmission:
         elsewhere = _held_elsewhere(state)
         if steps := self._steps_ahead(state, elsewhere):
             return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        unfilled = self._still_to_start(state) > 0
         candidates = state.waiting[: state.free_slots] if state.waiting else ()
         safe, next_fits = self._fitting(state, candidates, elsewhere) if candidates else (0, False)
         self._held_back |= next_fits
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
-        self._cap, self._departed, self._steps_to_review = state.running_count + safe, state.departed, _REVIEW_STEPS
+        self._cap, self._departed = state.running_count + safe, state.departed
+        self._stands = 2 if unfilled else 1
+        self._steps_to_review = self._stands * _REVIEW_STEPS
         return self._standing_plan(state)
 
     @property
     def _may_leave(self) -> int:
         """When more have departed, the batch is looked at again."""
-        return max(0, floor(_LEFT_SHARE * self._cap) - 1)
+        return max(0, floor(self._stands * LEFT_SHARE * self._cap) - 1)
 
     def _standing_plan(self, state: BatchState) -> StepPlan:
         """The cap found last, less those who have departed since."""
@@ -201,11 +210,20 @@ class ForecastAdmission:
     def observe(self, result: StepResult) -> None:
         self._steps_to_refresh -= 1
         self._steps_to_review = 0 if result.preempted else self._steps_to_review - 1
+        self._unread.append(result)
         if not self.uses_forecast:
             self._fallback.observe(result)
-        self._lengths.observe(result)
+            self._read_steps()
+        elif len(self._unread) == READ_STEPS:
+            self._read_steps()
         if self._step_times is not None and self.uses_forecast:
             self._weigh(result, self._step_times)
+
+    def _read_steps(self) -> None:
+        """Learn the lengths of the steps that have been observed meanwhile."""
+        unread, self._unread = self._unread, []
+        for result in unread:
+            self._lengths.observe(result)
 
     def _weigh(self, result: StepResult, step_times: Callable[[], StepTimes | None]) -> None:
         self.overcommit.observe(result)
@@ -234,8 +252,7 @@ class ForecastAdmission:
         more, doubt = self._load_of(alike, unshared, state.block_size)
 
         def exceeds(count: int) -> bool:
-            held = mean + count * more
-            return bool(held[0] > capacity) or not self._is_within(capacity, held, variance + count * doubt)
+            return not self._fits(capacity, mean + count * more, variance + count * doubt)
 
         return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
 
@@ -247,6 +264,7 @@ class ForecastAdmission:
         """Rebuild what is due: every class at first, afterwards one class at a time."""
         if self._refreshes and self._steps_to_refresh > 0:
             return
+        self._read_steps()
         classes = self.config.classes
         for class_index in (self._refreshes % classes,) if self._refreshes else range(classes):
             self._learn(state, class_index)
@@ -269,33 +287,47 @@ class ForecastAdmission:
         tokens that nobody in the batch holds; and whether the next one would fit now."""
         if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
             return len(candidates), False
-        unshared = unshared_fraction(state)
-        mean, variance = self._load(state, unshared)
-        for safe, candidate in enumerate(candidates):
+        unshared, known = unshared_fraction(state), candidates[: self._still_to_start(state)]
+        mean, variance = self._load(state, unshared, known)
+        beside = max(0, elsewhere - sum([candidate.cached_tokens for candidate in known]))
+        if known and not self._fits(state.capacity_tokens - beside, mean, variance):
+            known, beside = (), elsewhere
+            mean, variance = self._load(state, unshared)
+        for safe, candidate in enumerate(candidates[len(known) :], len(known)):
             more, doubt = self._load_of(candidate, unshared, state.block_size)
             mean, variance = mean + more, variance + doubt
             # A cache that has come before its request starts is among those elsewhere until then.
-            elsewhere = max(0, elsewhere - candidate.cached_tokens)
-            capacity = state.capacity_tokens - elsewhere
-            if mean[0] > capacity:  # now there is no more than there is
-                return safe, False
-            if not self._is_within(capacity, mean, variance):
-                return safe, True
+            beside = max(0, beside - candidate.cached_tokens)
+            if not self._fits(state.capacity_tokens - beside, mean, variance):
+                return safe, bool(mean[0] <= state.capacity_tokens - beside)
         return len(candidates), False
 
-    def _load(self, state: BatchState, unshared: float) -> tuple[FloatArray, FloatArray]:
-        """Mean and variance of what the batch holds at each horizon, shape (horizons,) each; half a block of each
-        request is not filled."""
+    def _still_to_start(self, state: BatchState) -> int:
+        """Whom the last cap was for, and who has not started yet: while exclusive batching decodes, all of them. They
+        are likely to fit still, and need not be looked at one by one."""
+        return max(0, self._cap - (state.departed - self._departed) - state.running_count)
+
+    def _load(
+        self, state: BatchState, unshared: float, others: tuple[RequestView, ...] = ()
+    ) -> tuple[FloatArray, FloatArray]:
+        """Mean and variance of what the batch and others hold at each horizon, shape (horizons,) each; half a block of
+        each request is not filled."""
         running = state.running
-        held = unshared * running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
-        return self._survival.load(running.class_index, running.output_tokens, held)
+        classes, ages, prompts = running.class_index, running.output_tokens, running.prompt_tokens
+        if others:
+            told = np.array([(one.class_index, one.output_tokens, one.prompt_tokens) for one in others])
+            classes, ages, prompts = np.concatenate(((classes, ages, prompts), told.T), axis=1)
+        return self._survival.load(classes, ages, unshared * prompts + (ages + 0.5 * state.block_size))
 
     def _load_of(self, candidate: RequestView, unshared: float, block_size: int) -> tuple[FloatArray, FloatArray]:
         held = unshared * candidate.prompt_tokens + candidate.output_tokens + 0.5 * block_size
         return self._survival.load_of(candidate.class_index, candidate.output_tokens, held)
 
-    def _is_within(self, capacity_tokens: int, mean: FloatArray, variance: FloatArray) -> bool:
-        """Whether the load is within the capacity and what is admitted beyond it, at every horizon."""
+    def _fits(self, capacity_tokens: int, mean: FloatArray, variance: FloatArray) -> bool:
+        """Whether the load is within the capacity now, when there is no more than there is, and within it and what is
+        admitted beyond it at every horizon."""
+        if mean[0] > capacity_tokens:
+            return False
         most = float((mean + self._safety_factor * np.sqrt(variance)).max())
         return most <= capacity_tokens * (1.0 + self.overcommit.share)
 

@@ -143,6 +143,11 @@ class RunningRequests:
         return self.total_prompt_tokens + int(np.add.reduce(self.output_tokens))
 
     @cached_property
+    def prefilling_count(self) -> int:
+        """How many have a part of their prompt still to compute."""
+        return int(np.count_nonzero(self.prefill_tokens_left))
+
+    @cached_property
     def computed_tokens(self) -> int:
         """Of these, all but what is left of prompts."""
         return self.total_tokens - int(np.add.reduce(self.prefill_tokens_left))
@@ -162,6 +167,8 @@ class BatchState(NamedTuple):
         max_batch_tokens: most tokens the engine computes in one step.
         departed: requests that have left the batch so far, however: only differences count.
         max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
+        slots_return: whether another may take the slot of who departs; not under the cap of a policy that is asked
+            before this one and has said how many it serves (``StepPlan.max_served``).
     """
 
     now_s: float
@@ -175,6 +182,7 @@ class BatchState(NamedTuple):
     max_batch_tokens: int
     departed: int
     max_model_len: int | None = None
+    slots_return: bool = True
 
     @property
     def capacity_tokens(self) -> int:
@@ -191,7 +199,7 @@ class BatchState(NamedTuple):
     @property
     def prefilling_count(self) -> int:
         """Running requests with a part of their prompt still to compute."""
-        return int(np.count_nonzero(self.running.prefill_tokens_left))
+        return self.running.prefilling_count
 
     @property
     def free_slots(self) -> int:

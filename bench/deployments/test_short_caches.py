@@ -112,7 +112,7 @@ def test_admission_in_a_short_cache(kind: str, tokens: int, rows: list[str]) -> 
 def test_a_cap_that_stands_while_some_leave(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = run_many({"mode": "stock"}, TIMES[kind], seed)
     stands = run_many({"mode": "auto"}, TIMES[kind], seed)
-    monkeypatch.setattr(forecast, "_LEFT_SHARE", 0.0)
+    monkeypatch.setattr(forecast, "LEFT_SHARE", 0.0)
     each_time = run_many({"mode": "auto"}, TIMES[kind], seed)
     cells = [each.cell(stock) for each in (stock, each_time, stands)]
     print(f"\n| {kind}, seed {seed} | {' | '.join(cells)} | {stands.steady / each_time.steady:.4f} |", flush=True)

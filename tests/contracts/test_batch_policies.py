@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,6 +262,30 @@ def test_a_plan_that_is_kept_is_what_would_have_been_planned(
     make: Callable[[], BatchPolicy], blocks: int, budget: int
 ) -> None:
     assert _driven(_Keeper(make()), blocks, budget) == _driven(make(), blocks, budget)
+
+
+@pytest.mark.parametrize("name", ["auto", "auto with a latency target", "exclusive_mixed", "exclusive_mixed exclusive"])
+@pytest.mark.parametrize("blocks", [6000, 150])
+def test_looking_at_what_has_been_learned_changes_nothing(name: str, blocks: int) -> None:
+    make = MAKERS[name]
+    assert _driven(_Onlooker(make()), blocks) == _driven(make(), blocks)
+
+
+class _Onlooker:
+    """A driver whose monitoring asks after every step, when the policy would read some steps later."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self._phases = getattr(policy, "phases", policy)
+
+    def plan(self, state: BatchState) -> StepPlan:
+        plan: StepPlan = self.policy.plan(state)
+        return plan
+
+    def observe(self, result: StepResult) -> None:
+        self.policy.observe(result)
+        self._phases.step_times()
+        self._phases.law()
 
 
 @pytest.mark.parametrize(

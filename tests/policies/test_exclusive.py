@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from policies.auto import Auto, AutoConfig
+from policies.batch_size import KEPT_STEPS
 from policies.errors import ConfigError
 from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.phases import overhead_ratio, phase_threshold
@@ -187,6 +188,38 @@ class TestMemoryGate:
         # 44 free blocks, 30 kept for the running, 7 per prompt.
         assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=44)).admit == ("w0", "w1")
 
+    def test_a_phase_that_is_short_of_blocks_goes_on_until_enough_should_have_left(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        # A refill takes 5: 35 blocks, and one for each of 64 that decode. 7 are missing, and whoever leaves frees 3.
+        cache = {"waiting": 60, "slots": 128, "total_blocks": 284}
+        plan = policy.plan(make_state(decoding=64, free_blocks=92, **cache))
+        assert (plan.phase, plan.may_leave) == (Phase.DECODE, 2)
+        plan = policy.plan(make_state(decoding=62, free_blocks=150, departed=2, **cache))
+        assert (plan.phase, plan.may_leave) == (Phase.DECODE, 0)
+        assert policy.plan(make_state(decoding=61, free_blocks=150, departed=3, **cache)).phase is Phase.PREFILL
+
+    def test_of_few_each_may_make_room(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        plan = policy.plan(make_state(decoding=28, waiting=60, slots=56, free_blocks=56, total_blocks=140))
+        assert (plan.phase, plan.may_leave) == (Phase.DECODE, 0)
+
+    def test_nor_is_it_held_for_long_where_nobody_leaves(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        full = make_state(decoding=56, waiting=60, free_blocks=84, total_blocks=252, slots=112)
+        assert policy.plan(full).steps == KEPT_STEPS
+        for _ in range(KEPT_STEPS):
+            policy.observe(make_result(phase=Phase.DECODE, decodes=56))
+        assert policy.plan(full._replace(free_blocks=150)).phase is Phase.PREFILL
+
+    def test_under_a_cap_that_departs_with_them_no_slot_comes_free(self) -> None:
+        def may_leave(**state: object) -> float:
+            policy = exclusive(phase_rule="fixed", refill=8)
+            return policy.plan(make_state(decoding=58, waiting=6, **state)).may_leave
+
+        # A refill is due at an eighth of the batch and the free slots: 6 beside 42, or 8 beside 56.
+        assert may_leave() == 1
+        assert may_leave(slots_return=False) == 15
+
     def test_a_full_cache_leaves_the_phase_to_the_decodes(self) -> None:
         policy = exclusive(phase_rule="fixed", refill=2)
         assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=36)).phase is Phase.DECODE
@@ -234,6 +267,17 @@ class TestRules:
         exact = saturated(ToyEngine(exclusive(), make_times(), slots=64))
         one = saturated(ToyEngine(exclusive(phase_rule="fixed", refill=1), make_times(), slots=64))
         assert tokens_per_s(steady(exact)) > 1.3 * tokens_per_s(steady(one))
+
+    def test_who_takes_over_knows_the_last_steps_too(self) -> None:
+        config = ExclusiveMixedConfig(mode="exclusive")
+        old, twin = ExclusiveMixed(config), ExclusiveMixed(config)
+        for decodes in range(20, 40):
+            for policy in (old, twin):
+                policy.observe(make_result(phase=Phase.DECODE, decodes=decodes, finished=1))
+        new = ExclusiveMixed(config, old)
+        assert new.step_times() == twin.step_times() is not None
+        laws = [policy.law() for policy in (new, twin)]
+        assert laws[0] and laws[1] and laws[0].quantile(0.5) == laws[1].quantile(0.5)
 
     @pytest.mark.slow
     def test_step_times_need_not_be_given(self) -> None:

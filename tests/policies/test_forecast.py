@@ -90,6 +90,24 @@ class TestOnPaper:
         plan = policy.plan(make_state(ages=[], waiting=50, capacity=1520))
         assert (len(plan.admit), plan.limited_by) == (5, Limit.MEMORY)
 
+    @pytest.mark.parametrize(("started", "steps"), [(True, 8), (False, 16)])
+    def test_a_cap_stands_longer_while_those_it_is_for_do_not_start(self, started: bool, steps: int) -> None:
+        policy = taught([200] * 128)
+        first = policy.plan(make_state(ages=[50] * 80, waiting=60, capacity=25_000))
+        assert (first.steps, first.limited_by, len(first.admit) > 0) == (8, Limit.MEMORY, True)
+        for _ in range(8):
+            policy.observe(make_result())
+        running = first.max_batch_size if started else 80
+        assert policy.plan(make_state(ages=[58] * running, waiting=60, capacity=25_000)).steps == steps
+
+    def test_who_takes_over_knows_the_last_answers_too(self) -> None:
+        # Short answers were seen before; those of the last steps are long.
+        state = make_state(ages=[], waiting=50, capacity=5000)
+        old, twin = (taught([20] * 8 + [400] * 60) for _ in range(2))
+        new = ForecastAdmission(old.config, old)
+        short = taught([20] * 40)
+        assert len(new.plan(state).admit) == len(twin.plan(state).admit) < len(short.plan(state).admit)
+
     def test_requests_about_to_end_make_room_for_new_ones(self) -> None:
         old = taught([200] * 100).plan(make_state(ages=[190] * 4, waiting=50, capacity=2400))
         young = taught([200] * 100).plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
