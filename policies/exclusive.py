@@ -450,7 +450,7 @@ class ExclusiveMixed:
             self._lengths.stop_counting_steps()
         self._phase = Phase.DECODE
         self._phase_steps = 0
-        self._phase_limit = 0
+        self._phase_served = 0  # requests that will have been in the batch once the refill is over
         self._steps_to_part = 0  # before a prefill is parted again, after one in which nobody could start
         self._blocks_from = 0  # count of departures before which no refill is looked for where blocks were missing
         self._blocks_steps = 0  # for which that holds
@@ -498,8 +498,6 @@ class ExclusiveMixed:
 
     def _follow(self, result: StepResult) -> None:
         """What the next phase depends on."""
-        if result.phase is Phase.PREFILL:
-            self._phase_limit -= len(result.finished)
         self._phase_steps += result.phase is Phase.DECODE
         self._steps_to_part -= 1
         self._blocks_steps -= 1
@@ -548,7 +546,7 @@ class ExclusiveMixed:
 
     def _exclusive_plan(self, state: BatchState, startable: int) -> StepPlan:
         prefill = self._phase is Phase.PREFILL
-        limit = min(self._phase_limit, state.slots) if prefill else state.slots
+        limit = min(self._phase_limit(state), state.slots) if prefill else state.slots
         room = min(startable, max(0, limit - state.running_count)) if prefill else 0
         steps, may_leave = (1, 0) if prefill else self._decode_steps_ahead(state, startable)
         return StepPlan(
@@ -610,7 +608,7 @@ class ExclusiveMixed:
         decoding = state.running_count - prefilling
         stalled = self._stall.holds(state)
         if self._phase is Phase.PREFILL:
-            room = startable and state.running_count < self._phase_limit
+            room = startable and state.running_count < self._phase_limit(state)
             if (prefilling or room) and not (stalled and decoding):
                 return
             self._phase, self._phase_steps = Phase.DECODE, 0
@@ -628,7 +626,11 @@ class ExclusiveMixed:
         most = self._workload.limits(self._itl_budget_s(state)).max_refill if self._workload else None
         if most is not None and most < startable:
             startable, self._limited_by = most, Limit.SLA
-        self._phase_limit = state.running_count + startable
+        self._phase_served = state.running_count + startable + state.departed
+
+    def _phase_limit(self, state: BatchState) -> int:
+        """Most that may run in this refill."""
+        return self._phase_served - state.departed
 
     def _itl_budget_s(self, state: BatchState) -> float | None:
         """The budget of the strictest class that runs, or None."""

@@ -116,6 +116,12 @@ class TestPhases:
         # Geometric lengths: theta0 is the optimum; several may end in the last step, so a little more.
         assert np.mean(sizes) == pytest.approx(64 * share, rel=0.12)
 
+    def test_slots_that_come_free_in_a_refill_wait_for_the_next(self) -> None:
+        policy = exclusive(phase_rule="fixed", refill=8)
+        assert len(policy.plan(make_state(decoding=40, waiting=30)).admit) == 24
+        # Of the 40 three have their last token in flight by now, of which no step has told yet.
+        assert policy.plan(make_state(decoding=61, waiting=6, departed=3)).phase is Phase.DECODE
+
     def test_a_decode_phase_goes_on_while_few_slots_are_free(self) -> None:
         policy = exclusive(phase_rule="fixed", refill=8)
         assert policy.plan(make_state(decoding=60, waiting=50)).phase is Phase.DECODE
