@@ -8,8 +8,8 @@ requests; the waiting queue is a short tuple of views, because only its head can
 Policies treat every array as read-only and keep no reference to one after ``plan`` returns: a driver may hand out
 views of buffers that it overwrites at the next step.
 
-What is made anew at every step is a named tuple, given by keyword like the rest: a frozen dataclass takes four times as
-long to make.
+What is made anew at every step or for every request is a named tuple, given by keyword like the rest: a frozen
+dataclass takes four times as long to make.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,7 @@ class Limit(Enum):
     SLOTS = "slots"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
+class RequestView(NamedTuple):
     """One request that waits, in a router's bin or in an engine's queue.
 
     Attributes:

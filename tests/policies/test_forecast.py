@@ -1,6 +1,5 @@
 """Forecast admission: what it admits on paper, and what it does to an engine with little KV cache."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -245,7 +244,7 @@ class TestOnPaper:
         policy = taught([200] * 100)
         cold = make_state(ages=[10] * 2, waiting=8, capacity=12_000, prompt=1000)
         loaded = cold._replace(
-            waiting=tuple(replace(request, cached_tokens=1000) for request in cold.waiting),
+            waiting=tuple(request._replace(cached_tokens=1000) for request in cold.waiting),
             free_blocks=cold.free_blocks - 8 * 1000,
         )
         assert policy.plan(loaded).admit == policy.plan(cold).admit == tuple(f"w{n}" for n in range(8))
@@ -280,7 +279,7 @@ class TestOnPaper:
         policy = taught([200] * 100)
         state = make_state(ages=[], waiting=20, capacity=3000)
         waiting = list(state.waiting)
-        waiting[2] = replace(waiting[2], prompt_tokens=10_000)
+        waiting[2] = waiting[2]._replace(prompt_tokens=10_000)
         assert policy.plan(state._replace(waiting=tuple(waiting))).admit == ("w0", "w1")
 
     def test_a_class_that_was_not_configured_is_named(self) -> None:

@@ -59,9 +59,9 @@ def test_without_credit_anywhere_there_is_no_choice() -> None:
 def test_a_replica_of_another_class_is_not_chosen() -> None:
     replicas = [make_replica("a", 0.0, 1, "batch"), make_replica("b", 9.0, 1, "chat", "code"), make_replica("c", 8.0)]
     policy = make_policy()
-    assert policy.choose(replicas, replace(REQUEST, slo_class="batch")) == "a"
-    assert policy.choose(replicas, replace(REQUEST, slo_class="chat")) == "c"
-    assert policy.choose(replicas[:2], replace(REQUEST, slo_class="chat")) == "b"
+    assert policy.choose(replicas, REQUEST._replace(slo_class="batch")) == "a"
+    assert policy.choose(replicas, REQUEST._replace(slo_class="chat")) == "c"
+    assert policy.choose(replicas[:2], REQUEST._replace(slo_class="chat")) == "b"
     assert policy.choose(replicas[:2], REQUEST) is None
 
 
@@ -69,7 +69,7 @@ def test_a_slow_idle_replica_loses_to_a_fast_busy_one_on_long_work() -> None:
     lame = replace(TIMES, decode=StepCoefficients(overhead_s=0.5, decode_s=1e-2))
     slow, fast = replace(make_replica("slow"), step_times=lame), make_replica("fast", 1.0)
     assert make_policy().choose([slow, fast], REQUEST) == "fast"
-    short = replace(REQUEST, prompt_tokens=10, predicted_output_tokens=2.0)
+    short = REQUEST._replace(prompt_tokens=10, predicted_output_tokens=2.0)
     assert make_policy().choose([slow, fast], short) == "slow"
 
 
@@ -118,14 +118,14 @@ def test_work_is_prefill_plus_a_share_of_decode_steps() -> None:
 
 def test_a_full_batch_drains_in_the_sum_of_its_work() -> None:
     """32 like requests decode 10 tokens in 10 steps of 32; what each adds must add up to those steps."""
-    request = replace(REQUEST, prompt_tokens=100, cached_tokens=100)
+    request = REQUEST._replace(prompt_tokens=100, cached_tokens=100)
     each = work_s(request, TIMES, output_tokens=10, shared_batch_size=32)
     steps = sum(TIMES.step_s(decode_requests=32, kv_tokens=32 * (100 + step)) for step in range(10))
     assert 32 * each == pytest.approx(steps)
 
 
 def test_cached_prompt_tokens_cost_no_prefill() -> None:
-    cached = replace(REQUEST, cached_tokens=60)
+    cached = REQUEST._replace(cached_tokens=60)
     whole = work_s(REQUEST, TIMES, output_tokens=50, shared_batch_size=32)
     assert whole - work_s(cached, TIMES, output_tokens=50, shared_batch_size=32) == pytest.approx(60 * 1e-4)
 
@@ -138,17 +138,17 @@ def test_a_replicas_own_step_times_and_the_default_length_make_its_work() -> Non
     by_times = work_s(REQUEST, TIMES, output_tokens=50.0, shared_batch_size=32)
     assert policy.request_work_s(make_replica("a"), REQUEST) == by_times
     assert policy.request_work_s(lame, REQUEST) > 100.0
-    unknown = replace(REQUEST, predicted_output_tokens=None)
+    unknown = REQUEST._replace(predicted_output_tokens=None)
     by_default = work_s(REQUEST, TIMES, output_tokens=70.0, shared_batch_size=32)
     assert policy.request_work_s(make_replica("a"), unknown) == by_default
 
 
 def test_tokens_left_respect_the_callers_limit_and_what_was_generated() -> None:
     assert output_tokens_left(REQUEST, 256.0) == 50.0
-    assert output_tokens_left(replace(REQUEST, predicted_output_tokens=None), 256.0) == 256.0
-    assert output_tokens_left(replace(REQUEST, max_output_tokens=20), 256.0) == 20.0
-    assert output_tokens_left(replace(REQUEST, output_tokens=30), 256.0) == 20.0
-    assert output_tokens_left(replace(REQUEST, output_tokens=90), 256.0) == 1.0
+    assert output_tokens_left(REQUEST._replace(predicted_output_tokens=None), 256.0) == 256.0
+    assert output_tokens_left(REQUEST._replace(max_output_tokens=20), 256.0) == 20.0
+    assert output_tokens_left(REQUEST._replace(output_tokens=30), 256.0) == 20.0
+    assert output_tokens_left(REQUEST._replace(output_tokens=90), 256.0) == 1.0
 
 
 def test_a_prefix_is_known_in_whole_blocks_from_its_start() -> None:
