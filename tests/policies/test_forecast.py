@@ -299,32 +299,6 @@ class TestOnPaper:
         assert admitted(capacity) <= admitted(2 * capacity)
 
     @given(
-        lengths=st.lists(st.integers(1, 600), min_size=40, max_size=80),
-        ages=st.lists(st.integers(0, 600), max_size=30),
-        queue=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 300), st.integers(0, 1)), min_size=1, max_size=12),
-        capacity=st.integers(500, 20_000),
-    )
-    @settings(deadline=None, max_examples=60)
-    def test_it_admits_as_many_as_if_each_were_looked_at_in_turn(
-        self, lengths: list[int], ages: list[int], queue: list[tuple[int, int, int]], capacity: int
-    ) -> None:
-        waiting = tuple(
-            RequestView(
-                request_id=f"w{i}", arrival_s=0.0, prompt_tokens=prompt, output_tokens=output, class_index=class_index
-            )
-            for i, (prompt, output, class_index) in enumerate(queue)
-        )
-
-        def admitted(count: int) -> int:
-            policy = taught(lengths, classes=2, min_class_samples=1)
-            teach(policy, [3 * length for length in lengths], class_index=1)
-            state = make_state(ages=ages, waiting=0, capacity=capacity)
-            return len(policy.plan(state._replace(waiting=waiting[:count], waiting_count=count)).admit)
-
-        in_turn = next((count for count in range(len(queue)) if admitted(count + 1) == count), len(queue))
-        assert admitted(len(queue)) == in_turn
-
-    @given(
         lengths=st.one_of(
             st.lists(st.integers(1, 2000), min_size=40, max_size=80),
             # Many answers of one length, as a limit on tokens makes them.
