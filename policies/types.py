@@ -9,7 +9,7 @@ Policies treat every array as read-only and keep no reference to one after ``pla
 views of buffers that it overwrites at the next step.
 
 What is made anew at every step or for every request is a named tuple, given by keyword like the rest: a frozen
-dataclass takes four times as long to make.
+dataclass takes about three times as long to make.
 """
 
 from dataclasses import dataclass
