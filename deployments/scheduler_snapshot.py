@@ -134,6 +134,24 @@ class _Batch:
             self.predicted[at] = self.predicted[len(self.requests)]
 
 
+class _Known:
+    """What is kept of a request until it is forgotten.
+
+    Attributes:
+        told: what came with it.
+        arrived_s: when it came, by the driver's clock: vLLM's own stamp is that of the router's clock, and from before
+            the wait there. None until somebody has said so, or has asked for its view.
+        view: as it was last shown, or None.
+    """
+
+    __slots__ = ("arrived_s", "told", "view")
+
+    def __init__(self, told: RequestMetadata) -> None:
+        self.told = told
+        self.arrived_s: float | None = None
+        self.view: RequestView | None = None
+
+
 def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
     """Running requests in the middle of their prompt."""
     begun = scheduler._inflight_prefills
@@ -154,11 +172,8 @@ class SnapshotTaker:
         one_group = len(scheduler.kv_cache_manager.coordinator.single_type_managers) == 1
         # Whether what a step takes of the cache are its tokens, and nothing else.
         self.is_foreseeable = one_group and not self._always_reads
-        self._views: dict[Request, RequestView] = {}
+        self._known: dict[Request, _Known] = {}
         self._head = _NOBODY
-        # vLLM's own stamp is that of the router's clock, and from before the wait there.
-        self._arrived_s: dict[Request, float] = {}
-        self._told: dict[Request, RequestMetadata] = {}
         self._batch = _Batch()
         # The step up to which the batch is followed, or None: it must be read. Of the steps since it was brought up to
         # date, those that decoded, and who got a part of their prompt.
@@ -176,7 +191,8 @@ class SnapshotTaker:
         """The most that may run, and the classes, for requests seen from now on and for those seen before."""
         self.slots = slots
         self._class_index = {name: index for index, name in enumerate(class_names)}
-        self._views.clear()
+        for known in self._known.values():
+            known.view = None  # which shows its class
         self._head, self._batch, self._followed_to = _NOBODY, _Batch(), None
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
@@ -244,21 +260,18 @@ class SnapshotTaker:
 
     def arrived(self, request: Request, now_s: float) -> None:
         """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
-        self._arrived_s[request] = now_s
+        self._known_of(request).arrived_s = now_s
 
     def leave(self, request: Request) -> None:
-        """It has ended, and is forgotten later."""
+        """It has ended, and is forgotten before the next snapshot."""
         if self._left_out and request.num_output_tokens >= request.max_tokens:
             self._left_out -= 1
-        self._batch.leave(request)
         self._ending.discard(request)
 
     def forget(self, request: Request) -> None:
         self._batch.leave(request)
         self._ending.discard(request)
-        self._arrived_s.pop(request, None)
-        self._told.pop(request, None)
-        self._views.pop(request, None)
+        self._known.pop(request, None)
 
     def goes_on(self, session: Request) -> None:
         """It waits with its next part, another request to all who look at it."""
@@ -267,11 +280,14 @@ class SnapshotTaker:
 
     def metadata(self, request: Request) -> RequestMetadata:
         """What came with it, until it is forgotten."""
-        told = self._told.get(request)
-        if told is None:
+        return self._known_of(request).told
+
+    def _known_of(self, request: Request) -> _Known:
+        known = self._known.get(request)
+        if known is None:
             params = request.sampling_params
-            told = self._told[request] = metadata_of(params.extra_args if params else None)
-        return told
+            known = self._known[request] = _Known(metadata_of(params.extra_args if params else None))
+        return known
 
     def class_index(self, slo_class: str | None) -> int:
         return self._class_index.get(slo_class, 0)
@@ -414,16 +430,18 @@ class SnapshotTaker:
         return bool(request.num_stale_output_tokens) and not request.drop_stale_output
 
     def _view(self, request: Request, now_s: float) -> RequestView:
-        known = self._views.get(request)
-        if known is None or known.output_tokens != request.num_output_tokens or request.num_computed_tokens:
-            known = self._views[request] = self._seen(request, now_s)
-        return known
+        known = self._known_of(request)
+        view = known.view
+        if view is None or view.output_tokens != request.num_output_tokens or request.num_computed_tokens:
+            if known.arrived_s is None:
+                known.arrived_s = now_s
+            view = known.view = self._seen(request, known.told, known.arrived_s)
+        return view
 
-    def _seen(self, request: Request, now_s: float) -> RequestView:
-        told = self.metadata(request)
+    def _seen(self, request: Request, told: RequestMetadata, arrived_s: float) -> RequestView:
         return RequestView(
             request_id=request.request_id,
-            arrival_s=self._arrived_s.setdefault(request, now_s),
+            arrival_s=arrived_s,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
             cached_tokens=request.num_computed_tokens,

@@ -13,42 +13,16 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from policies.types import FinishedRequest, StepPlan, StepResult
+from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 
-
-class _Step(NamedTuple):
-    """What a step holds, as in ``StepResult``, but for its plan and for context that is not rounded yet."""
-
-    plan: StepPlan
-    prefill_tokens: int
-    prefill_requests: int
-    decode_requests: int
-    kv_tokens: float
-    running_count: int
-    waiting_count: int
-    preempted: int
-
-    def result(self, ended_s: float, step_s: float, finished: tuple[FinishedRequest, ...]) -> StepResult:
-        return StepResult(
-            now_s=ended_s,
-            step_s=step_s,
-            phase=self.plan.phase,
-            prefill_tokens=self.prefill_tokens,
-            prefill_requests=self.prefill_requests,
-            decode_requests=self.decode_requests,
-            kv_tokens=round(self.kv_tokens),
-            max_batch_size=self.plan.max_batch_size,
-            running_count=self.running_count,
-            waiting_count=self.waiting_count,
-            preempted=self.preempted,
-            finished=finished,
-        )
+# What a step holds: a ``StepResult`` from `phase` to `preempted`.
+_Content = tuple[Phase, int, int, int, int, int, int, int, int]
 
 
 class _Ended(NamedTuple):
     """A step, when it ended and how long it took, and who departed with it."""
 
-    step: _Step
+    content: _Content
     ended_s: float
     step_s: float
     departed: list[Request | FinishedRequest]
@@ -59,7 +33,7 @@ class StepAccount:
 
     def __init__(self, now_s: float) -> None:
         # Output, time of the begin and content of each.
-        self._on_their_way: deque[tuple[SchedulerOutput, float, _Step]] = deque()
+        self._on_their_way: deque[tuple[SchedulerOutput, float, _Content]] = deque()
         self._ended: list[_Ended] = []
         self._departed: list[Request | FinishedRequest] = []
         self._last_end_s = now_s
@@ -72,7 +46,7 @@ class StepAccount:
     @property
     def preempts(self) -> bool:
         """Whether a step on its way took somebody's cache, of which policies will be told."""
-        return any([step.preempted for _, _, step in self._on_their_way])
+        return any([content[-1] for _, _, content in self._on_their_way])
 
     def scheduled(
         self,
@@ -100,15 +74,15 @@ class StepAccount:
         decodes, prefill_tokens = len(scheduled) - len(prefills), 0
         if prefills:
             prefill_tokens = sum([scheduled[request_id] for request_id in prefills])
-        kv_tokens = self._read_tokens(joining, decodes)
-        step = _Step(
-            plan, prefill_tokens, len(prefills), decodes, kv_tokens,
-            running_count, waiting_count, len(output.preempted_req_ids or ()),
+        kv_tokens = round(self._read_tokens(joining, decodes))
+        content = (
+            plan.phase, prefill_tokens, len(prefills), decodes, kv_tokens,
+            plan.max_batch_size, running_count, waiting_count, len(output.preempted_req_ids or ()),
         )  # fmt: skip
         if scheduled:
-            self._on_their_way.append((output, began_s, step))
+            self._on_their_way.append((output, began_s, content))
         else:  # nothing will come back that tells more
-            self._end(step, self._last_end_s, 0.0)
+            self._end(content, self._last_end_s, 0.0)
 
     def departed(self, request: Request | FinishedRequest) -> None:
         """It left with the step that ends next. A request is held until results are asked for, and must not change."""
@@ -117,12 +91,12 @@ class StepAccount:
     def ended(self, output: SchedulerOutput, now_s: float) -> None:
         """Its results have come. Steps from before a change of mode were never scheduled here."""
         if self._on_their_way and self._on_their_way[0][0] is output:
-            _, began_s, step = self._on_their_way.popleft()
-            self._end(step, now_s, max(0.0, now_s - max(began_s, self._last_end_s)))
+            _, began_s, content = self._on_their_way.popleft()
+            self._end(content, now_s, max(0.0, now_s - max(began_s, self._last_end_s)))
         self._last_end_s = now_s
 
-    def _end(self, step: _Step, ended_s: float, step_s: float) -> None:
-        self._ended.append(_Ended(step, ended_s, step_s, self._departed))
+    def _end(self, content: _Content, ended_s: float, step_s: float) -> None:
+        self._ended.append(_Ended(content, ended_s, step_s, self._departed))
         self._departed = []
 
     def _read_tokens(self, joining: Sequence[int], decodes: int) -> float:
@@ -136,6 +110,6 @@ class StepAccount:
     def results(self, record: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
         """Of the steps that have ended, each once; ``record`` is called once for every request that departed."""
         ended, self._ended = self._ended, []
-        for step, ended_s, step_s, departed in ended:
+        for content, ended_s, step_s, departed in ended:
             finished = tuple([record(one) if isinstance(one, Request) else one for one in departed])
-            yield step.result(ended_s, step_s, finished)
+            yield StepResult(ended_s, step_s, *content, finished)

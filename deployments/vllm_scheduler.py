@@ -297,14 +297,10 @@ class _PlannedScheduler(SluiceScheduler):
     def _note(self, output: SchedulerOutput, plan: StepPlan) -> None:
         began = time.perf_counter()
         scheduled, snapshot = output.num_scheduled_tokens, self._snapshot
-        chunks = [one.request_id for one in self._chunks if one.request_id in scheduled]
-        starts = [start.req_id for start in output.scheduled_new_reqs]
-        prefills = [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
+        starts, resumed = output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids
+        prefills = self._prefills(output) if starts or resumed or self._chunks else ()
         self._taker.step_taken(
-            prefills,
-            scheduled,
-            begun=len(starts) + len(output.scheduled_cached_reqs.resumed_req_ids),
-            preempted=bool(output.preempted_req_ids),
+            prefills, scheduled, begun=len(starts) + len(resumed), preempted=bool(output.preempted_req_ids)
         )
         if plan.steps > 1 and self._ends_plan(output, plan):
             self._steps_left = 0
@@ -313,12 +309,18 @@ class _PlannedScheduler(SluiceScheduler):
             plan,
             self._now_s,
             prefills,
-            self._joining(prefills, scheduled),
+            self._joining(prefills, scheduled) if prefills else (),
             snapshot.mean_context_tokens if snapshot is not None else None,
             running_count=len(self.running),
             waiting_count=len(self.waiting) + len(self.kv_holding_waiting),
         )
         self.telemetry.spent(time.perf_counter() - began)
+
+    def _prefills(self, output: SchedulerOutput) -> list[str]:
+        """Ids of those that get a part of their prompt."""
+        chunks = [one.request_id for one in self._chunks if one.request_id in output.num_scheduled_tokens]
+        starts = [start.req_id for start in output.scheduled_new_reqs]
+        return [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
 
     def _joining(self, prefills: Sequence[str], scheduled: Mapping[str, int]) -> list[int]:
         """Tokens in the cache, after a step, of those whose prompt ends with it."""

@@ -884,5 +884,6 @@ def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(depth: in
     check_answers(engine)
     assert sum(answer.ended for answer in engine.answers.values()) > 8000
     assert not [log for log in engine.log if log.empty and log.runnable]
+    engine.scheduler.report()
     taker = engine.scheduler._taker
-    assert not len(taker._batch) and not taker._ending and not taker._views
+    assert not len(taker._batch) and not taker._ending and not taker._known
