@@ -35,7 +35,7 @@ _CHUNK_STRIDE_TOKENS = 256
 # Most steps that a plan is kept for: what is shown of a batch meanwhile is no older than this.
 KEPT_STEPS = 16
 # Share of the batch that leaves before blocks are counted again where they are short.
-LEFT_SHARE = 1 / 32
+LEFT_SHARE = 1 / 24
 # Steps whose lengths and times are learned together: the code for it is not in the processor's caches between two steps
 # of an engine, and fetching it costs more than learning. Whoever decides by them reads what there is before.
 READ_STEPS = 32

@@ -16,7 +16,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for eight steps, or until one in 32 has left the batch, anybody where less than 64 run; their
+* A cap that binds stands for twelve steps, or until one in 24 has left the batch, anybody where less than 48 run; their
   slots stay empty so long. Where those whom the last one was for have not started, as while exclusive batching decodes,
   it stands twice as long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
   who came in their place unseen would cost 0.3 to 1.0 %.
@@ -62,7 +62,7 @@ from policies.types import (
 
 _AGE_CELLS = 64
 # A cap stands for so many steps, where memory binds, or until LEFT_SHARE of the batch has left it.
-_REVIEW_STEPS = 8
+_REVIEW_STEPS = 12
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
@@ -179,7 +179,7 @@ class ForecastAdmission:
 
     def _standing_plan(self, state: BatchState) -> StepPlan:
         """The cap found last, less those who have departed since."""
-        steps = min(self._steps_to_review, self._steps_to_refresh)
+        steps = min(KEPT_STEPS, self._steps_to_review, self._steps_to_refresh)
         left = state.departed - self._departed
         plan = capped_plan(state, self._cap - left, Limit.MEMORY, steps)
         return plan._replace(may_leave=self._may_leave - left, max_served=plan.max_batch_size)

@@ -206,7 +206,7 @@ class TestMemoryGate:
 
     def test_of_few_each_may_make_room(self) -> None:
         policy = exclusive(phase_rule="fixed", refill=8)
-        plan = policy.plan(make_state(decoding=28, waiting=60, slots=56, free_blocks=56, total_blocks=140))
+        plan = policy.plan(make_state(decoding=21, waiting=60, slots=42, free_blocks=49, total_blocks=112))
         assert (plan.phase, plan.may_leave) == (Phase.DECODE, 0)
 
     def test_nor_is_it_held_for_long_where_nobody_leaves(self) -> None:

@@ -88,15 +88,15 @@ class TestOnPaper:
         plan = policy.plan(make_state(ages=[], waiting=50, capacity=1520))
         assert (len(plan.admit), plan.limited_by) == (5, Limit.MEMORY)
 
-    @pytest.mark.parametrize(("started", "steps"), [(True, 8), (False, 16)])
+    @pytest.mark.parametrize(("started", "steps"), [(True, 12), (False, 16)])
     def test_a_cap_stands_longer_while_those_it_is_for_do_not_start(self, started: bool, steps: int) -> None:
         policy = taught([200] * 128)
         first = policy.plan(make_state(ages=[50] * 80, waiting=60, capacity=25_000))
-        assert (first.steps, first.limited_by, len(first.admit) > 0) == (8, Limit.MEMORY, True)
-        for _ in range(8):
+        assert (first.steps, first.limited_by, len(first.admit) > 0) == (12, Limit.MEMORY, True)
+        for _ in range(12):
             policy.observe(make_result())
         running = first.max_batch_size if started else 80
-        assert policy.plan(make_state(ages=[58] * running, waiting=60, capacity=25_000)).steps == steps
+        assert policy.plan(make_state(ages=[62] * running, waiting=60, capacity=25_000)).steps == steps
 
     def test_who_takes_over_knows_the_last_answers_too(self) -> None:
         # Short answers were seen before; those of the last steps are long.
@@ -172,20 +172,20 @@ class TestOnPaper:
             return policy.plan(roomier).max_batch_size
 
         first = cap()
-        assert cap(*[make_result()] * 7) == first == 10
-        assert cap(*[make_result()] * 8) > first
+        assert cap(*[make_result()] * 11) == first == 10
+        assert cap(*[make_result()] * 12) > first
         assert cap(make_result()._replace(preempted=1)) > first
         assert cap(make_result(), ages=9) > first
 
     def test_nobody_comes_in_the_place_of_the_few_who_leave_while_a_cap_stands(self) -> None:
         policy = taught([200] * 100)
         first = policy.plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
-        assert (first.max_batch_size, first.may_leave, first.max_served) == (206, 5, 206)
-        for departed in (1, 5, 6):
+        assert (first.max_batch_size, first.may_leave, first.max_served) == (206, 7, 206)
+        for departed in (1, 7, 8):
             policy.observe(make_result())
             state = make_state(ages=[10] * (206 - departed), waiting=60, capacity=900_000)
             plan = policy.plan(state._replace(departed=departed))
-            assert len(plan.admit) == (60 if departed == 6 else 0)
+            assert len(plan.admit) == (60 if departed == 8 else 0)
 
     def test_a_cap_that_somebody_left_does_not_come_back(self) -> None:
         policy = taught([200] * 100)
