@@ -6,7 +6,7 @@ scheduler, 3000 requests, 128 clients and slots; output tokens per second relati
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
 
 `-k stands` is another load, of 256 requests at once: what it costs that slots of those who leave stay empty for up to
-eight steps, against a forecast whenever anybody leaves (a minute and a half).
+twelve steps, against a forecast whenever anybody leaves (a minute and a half).
 """
 
 import os
