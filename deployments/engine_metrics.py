@@ -19,7 +19,7 @@ _GAUGES = {
     "max_prefill_tokens": "Most prompt tokens of a step in which somebody decodes; only with a latency target.",
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
-    "overcommit": "Share admitted beyond the forecast.",
+    "overcommit": "Share admitted beyond the forecast, below 0 where less is.",
     "kv_held": "Ended requests whose KV cache another replica may still fetch.",
     "overhead_us_per_step": "Microseconds that planning adds to a step.",
 }

@@ -133,7 +133,7 @@ class Auto:
 
     @property
     def overcommit(self) -> float:
-        """Share admitted beyond the forecast."""
+        """Share admitted beyond the forecast; below 0 less than it."""
         return self.admission.overcommit.share if isinstance(self.admission, ForecastAdmission) else 0.0
 
     def plan(self, state: BatchState) -> StepPlan:

@@ -8,32 +8,33 @@ Source: this project's own, on top of 001's chance constraint, which knows no pr
 the safe capacity, b the batch, a the overhead of decode steps as a share of all time and c the share of time spent on
 recomputing:
 
-    throughput ~ (1 + a * db/b) * (1 - c),  b ~ 1 + g,  c ~ (g + h)^2   =>   at the optimum c = a (g + h) / (2 (1 + g))
+    throughput ~ (1 + a db/b) (1 - c),  b ~ 1 + g,  dc/dg = c / r   =>   at the optimum c = a r / (1 + g)
 
-h is how far below the forecast's own safe capacity preemptions begin: its chance constraint admits a few. With h = 0
-a single one would bind g to 0 for good, as nothing costs less than nothing. In caches for 10, 20 and 40 requests c was
-seen to grow as with an h of about 0.3 requests, so that is what it is taken for.
+r, the reach, is by how much g grows until c has grown e-fold. Near the forecast's own bound preemptions are the tail of
+a sum over the batch, so there r = h with h ~ 1 / sqrt(b); far beyond it c grows with the square of g and r = g / 2:
+r = h + max(0, g) / 2. Seen in caches for 10 to 80 requests: h of 0.06 to 0.13 / sqrt(b). Throughput is the same within
+0.2 % for all of 0.035 to 0.1, so h is taken at the lower end, which preempts least.
 
-The controller moves g towards the point where the measured c meets that, by a part of g + h at a time, for that is the
-scale on which c changes: a tenth of a percent for a batch of hundreds. a follows from the learned step times. c is
-taken as preemptions * mean tokens held * seconds per prefill token / busy seconds.
+A window moves g up by what preemptions would have been worth their price in it, and every preemption moves it down, by
+a part of the reach each: so g rests where the two are equal in the mean, however rare preemptions are. A preemption is
+taken to cost the mean tokens held times the seconds per prefill token; a follows from the learned step times.
 """
 
-from math import log
+from math import sqrt
 
 from policies.types import StepResult, StepTimes
 
 # The largest g: there nothing but the prompts that fit now holds admission back, as in vLLM itself.
 MOST = 4.0
-# h, in requests.
-_MARGIN_REQUESTS = 0.3
+# h for a batch of one.
+_SCALE = 0.05
+# The least g, in units of h: the forecast's bound may itself let too many through.
+_LEAST = -6.0
 # Steps between two moves.
 _WINDOW_STEPS = 32
-# Weight of the newest window in c.
-_SMOOTHING = 0.4
-# The largest move up, as a share of g + h, and of 1 + g; down it is twice that at most. Near the optimum moves are
-# smaller: preemptions come in bursts, and a fixed step would swing between none and too many.
-_GAIN = 0.2
+# What one preemption moves g, as a share of the reach.
+_GAIN = 0.15
+# The largest move up, as a share of 1 + g; down it is twice that at most.
 _MOST_GAIN = 0.01
 
 
@@ -42,13 +43,11 @@ class Overcommit:
 
     def __init__(self) -> None:
         self.share = 0.0
-        self._cost: float | None = None
-        self._steps = 0
-        self._preempted = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
         self._busy_s = 0.0
-        self._decodes = 0
-        self._decode_steps = 0
-        self._kv_tokens = 0
 
     def observe(self, result: StepResult) -> None:
         self._steps += 1
@@ -69,26 +68,19 @@ class Overcommit:
         Args:
             binding: whether g kept requests waiting that would fit now: without, a larger one would change nothing.
         """
-        overhead, cost = self._overhead_share(times), self._cost_share(times)
-        self._cost = cost if self._cost is None else self._cost + _SMOOTHING * (cost - self._cost)
-        reach = self.share + _MARGIN_REQUESTS * self._decode_steps / self._decodes
-        pull = _pull(overhead * reach / (2.0 * (1.0 + self.share)), self._cost)
-        if pull < 0.0 or binding:
-            self.share += pull * min(_GAIN * reach, _MOST_GAIN * (1.0 + self.share))
-            self.share = min(max(0.0, self.share), MOST)
-        self._steps = self._preempted = self._decodes = self._decode_steps = self._kv_tokens = 0
-        self._busy_s = 0.0
+        h = _SCALE * sqrt(self._decode_steps / self._decodes)
+        reach = h + 0.5 * max(0.0, self.share)
+        most = _MOST_GAIN * (1.0 + self.share)
+        wanted, price = self._overhead_share(times) * reach / (1.0 + self.share), self._price(times)
+        move = _GAIN * reach * (wanted / price - self._preempted) if price > 0.0 else most
+        if move < 0.0 or binding:
+            self.share += min(max(-2.0 * most, move), most)
+            self.share = min(max(_LEAST * h, self.share), MOST)
+        self._restart()
 
     def _overhead_share(self, times: StepTimes) -> float:
         return min(1.0, times.decode.overhead_s * self._decode_steps / self._busy_s)
 
-    def _cost_share(self, times: StepTimes) -> float:
-        held = self._kv_tokens / self._decodes
-        return self._preempted * held * times.prefill.prefill_s / self._busy_s
-
-
-def _pull(wanted: float, cost: float) -> float:
-    """-2 to 1: the logarithm of what recomputing may cost over what it does cost."""
-    if not cost:
-        return 1.0
-    return min(max(-2.0, log(wanted / cost)), 1.0) if wanted else -2.0
+    def _price(self, times: StepTimes) -> float:
+        """Of one preemption, as a share of the window's time."""
+        return self._kv_tokens / self._decodes * times.prefill.prefill_s / self._busy_s
