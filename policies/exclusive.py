@@ -69,6 +69,9 @@ _OCCUPANCY_SMOOTHING = 0.1
 # use: by so much the closed form may err, so what may be the better mode is tried.
 _RATIO_SMOOTHING = 0.3
 _HOPED_RATIO = 0.95
+# By so much a ratio that was measured is hoped to have fallen since the last look: a mode that was tried in vain is not
+# tried at every look, each time for 32 requests.
+_HOPE = 0.02
 # Gain that whole phases must promise to be tried before it is known what a prefill costs alone.
 _MUCH = 0.05
 # After 8, 16 and 32 times ``replan_steps`` and then after every 32 so many steps are taken of the kind that the
@@ -288,9 +291,11 @@ class _TokenCost:
         """Whether a span has ended since the mode was entered."""
         return self._spans > 0
 
-    def forget(self) -> None:
-        """Hope again: the form that the ratio was measured against is about to change."""
-        self.ratio = _HOPED_RATIO
+    def hope(self) -> None:
+        """The form that the ratio was measured against is about to change. What the mode has shown is believed, and
+        given up bit by bit, if the closed form may err by so much: else it was an odd span, and all is hoped again."""
+        credible = self.is_measured and abs(self.ratio - 1.0) <= 1.0 - _HOPED_RATIO
+        self.ratio = max(_HOPED_RATIO, self.ratio - _HOPE) if credible else _HOPED_RATIO
 
 
 class _ModeChoice:
@@ -379,7 +384,7 @@ class _ModeChoice:
         preferred = gain > (-hysteresis if self._preferred else hysteresis)
         self._look_steps = self._steps_of_look()
         if self._look_steps:
-            self._costs[not preferred].forget()
+            self._costs[not preferred].hope()
         if preferred != self._preferred:
             self._preferred = preferred
             self._costs[preferred].restart()

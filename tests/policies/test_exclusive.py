@@ -379,6 +379,16 @@ class TestAuto:
         saturated(ToyEngine(recorder, FREE, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
 
+    def test_a_mode_that_was_tried_in_vain_is_not_tried_at_every_look(self) -> None:
+        # Exclusive batching is 4 % behind, about as much as the closed form may err by. Looks begin at some 1000, 2000
+        # and 4000 steps and at every 4000 then; tried at each of them it would be there in four spells.
+        alike = StepCoefficients(overhead_s=0.0046, prefill_s=1.5e-4, decode_s=2.05e-4, kv_s=8.3e-7)
+        times = StepTimes(prefill=alike, decode=alike, mixed=alike)
+        recorder = _Recorder(auto())
+        saturated(ToyEngine(recorder, times, slots=24), count=2500)
+        assert len(recorder.modes) > 10_000
+        assert 1 <= sum(exclusive for exclusive, _ in groupby(recorder.modes)) <= 2
+
     def test_kinds_of_steps_are_looked_for_one_step_at_a_time(self) -> None:
         recorder = _Recorder(auto())
         results = saturated(ToyEngine(recorder, FREE, slots=64), count=500).results[:900]  # before the first look
@@ -577,9 +587,10 @@ class TestAuto:
     def test_a_look_ends_where_noise_was_fitted_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = auto(CONTENDED)
         engine = ToyEngine(policy, CONTENDED, slots=32)
-        for number in range(2000):
-            engine.submit(Job(f"r{number}", prompt_tokens=100, output_tokens=50))
+        for job in random_jobs(2000, prompt=(50, 150), mean_output=50, seed=1):
+            engine.submit(job)
         while policy._choice.looks_at is not Phase.MIXED:
+            assert engine.finished < 2000, "no look at mixed steps before the last request"
             engine.step()
         nothing = StepCoefficients(overhead_s=0.01)
         monkeypatch.setattr(policy._model, "times", lambda: StepTimes(prefill=nothing, decode=nothing, mixed=nothing))
