@@ -95,8 +95,11 @@ class PoolShare:
 
         Args:
             free, total: of the whole pool.
-            coming: requests that may start in this step and hold nothing yet.
+            coming: requests that may start in this step and hold nothing yet. What windows and states take is kept for
+                so many of them as there is room for, were they like those that run, and for one more: kept for a whole
+                queue it would leave nothing for tokens.
         """
+        coming = min(coming, free // self._mean_blocks(running) + 1)
         found = self._counted(self._windows_filled, free, total, running, coming)
         if self._windows_endless is None:
             return found

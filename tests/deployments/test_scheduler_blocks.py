@@ -46,6 +46,14 @@ def test_a_pool_whose_requests_have_windows_or_states_alone_is_counted_whole() -
     assert PoolShare((WINDOW,)).count(90, 100, running(5), 10) == (90, 100)
 
 
+def test_windows_and_states_are_kept_for_as_many_as_there_is_room_for_and_not_for_a_whole_queue() -> None:
+    share = PoolShare((FULL, WINDOW, STATE))
+    # Ten that hold 20 blocks of tokens, 9 of the window and a state each: 200 free ones are room for six and one more.
+    batch = running(*[319] * 10)
+    assert share.count(200, 500, batch, 200) == share.count(200, 500, batch, 7) == (298 - 200, 500 - 17 * 10 - 32)
+    assert share.count(200, 500, batch, 2)[1] == 500 - 12 * 10 - 32
+
+
 def test_states_bound_the_slots_and_leave_tokens_a_share_of_the_pool() -> None:
     share = PoolShare((FULL, STATE, STATE, STATE))
     assert share.slots(256, 500, running(), 0) == 125, "three states and a block of tokens each"

@@ -712,7 +712,8 @@ def test_the_forecast_keeps_preemptions_near_zero_where_they_are_dear() -> None:
 
 
 def test_the_forecast_takes_windows_for_what_they_hold() -> None:
-    """Taken to grow with every token, three groups of a window would leave a quarter of the pool for the batch."""
+    """Taken to grow with every token, three groups of a window would leave a quarter of the pool for the batch; kept
+    for everybody who waits, the windows would leave nothing of it."""
     rng = random.Random(1)
     jobs = [(rng.randint(8, 60), rng.randint(200, 900)) for _ in range(80)]
     batch, preempted = {}, {}
@@ -722,7 +723,7 @@ def test_the_forecast_takes_windows_for_what_they_hold() -> None:
         batch[mode] = sum(log.decodes for log in engine.log) / len(engine.log)
         preempted[mode] = engine.preempted
     assert preempted["mixed"] < preempted["stock"] / 3
-    assert batch["mixed"] > 0.7 * batch["stock"]
+    assert batch["mixed"] > 0.8 * batch["stock"]
 
 
 @pytest.mark.parametrize(("block_size", "states", "fit"), [(256, 3, 124), (256, 8, 55), (16, 3, 27)])
