@@ -123,7 +123,7 @@ class Auto:
         if self.config.admission == "slots":
             return Stock()
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
-        step_times = self.phases.step_times if self.config.overcommit else None
+        step_times = self.phases.recompute_times if self.config.overcommit else None
         return ForecastAdmission(self.config.forecast(), known, step_times=step_times)
 
     @property

@@ -16,7 +16,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * What is resident follows from ages and survival, so no steady state is assumed: eq. 8 is unsafe for a coefficient of
   variation above 1 and wasteful below (ERRATA 1.4), and sizes measured on a young batch over-admit (1.8).
 * Laws are stretched by ``length_bias``: too long an estimate costs little, one half too short collapses.
-* Without enough samples eq. 12 decides (``MemoryAware``), or with overcommit what fits now (``Stock``).
+* Without enough samples eq. 12 decides (``MemoryAware``), or with overcommit all are taken to live 24 steps longer.
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
@@ -45,7 +45,6 @@ from policies.batch_size import (
     READ_STEPS,
     MemoryAware,
     MemoryAwareConfig,
-    Stock,
     capped_plan,
     mean_known_prompt_tokens,
     unshared_fraction,
@@ -68,6 +67,8 @@ from policies.types import (
 _AGE_CELLS = 64
 # A cap stands for so many steps, where memory binds, or until LEFT_SHARE of the batch has left it.
 _REVIEW_STEPS = 12
+# While nothing is known of lengths everybody is taken to live so many steps longer, and then to end.
+_UNKNOWN_STEPS = 24
 # The horizons end where a law has ended but for this share.
 _LONGEST = 0.999
 
@@ -124,8 +125,8 @@ class ForecastAdmission:
         step_times: Callable[[], StepTimes | None] | None = None,
     ) -> None:
         """With ``step_times``, what preemptions cost and bring is weighed up (``policies.overcommit``), and until there
-        are enough samples the engine admits what fits now: eq. 12 on a prior four times too long was measured to leave
-        half of a small cache empty, while a few preemptions at the start cost next to nothing.
+        are enough samples everybody is taken to live 24 steps longer: eq. 12 on a prior four times too long was
+        measured to leave half of a small cache empty. It gives None while it is not known what a prompt costs.
 
         learned: one with as many classes, whose lengths this one takes over; it must not be used any more.
         """
@@ -133,7 +134,7 @@ class ForecastAdmission:
         self._step_times = step_times
         self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
         self._held_back = False
-        self._fallback = MemoryAware(config.fallback) if step_times is None else Stock()
+        self._fallback = MemoryAware(config.fallback) if step_times is None else None
         if learned:
             learned._read_steps()
         self._lengths: LengthStatistics = (
@@ -157,8 +158,8 @@ class ForecastAdmission:
         return self._lengths.completed >= self.config.min_samples
 
     def plan(self, state: BatchState) -> StepPlan:
-        if not self.uses_forecast:
-            return self._fallback.plan(state)._replace(steps=1)  # the next end may be the last sample needed
+        if not self.uses_forecast:  # the next end may be the last sample needed
+            return self._fallback.plan(state)._replace(steps=1) if self._fallback else self._plan_unknown(state)
         self._refresh(state)
         if self._steps_to_review > 0 and state.departed - self._departed <= self._may_leave:
             return self._standing_plan(state)
@@ -176,6 +177,14 @@ class ForecastAdmission:
         self._stands = 2 if unfilled else 1
         self._steps_to_review = self._stands * _REVIEW_STEPS
         return self._standing_plan(state)
+
+    def _plan_unknown(self, state: BatchState) -> StepPlan:
+        """While next to nothing is known of lengths."""
+        candidates = state.waiting[: state.free_slots]
+        safe, _ = self._fitting(state, candidates, _held_elsewhere(state))
+        if safe == len(candidates):
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        return capped_plan(state, state.running_count + safe, Limit.MEMORY)
 
     @property
     def _may_leave(self) -> int:
@@ -217,7 +226,8 @@ class ForecastAdmission:
         self._steps_to_review = 0 if result.preempted else self._steps_to_review - 1
         self._unread.append(result)
         if not self.uses_forecast:
-            self._fallback.observe(result)
+            if self._fallback:
+                self._fallback.observe(result)
             self._read_steps()
         elif len(self._unread) == READ_STEPS:
             self._read_steps()
@@ -238,9 +248,9 @@ class ForecastAdmission:
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
-        if not self.uses_forecast:
+        if self._fallback and not self.uses_forecast:
             return self._fallback.batch_size(state)
-        if not self._refreshes or not state.free_slots:
+        if not state.free_slots or (self.uses_forecast and not self._refreshes):
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
         alike = RequestView(
@@ -388,7 +398,7 @@ class _SurvivalTable:
     def __init__(self, classes: int, horizons: int) -> None:
         self._laws: list[SurvivalLaw | None] = [None] * classes
         self._points = horizons
-        self._lay_grids(1)
+        self._lay_grids(_UNKNOWN_STEPS)
 
     @property
     def end(self) -> int:
@@ -415,6 +425,7 @@ class _SurvivalTable:
         self._ages = np.unique((end * np.linspace(0.0, 1.0, _AGE_CELLS) ** 2).astype(np.int64))
         self._cell = np.searchsorted(self._ages, np.arange(end + 1), side="right") - 1
         self._table = np.zeros((len(self._laws) * len(self._ages), 2 * self._points))
+        self._table[:, : self._points] = 1.0
         for class_index, law in enumerate(self._laws):
             if law is not None:
                 self._fill(class_index, law)

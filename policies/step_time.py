@@ -228,6 +228,11 @@ class StepTimeModel:
         """Whether it has seen enough steps that held only prefill, only decodes, or both."""
         return self._forms[kind].steps >= self.config.min_steps
 
+    @property
+    def knows_prefills(self) -> bool:
+        """Whether ``times`` says what a prompt costs: until enough steps have held one, nothing there."""
+        return self.config.prior is not None or self.measured(Phase.PREFILL) or self.measured(Phase.MIXED)
+
     def times(self) -> StepTimes | None:
         """The three forms as they stand; None while there is neither a prior nor one measured kind.
 

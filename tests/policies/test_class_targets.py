@@ -168,9 +168,8 @@ def test_what_a_replica_offers_before_it_knows_any_length_is_what_equation_12_ad
     assert 4 < auto.batch_size(tight) == auto.admission.plan(tight).max_batch_size < 16
 
 
-@pytest.mark.parametrize("config", [AutoConfig(), AutoConfig(admission="slots")], ids=["no lengths yet", "slots"])
-def test_a_replica_that_leaves_memory_to_its_engine_offers_what_its_cache_can_start(config: AutoConfig) -> None:
-    auto, tight = Auto(config), state([0] * 4, total_blocks=120)
+def test_a_replica_that_leaves_memory_to_its_engine_offers_what_its_cache_can_start() -> None:
+    auto, tight = Auto(AutoConfig(admission="slots")), state([0] * 4, total_blocks=120)
     blocks = -(-int(tight.running.prompt_tokens[0]) // tight.block_size)
     assert 4 < auto.batch_size(tight) == 4 + tight.free_blocks // blocks < 64
     assert auto.batch_size(state([0] * 4, total_blocks=40_000)) == 64

@@ -379,6 +379,17 @@ class TestAuto:
         saturated(ToyEngine(recorder, FREE, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
 
+    def test_what_recomputing_costs_is_not_known_before_prompts_were_seen(self) -> None:
+        policy = auto()
+        for _ in range(32):
+            policy.observe(make_result(phase=Phase.DECODE, decodes=8))
+        assert policy.step_times() is not None
+        assert policy.recompute_times() is None
+        for _ in range(32):
+            policy.observe(make_result(phase=Phase.MIXED, prefill_tokens=100, decodes=8))
+        assert policy.recompute_times() == policy.step_times()
+        assert auto(FREE).recompute_times() is not None
+
     def test_a_mode_that_was_tried_in_vain_is_not_tried_at_every_look(self) -> None:
         # Exclusive batching is 4 % behind, about as much as the closed form may err by. Looks begin at some 1000, 2000
         # and 4000 steps and at every 4000 then; tried at each of them it would be there in four spells.

@@ -160,6 +160,30 @@ class TestOnPaper:
         assert not policy.uses_forecast
         assert plan.max_batch_size == memory_safe_batch_size(20_000, 100 + 300 + 0.5, 300, 0.01)
 
+    def test_without_samples_and_with_overcommit_everybody_is_taken_to_live_a_little_longer(self) -> None:
+        policy = ForecastAdmission(ForecastAdmissionConfig(), step_times=lambda: TIMES)
+        state = make_state(ages=[40] * 4, waiting=200, capacity=4 * 164 + 20 * 124 + 100)
+        plan = policy.plan(state)  # of half a token in a block of one, 24 are 12 more
+        assert (len(plan.admit), plan.limited_by, plan.steps) == (20, Limit.MEMORY, 1)
+        assert policy.batch_size(state) == 24
+        room = make_state(ages=[], waiting=20, capacity=20_000)
+        assert (policy.plan(room).limited_by, policy.batch_size(room)) == (Limit.SLOTS, 160)
+
+    def test_it_does_not_go_beyond_the_forecast_before_it_is_known_what_a_prompt_costs(self) -> None:
+        known: list[StepTimes] = []
+        policy = ForecastAdmission(ForecastAdmissionConfig(), step_times=lambda: known[0] if known else None)
+        teach(policy, [200] * 100)
+
+        def serve(steps: int) -> float:
+            for _ in range(steps):
+                policy.plan(make_state(ages=[10] * 5, waiting=20, capacity=1500))
+                policy.observe(make_result())
+            return policy.overcommit.share
+
+        assert serve(100) == 0.0
+        known.append(TIMES)
+        assert serve(2) > 0.0
+
     def test_blocks_shared_by_a_prefix_are_counted_once(self) -> None:
         apart = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000)
         shared = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000, shared=9000)
