@@ -102,7 +102,7 @@ class ForecastAdmissionConfig:
     min_samples: int = 8
     min_class_samples: int = 32
     window: int = 1000
-    horizons: int = 24
+    horizons: int = 28
     refresh_steps: int = 128
     fallback: MemoryAwareConfig = MemoryAwareConfig()
     speculates: bool = False
@@ -390,9 +390,10 @@ class _Load(NamedTuple):
 class _SurvivalTable:
     """P = P(alive at a horizon | age) per class, precomputed on a grid of ages and horizons.
 
-    Layout: row class * ages + age cell; columns P at every horizon, then P * (1 - P) at every horizon. Both grids are
-    quadratic, dense where answers are young, and end where the longest law has all but ended. Ages are rounded down
-    to their cell, and beyond the grid to its last one.
+    Layout: row class * ages + age cell; columns P at every horizon, then P * (1 - P) at every horizon. Both grids end
+    where the longest law has all but ended. Ages are quadratic, dense where answers are young, and rounded down to
+    their cell, beyond the grid to its last one. Horizons are denser still at their start: there a batch of some 80
+    peaks, within the few steps in which it may be that nobody ends.
     """
 
     def __init__(self, classes: int, horizons: int) -> None:
@@ -421,7 +422,7 @@ class _SurvivalTable:
 
     def _lay_grids(self, end: int) -> None:
         self._end = end
-        self._horizons = end * np.linspace(0.0, 1.0, self._points) ** 2
+        self._horizons = end * np.linspace(0.0, 1.0, self._points) ** 2.5
         self._ages = np.unique((end * np.linspace(0.0, 1.0, _AGE_CELLS) ** 2).astype(np.int64))
         self._cell = np.searchsorted(self._ages, np.arange(end + 1), side="right") - 1
         self._table = np.zeros((len(self._laws) * len(self._ages), 2 * self._points))
