@@ -5,8 +5,9 @@ some seven minutes. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, 
 scheduler, 3000 requests, 128 clients and slots; output tokens per second relative to vLLM as it is, between a quarter
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
 
-`-k stands` is another load, of 256 requests at once: what it costs that slots of those who leave stay empty for up to
-twelve steps, against a forecast whenever anybody leaves (a minute and a half).
+`-k dozen` is the load of `test_modes_on_this_machine.py -k tight`, where a dozen run, on the virtual clock (a minute).
+`-k stands` is one of 256 requests at once: what it costs that slots of those who leave stay empty for up to twelve
+steps, against a forecast whenever anybody leaves (a minute and a half).
 """
 
 import os
@@ -61,10 +62,21 @@ def run(name: str, times: StepTimes, tokens: int) -> Run:
     rng = random.Random(7)
     requests = [(rng.randint(8, 300), min(400, 1 + int(rng.expovariate(1 / 60)))) for _ in range(REQUESTS)]
     engine = VirtualEngine(POLICIES[name], slots=SLOTS, blocks=tokens // BLOCK_SIZE + 1, budget=2048, times=times)
+    return measured(run_closed(with_watermark(engine, name), requests, clients=SLOTS))
+
+
+def run_dozen(name: str, seed: int) -> Run:
+    rng = random.Random(seed)
+    requests = [(rng.randint(64, 512), 1 + min(400, int(rng.expovariate(1 / 64)))) for _ in range(REQUESTS)]
+    engine = VirtualEngine(POLICIES[name], slots=48, blocks=150, block_size=32, budget=2048, times=TIMES["dear"])
+    return measured(run_closed(with_watermark(engine, name), requests, clients=64))
+
+
+def with_watermark(engine: VirtualEngine, name: str) -> VirtualEngine:
     caches = engine.scheduler.kv_cache_manager
     if "watermark" in name:
         caches.watermark_blocks = int(0.05 * caches.block_pool.num_gpu_blocks)
-    return measured(run_closed(engine, requests, clients=SLOTS))
+    return engine
 
 
 def run_many(settings: dict[str, Any], times: StepTimes, seed: int) -> Run:
@@ -104,6 +116,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def test_admission_in_a_short_cache(kind: str, tokens: int, rows: list[str]) -> None:
     found = {name: run(name, TIMES[kind], tokens) for name in POLICIES}
     rows.append(f"| {kind}, {tokens} | " + " | ".join(each.cell(found["stock"]) for each in found.values()) + " |")
+    print(f"\n{rows[-1]}", flush=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_dozen_at_once(seed: int, rows: list[str]) -> None:
+    found = {name: run_dozen(name, seed) for name in POLICIES}
+    rows.append(f"| a dozen, seed {seed} | " + " | ".join(each.cell(found["stock"]) for each in found.values()) + " |")
     print(f"\n{rows[-1]}", flush=True)
 
 
