@@ -266,7 +266,7 @@ class ForecastAdmission:
         load, more = self._load(state, unshared), self._load_of(alike, unshared, state.block_size)
 
         def exceeds(count: int) -> bool:
-            return not self._fits(capacity, load.plus(more, count))
+            return not self._fits(capacity, load.plus(more.times(count)))
 
         return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
 
@@ -338,9 +338,12 @@ class ForecastAdmission:
         admitted beyond it at every horizon."""
         if load.mean[0] > capacity_tokens:
             return False
-        likely = load.mean + self._safety_factor * np.sqrt(load.variance)
-        at_most = load.mean[0] + load.requests * self._survival.horizons
-        return float(np.minimum(likely, at_most).max()) <= capacity_tokens * (1.0 + self.overcommit.share)
+        limit = capacity_tokens * (1.0 + self.overcommit.share)
+        likely, horizons = load.mean + self._safety_factor * np.sqrt(load.variance), self._survival.horizons
+        peak = likely.argmax()
+        if likely[peak] <= limit or load.at_most(horizons[peak]) > limit:  # nearly always one of the two
+            return bool(likely[peak] <= limit)
+        return float(np.minimum(likely, load.at_most(horizons)).max()) <= limit
 
     def _fits_whatever_happens(
         self, state: BatchState, candidates: tuple[RequestView, ...], capacity_tokens: int
@@ -379,12 +382,16 @@ class _Load(NamedTuple):
     variance: FloatArray
     requests: int
 
-    def plus(self, other: "_Load", times: int = 1) -> "_Load":
-        return _Load(
-            self.mean + times * other.mean,
-            self.variance + times * other.variance,
-            self.requests + times * other.requests,
-        )
+    def plus(self, other: "_Load") -> "_Load":
+        return _Load(self.mean + other.mean, self.variance + other.variance, self.requests + other.requests)
+
+    def times(self, count: int) -> "_Load":
+        return _Load(count * self.mean, count * self.variance, count * self.requests)
+
+    def at_most(self, steps: FloatArray) -> FloatArray:
+        """What they hold after so many steps, if nobody ends."""
+        held: float = self.mean[0]
+        return held + self.requests * steps
 
 
 class _SurvivalTable:
