@@ -476,8 +476,7 @@ class ExclusiveMixed:
 
     def recompute_times(self) -> StepTimes | None:
         """The same, but None while it is not known what a prompt costs."""
-        times = self.step_times()
-        return times if self._model.knows_prefills else None
+        return self.step_times() if self._model.knows_prefills else None
 
     def law(self) -> SurvivalLaw | None:
         """Output lengths as seen so far, of requests that ended."""

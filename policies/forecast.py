@@ -11,7 +11,6 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * Left of the sign stands at most what would be held if nobody ended, sum_i m_i(tau). The bound by mean and variance
   puts it higher at the first horizons where few run, for so few are far from normal: with a dozen it kept twice the
   reserve that was needed, and not where it was needed.
-
 * Prompts are known at admission: they enter with their own length and carry no variance (ERRATA 1.3).
 * What is resident follows from ages and survival, so no steady state is assumed: eq. 8 is unsafe for a coefficient of
   variation above 1 and wasteful below (ERRATA 1.4), and sizes measured on a young batch over-admit (1.8).
