@@ -14,7 +14,7 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from policies.types import RunningRequests
+from policies.types import RequestView, RunningRequests
 
 
 class Group(NamedTuple):
@@ -82,28 +82,35 @@ class PoolShare:
         return max(1, min(slots, len(running) + begun + room))
 
     def _mean_blocks(self, running: RunningRequests) -> int:
-        """Of one request like those that run: its states, and a block of every other group at least."""
-        tokens = running.total_tokens // len(running) if len(running) else 0
+        """Of one request like those that run."""
+        return self._blocks(running.total_tokens // len(running) if len(running) else 0)
+
+    def _blocks(self, tokens: int) -> int:
+        """Of a request: its states, and a block of every other group at least."""
         blocks = self._states
         for group in self._others:
             grown = 1 + tokens // group.block_size
             blocks += grown if group.most is None else min(grown, group.most)
         return blocks
 
-    def count(self, free: int, total: int, running: RunningRequests, coming: int) -> tuple[int, int]:
+    def count(self, free: int, total: int, running: RunningRequests, coming: Sequence[RequestView]) -> tuple[int, int]:
         """Free and total blocks, as policies count them.
 
         Args:
             free, total: of the whole pool.
             coming: requests that may start in this step and hold nothing yet. What windows and states take is kept for
-                so many of them as there is room for, were they like those that run, and for one more: kept for a whole
-                queue it would leave nothing for tokens.
+                so many of them as there is room for with answers as long as those that run have by now, and for one
+                more: kept for a whole queue it would leave nothing for tokens.
         """
-        coming = min(coming, free // self._mean_blocks(running) + 1)
-        found = self._counted(self._windows_filled, free, total, running, coming)
+        count = len(coming)
+        if count and self._windows_filled.filled:
+            answered = running.output_tokens.mean() if len(running) else 0.0
+            mean = sum([request.prompt_tokens for request in coming]) / count + answered
+            count = min(count, free // self._blocks(int(mean)) + 1)
+        found = self._counted(self._windows_filled, free, total, running, count)
         if self._windows_endless is None:
             return found
-        return max(found, self._counted(self._windows_endless, free, total, running, coming), key=itemgetter(1))
+        return max(found, self._counted(self._windows_endless, free, total, running, count), key=itemgetter(1))
 
     def _counted(
         self, reading: _Reading, free: int, total: int, running: RunningRequests, coming: int

@@ -209,8 +209,7 @@ class SnapshotTaker:
         slots = self._pool.slots(max(1, self.slots - idle), free, running, begun)
         waiting, waiting_count = self._waiting(now_s, slots - len(running), blocked)
         # vLLM keeps one block for padding. Who has begun holds theirs, and stands before who has not.
-        coming = max(0, len(waiting) - begun)
-        free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, coming)
+        free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, waiting[begun:])
         state = BatchState(
             now_s=now_s,
             running=running,

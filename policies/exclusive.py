@@ -347,6 +347,10 @@ class _ModeChoice:
         """Whether the kind that was missing first is known by now."""
         return bool(self._missing) and model.measured(self._missing[0])
 
+    def steps_to_find(self, model: StepTimeModel) -> int:
+        """Steps before which the kind that is missing first cannot be known."""
+        return model.steps_missing(self._missing[0]) if self._missing else KEPT_STEPS
+
     def observe(self, result: StepResult) -> None:
         self._steps += self._decided
         if not self._look_steps:
@@ -476,7 +480,8 @@ class ExclusiveMixed:
 
     def recompute_times(self) -> StepTimes | None:
         """The same, but None while it is not known what a prompt costs."""
-        return self.step_times() if self._model.knows_prefills else None
+        times = self.step_times()
+        return times if self._model.knows_prefills else None
 
     def law(self) -> SurvivalLaw | None:
         """Output lengths as seen so far, of requests that ended."""
@@ -531,7 +536,8 @@ class ExclusiveMixed:
 
     def _mixed_plan(self, state: BatchState, *, looks: bool) -> StepPlan:
         self._phase, self._held_back = Phase.DECODE, False
-        plan = capped_plan(state, state.slots, Limit.SLOTS, min(KEPT_STEPS, self._steps_to_look))
+        steps = min(KEPT_STEPS, self._steps_to_look, self._choice.steps_to_find(self._model))
+        plan = capped_plan(state, state.slots, Limit.SLOTS, max(1, steps))
         if not looks:
             return plan
         # Whoever comes or reads a prompt may do so in a step of that kind; but nobody can come while slots are taken.

@@ -241,8 +241,8 @@ class ForecastAdmission:
 
     def _weigh(self, result: StepResult, step_times: Callable[[], StepTimes | None]) -> None:
         self.overcommit.observe(result)
-        if self.overcommit.due and (times := step_times()) is not None:
-            self.overcommit.move(times, binding=self._held_back)
+        if self.overcommit.due:
+            self.overcommit.move(step_times(), binding=self._held_back)
             self._held_back = False
 
     def batch_size(self, state: BatchState) -> int:

@@ -65,12 +65,18 @@ class Overcommit:
     def due(self) -> bool:
         return self._steps >= _WINDOW_STEPS and self._busy_s > 0.0 and self._decode_steps > 0
 
-    def move(self, times: StepTimes, *, binding: bool) -> None:
+    def move(self, times: StepTimes | None, *, binding: bool) -> None:
         """Close the window and move.
 
         Args:
+            times: None while it is not known what a prompt costs; nothing moves then.
             binding: whether g kept requests waiting that would fit now: without, a larger one would change nothing.
         """
+        if times is not None:
+            self._move(times, binding)
+        self._restart()
+
+    def _move(self, times: StepTimes, binding: bool) -> None:
         h = _SCALE * sqrt(self._decode_steps / self._decodes)
         reach = h + max(0.0, self.share) / _POWER
         most = _MOST_GAIN * (1.0 + self.share)
@@ -79,7 +85,6 @@ class Overcommit:
         if move < 0.0 or binding:
             self.share += min(max(-most, move), most)
             self.share = min(max(_LEAST * h, self.share), MOST)
-        self._restart()
 
     def _overhead_share(self, times: StepTimes) -> float:
         return min(1.0, times.decode.overhead_s * self._decode_steps / self._busy_s)

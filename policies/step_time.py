@@ -226,7 +226,11 @@ class StepTimeModel:
 
     def measured(self, kind: Phase) -> bool:
         """Whether it has seen enough steps that held only prefill, only decodes, or both."""
-        return self._forms[kind].steps >= self.config.min_steps
+        return not self.steps_missing(kind)
+
+    def steps_missing(self, kind: Phase) -> int:
+        """Steps of that kind without which it is not measured."""
+        return max(0, self.config.min_steps - self._forms[kind].steps)
 
     @property
     def knows_prefills(self) -> bool:

@@ -15,7 +15,7 @@ CHUNKS = 128  # a budget that most prompts are longer than
 def recorded(mode: str, depth: int) -> tuple[VirtualEngine, list[StepResult]]:
     """A run in a cache so small that some are preempted."""
     rng = random.Random(3)
-    engine = VirtualEngine({"mode": mode}, slots=16, blocks=80, budget=CHUNKS, depth=depth)
+    engine = VirtualEngine({"mode": mode, "admission": "slots"}, slots=16, blocks=80, budget=CHUNKS, depth=depth)
     recorder = StepRecorder(engine.scheduler, engine.clock.now)
     run_closed(engine, [(rng.randint(8, 300), rng.randint(1, 120)) for _ in range(40)], clients=16)
     recorder.close()

@@ -182,7 +182,7 @@ class TestOnPaper:
 
         assert serve(100) == 0.0
         known.append(TIMES)
-        assert serve(2) > 0.0
+        assert serve(32) > 0.0
 
     def test_blocks_shared_by_a_prefix_are_counted_once(self) -> None:
         apart = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000)
