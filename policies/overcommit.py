@@ -14,11 +14,12 @@ r, the reach, is by how much g grows until c has grown e-fold. Near the forecast
 a sum over the batch, so there r = h with h ~ 1 / sqrt(b); far beyond it c grows with a power of g, the first where
 answers are of nearly one length and the second where they are exponential, so r = g / 1.5: r = h + max(0, g) / 1.5.
 Seen in caches for 10 to 80 requests: h of 0.06 to 0.13 / sqrt(b). Throughput is the same within 0.2 % for all of 0.035
-to 0.1, so h is taken at the lower end, which preempts least.
+to 0.1, so 0.05 is taken, which preempts less.
 
 A window moves g up by what preemptions would have been worth their price in it, and every preemption moves it down, by
-a part of the reach each: so g rests where the two are equal in the mean, however rare preemptions are. A preemption is
-taken to cost the mean tokens held times the seconds per prefill token; a follows from the learned step times.
+a part of the reach each: so g rests where the two are equal in the mean, however rare preemptions are, as long as no
+move is cut: far beyond the bound, where single dear ones are, it lets through more. A preemption is taken to cost the
+mean tokens held times the seconds per prefill token; a follows from the learned step times.
 """
 
 from math import sqrt
