@@ -105,8 +105,18 @@ class RouterSection(Section):
     max_ongoing_requests: int = Field(default=10_000, ge=1)
     """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
     Retry-After."""
-    max_body_bytes: int = Field(default=4 << 20, ge=1024)
-    """Longer request bodies get 413."""
+    max_body_bytes: int | None = Field(default=None, ge=1024)
+    """Longer request bodies get 413. null goes by the model: 1 MiB, or 64 MiB where it takes images or sounds, and 32
+    bytes for each token of its context."""
+    max_buffered_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """Bodies of all requests that a router handles together. Beyond it the largest of those still on their way get
+    503."""
+    body_timeout_s: Seconds = 30.0
+    """The longest that a body may take to come; then it gets 408."""
+    max_engine_requests: int = Field(default=256, ge=1)
+    """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
+    grammar_timeout_s: Seconds = 5.0
+    """The longest that a schema, regular expression or grammar may take to compile; then its request gets 400."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0

@@ -16,12 +16,12 @@ from collections.abc import Collection
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from deployments.keys import KeyRing
+from deployments.request_body import RETRY_AFTER_S, BodyError, ClientLeftError, RequestBodies, replay
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
@@ -38,6 +38,7 @@ UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
+WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
@@ -72,10 +73,9 @@ class SluiceMiddleware:
     """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: int, classes: Collection[str], default_class: str, keys: KeyRing
+        self, app: ASGIApp, *, bodies: RequestBodies, classes: Collection[str], default_class: str, keys: KeyRing
     ) -> None:
-        self._app, self._keys = app, keys
-        self._max_body_bytes = max_body_bytes
+        self._app, self._bodies, self._keys = app, bodies, keys
         self._classes, self._default_class = frozenset(classes), default_class
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,17 @@ class SluiceMiddleware:
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
-            await _until_client_leaves(refusal or self._app, scope, self._limited(receive), exchange.send)
+            if refusal is not None:
+                await refusal(scope, receive, exchange.send)
+            elif scope["method"] in WITHOUT_BODY:
+                await _until_client_leaves(self._app, scope, receive, exchange.send)
+            else:
+                async with self._bodies.reading(receive) as body:
+                    await _until_client_leaves(self._app, scope, replay(body, receive), exchange.send)
+        except BodyError as error:
+            await _refused_body(error)(scope, receive, exchange.send)
+        except ClientLeftError:
+            pass  # nobody is there to be told; it is logged as that
         except Exception:
             if not await exchange.broke_off():
                 raise
@@ -115,8 +125,8 @@ class SluiceMiddleware:
         return response
 
     def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
-        if (_number(headers.get("content-length", "")) or 0) > self._max_body_bytes:
-            return error_response(413, self._too_large, "RequestEntityTooLarge")
+        if self._bodies.is_too_large(_number(headers.get("content-length", "")) or 0):
+            return _refused_body(self._bodies.too_large)
         if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
             return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
         if context.slo_class not in self._classes:
@@ -134,23 +144,14 @@ class SluiceMiddleware:
             context.expected_tokens = int(tokens)
         return None
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Stops a body that does not say its length, at the limit."""
-        read_bytes = 0
 
-        async def limited_receive() -> Message:
-            nonlocal read_bytes
-            message = await receive()
-            read_bytes += len(message.get("body", b""))
-            if read_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return limited_receive
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body exceeds {self._max_body_bytes} bytes"
+def _refused_body(error: BodyError) -> Response:
+    """Closes the connection: what is left of the body is not read."""
+    response = error_response(error.status.value, str(error), error.status.phrase.replace(" ", ""))
+    response.headers["Connection"] = "close"
+    if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
 
 
 async def _until_client_leaves(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,6 +22,8 @@ from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from deployments.model_switch import ModelSwitch
 from deployments.redis_server import redis_ready
+from deployments.request_body import RequestBodies
+from deployments.request_limits import RequestLimits
 from deployments.shared_call import SharedCall
 from policies.errors import StateStoreError
 from router.background import BackgroundTasks
@@ -76,11 +78,22 @@ class Router:
             app.router.routes.insert(0, Route("/scale_elastic_ep", _no_scaling, methods=["POST"]))
         return SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
-            max_body_bytes=self._config.router.max_body_bytes,
+            bodies=self._bodies(),
             classes=self._config.classes,
             default_class=self._config.default_class,
             keys=await self._key_ring(),
         )
+
+    def _bodies(self) -> RequestBodies:
+        """Bounded by the longest context of the models, and for images where one takes them."""
+        section = self._config.router
+        limits = RequestLimits.of_context(
+            max(front_end.max_model_len for front_end in self._front_ends),
+            takes_media=any(front_end.takes_media for front_end in self._front_ends),
+            max_body_bytes=section.max_body_bytes,
+            max_engine_requests=section.max_engine_requests,
+        )
+        return RequestBodies(limits, max_buffered_bytes=section.max_buffered_bytes, timeout_s=section.body_timeout_s)
 
     def check_health(self) -> None:
         """Ray Serve replaces the router for which it raises: one that fails at once would draw all requests to it."""

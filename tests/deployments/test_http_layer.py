@@ -22,6 +22,7 @@ from deployments.http_layer import SluiceMiddleware, split_time
 from deployments.keys import KeyRing, digest
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
 from router.timing import HttpContext, RequestTiming, current
+from tests.deployments.bodies import request_bodies
 
 LIMIT = 1000
 CLASSES = ("standard", "offline")
@@ -188,7 +189,7 @@ NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", c
 
 
 def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
-    return SluiceMiddleware(app, max_body_bytes=LIMIT, classes=CLASSES, default_class="standard", keys=keys)
+    return SluiceMiddleware(app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys)
 
 
 @asynccontextmanager
@@ -308,7 +309,7 @@ async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.As
     response = await client.post("/", content=b"x" * (LIMIT + 1))
     assert response.status_code == 413
     assert response.json()["error"] == {
-        "message": "the body exceeds 1000 bytes",
+        "message": "the body exceeds 1000 bytes (router.max_body_bytes)",
         "type": "RequestEntityTooLarge",
         "param": None,
         "code": 413,

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
 from deployments.model_switch import ModelSwitch, _name
+from tests.deployments.bodies import request_bodies
 
 LIMIT = 100_000
 
@@ -53,7 +54,8 @@ def three_models(**lists: str) -> SluiceMiddleware:
     apps = {name: model_app(name, healthy=name != "c", lists=lists.get(name, "well")) for name in "abc"}
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
-    return SluiceMiddleware(switch, max_body_bytes=LIMIT, classes=["standard"], default_class="standard", keys=keys)
+    bodies = request_bodies(LIMIT, context_tokens=8192)
+    return SluiceMiddleware(switch, bodies=bodies, classes=["standard"], default_class="standard", keys=keys)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
 from policies.errors import AdmissionError, StateStoreError
 from router.timing import RequestTiming
+from tests.deployments.bodies import request_bodies
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -85,7 +86,7 @@ async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
     await init_app_state(llm, served.state, args, ("generate",))
     served.state.server = SimpleNamespace()
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    wrapped = SluiceMiddleware(served, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
+    wrapped = SluiceMiddleware(served, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(wrapped), base_url="http://sluice") as made:
         yield made
     llm.shutdown()
@@ -95,8 +96,8 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="deployments.http_layer")
-    most = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 4}
-    beyond = [{**most, "n": 129}, {**most, "prompt": ["a"] * 129}]
+    most = {"prompt": ["a"] * 2, "n": 128, "max_tokens": 4}
+    beyond = [{**most, "prompt": ["a"], "n": 129}, {**most, "prompt": ["a"] * 129, "n": 1}]
     for stream in (False, True):
         for body in beyond:
             refused = await client.post("/v1/completions", json={**body, "stream": stream})

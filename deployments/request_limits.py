@@ -1,0 +1,231 @@
+"""What one HTTP request may ask for, judged by its decoded JSON before anything is done with it.
+
+A front end works on its event loop: on what it validates, copies and matches there, every stream of the router waits.
+So all that such work is proportional to is bounded here, whatever the route: a field of a vLLM to come as well.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from policies.checks import require_at_least
+
+CHARS_PER_TOKEN = 16  # far beyond any language's mean; a text with more for each token of the context cannot fit
+BYTES_PER_TOKEN = 32  # of a body: several prompts, and what JSON adds
+LEAST_BODY_BYTES = 1 << 20
+MEDIA_BODY_BYTES = 64 << 20  # images and sounds, in base64
+NUMBERS_PER_TOKEN = 4  # prompts of token ids, several in a request
+LEAST_NUMBERS = 1 << 16
+
+# JSON keys under which clients send images and sounds: those are neither tokenized nor copied as text.
+_MEDIA_KEYS = frozenset(
+    {"url", "data", "file_data", "image_url", "audio_url", "video_url", "images", "audio", "videos"}
+)
+
+
+class FieldLimit(NamedTuple):
+    """Of a field wherever it stands: entries of its list or object, and characters of all its strings together."""
+
+    entries: int
+    chars: int | None = None
+
+
+# Fields that cost more than their size. vLLM looks for each stop string in every token's text, tokenizes bad words on
+# the event loop, copies schemas with every request, and makes a tensor's row of each bias.
+FIELD_LIMITS: Mapping[str, FieldLimit] = MappingProxyType(
+    {
+        "messages": FieldLimit(2048),
+        "input": FieldLimit(2048),
+        "tools": FieldLimit(512, 1 << 18),
+        "stop": FieldLimit(64, 4096),
+        "stop_sequences": FieldLimit(64, 4096),
+        "stop_token_ids": FieldLimit(1024, 0),
+        "bad_words": FieldLimit(256, 4096),
+        "logit_bias": FieldLimit(1024, 1 << 14),
+        "choice": FieldLimit(1024, 1 << 16),
+        "structured_outputs": FieldLimit(64, 1 << 16),
+        "response_format": FieldLimit(64, 1 << 16),
+        "output_config": FieldLimit(64, 1 << 16),
+        "output_format": FieldLimit(64, 1 << 16),
+        "vllm_xargs": FieldLimit(256, 1 << 16),
+        "chat_template": FieldLimit(1, 1 << 16),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Bounds of one request.
+
+    Attributes:
+        max_body_bytes: of the body as it comes.
+        max_text_chars: of one string, media apart.
+        max_numbers: token ids and other numbers in lists, all together.
+        max_values: JSON values besides those.
+        max_entries: of one list or object.
+        max_depth: lists and objects inside each other.
+        max_engine_requests: prompts, conversations or items, times answers to each.
+        takes_media: whether the model takes images or sounds.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+
+    max_body_bytes: int
+    max_text_chars: int
+    max_numbers: int
+    max_values: int = 1 << 15
+    max_entries: int = 4096
+    max_depth: int = 64
+    max_engine_requests: int = 256
+    takes_media: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_body_bytes", "max_text_chars", "max_numbers", "max_engine_requests")
+
+    @classmethod
+    def of_context(
+        cls, context_tokens: int, *, takes_media: bool, max_body_bytes: int | None, max_engine_requests: int
+    ) -> "RequestLimits":
+        """For prompt and answer of so many tokens together; max_body_bytes None goes by that as well."""
+        least_bytes = MEDIA_BODY_BYTES if takes_media else LEAST_BODY_BYTES
+        return cls(
+            max_body_bytes=max_body_bytes or least_bytes + BYTES_PER_TOKEN * context_tokens,
+            max_text_chars=max(1024, CHARS_PER_TOKEN * context_tokens),
+            max_numbers=max(LEAST_NUMBERS, NUMBERS_PER_TOKEN * context_tokens),
+            max_engine_requests=max_engine_requests,
+            takes_media=takes_media,
+        )
+
+
+def why_refused(body: bytes | bytearray, limits: RequestLimits) -> str | None:
+    """What of a body passes its limits, in words for whoever sent it; None for one that may go on.
+
+    Decoded as FastAPI will decode it; a body that is no JSON is left to it. Takes time in proportion to the body.
+    """
+    try:
+        value = json.loads(body)
+    except RecursionError:
+        return f"the body nests deeper than {limits.max_depth}"
+    except ValueError:
+        return None
+    return _why_large(value, limits) or _why_unencodable(body, value) or _why_many(value, limits)
+
+
+class _Node(NamedTuple):
+    """A JSON value; those of a list go by the list's key."""
+
+    value: Any
+    key: str
+    depth: int
+
+
+def _why_large(body: Any, limits: RequestLimits) -> str | None:
+    values = numbers = 0
+    waiting = [_Node(body, "the body", 1)]
+    while waiting:
+        node = waiting.pop()
+        values += 1
+        if why := _why_node(node, limits):
+            return why
+        if isinstance(node.value, list) and _are_numbers(node.value):
+            numbers += len(node.value)
+        else:
+            waiting += _inside(node)
+        if numbers > limits.max_numbers:
+            return f"the body has more than {limits.max_numbers} numbers in lists"
+        if values + len(waiting) > limits.max_values:
+            return f"the body has more than {limits.max_values} values"
+    return None
+
+
+def _inside(node: _Node) -> Iterable[_Node]:
+    if isinstance(node.value, dict):
+        return [_Node(each, name, node.depth + 1) for name, each in node.value.items()]
+    if isinstance(node.value, list):
+        return [_Node(each, node.key, node.depth + 1) for each in node.value]
+    return ()
+
+
+def _why_node(node: _Node, limits: RequestLimits) -> str | None:
+    """Itself, but for what is inside; of fields that have a limit of their own, all of it."""
+    value, key, depth = node
+    if not isinstance(value, str | list | dict):
+        return None
+    if depth > limits.max_depth:
+        return f"the body nests deeper than {limits.max_depth}"
+    limit = FIELD_LIMITS.get(key)
+    if isinstance(value, str):
+        if len(value) > limits.max_text_chars and not (limits.takes_media and key in _MEDIA_KEYS):
+            return _beyond(key, len(value), "characters", limits.max_text_chars)
+    else:
+        most = limits.max_entries if limit is None else limit.entries
+        if len(value) > most and (limit is not None or not _are_numbers(value)):
+            return _beyond(key, len(value), "entries", most)
+        if isinstance(value, dict) and (longest := max(map(len, value), default=0)) > limits.max_text_chars:
+            return _beyond(f"a name in {key}", longest, "characters", limits.max_text_chars)
+    if limit is not None and limit.chars is not None and (chars := _chars(value)) > limit.chars:
+        return _beyond(key, chars, "characters", limit.chars)
+    return None
+
+
+def _beyond(key: str, found: int, what: str, most: int) -> str:
+    return f"{key} has {found} {what}, and {most} is the most"
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and set(map(type, values)) <= {int, float}
+
+
+def _chars(value: Any) -> int:
+    """Of all strings in it, names included."""
+    chars, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            chars += len(each)
+        elif isinstance(each, dict):
+            chars += sum(map(len, each))
+            waiting += each.values()
+        elif isinstance(each, list) and not _are_numbers(each):
+            waiting += each
+    return chars
+
+
+def _why_unencodable(body: bytes | bytearray, value: Any) -> str | None:
+    """A lone half of a surrogate pair, which JSON can escape and UTF-8 cannot hold, so that it reaches no engine."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "the body has a lone surrogate (\\ud800 to \\udfff), which is no character"
+    return None
+
+
+def _why_many(body: Any, limits: RequestLimits) -> str | None:
+    if isinstance(body, dict) and (asked := engine_requests(body)) > limits.max_engine_requests:
+        return (
+            f"it asks for {asked} answers, and {limits.max_engine_requests} is the most of one request "
+            "(router.max_engine_requests)"
+        )
+    return None
+
+
+def engine_requests(body: Mapping[str, Any]) -> int:
+    """How many requests to engines it makes: prompts, conversations, items or questions, times answers to each."""
+    of_each = [_listed(body.get(name)) for name in ("prompt", "items", "questions")]
+    conversations = body.get("messages")
+    if isinstance(conversations, list) and conversations and isinstance(conversations[0], list):
+        of_each.append(len(conversations))
+    answers = [body.get(name) for name in ("n", "best_of")]
+    return max(of_each) * max([1, *(each for each in answers if isinstance(each, int))])
+
+
+def _listed(value: Any) -> int:
+    """A list of numbers is one prompt of token ids."""
+    if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+        return 1 if _are_numbers(value) else len(value)
+    return 1

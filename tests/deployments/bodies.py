@@ -1,0 +1,17 @@
+"""Bodies of requests as a router reads them."""
+
+from deployments.request_body import RequestBodies
+from deployments.request_limits import RequestLimits
+
+
+def request_bodies(
+    max_body_bytes: int | None = None,
+    *,
+    context_tokens: int = 2048,
+    max_buffered_bytes: int = 64 << 20,
+    timeout_s: float = 30.0,
+) -> RequestBodies:
+    limits = RequestLimits.of_context(
+        context_tokens, takes_media=False, max_body_bytes=max_body_bytes, max_engine_requests=256
+    )
+    return RequestBodies(limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)
