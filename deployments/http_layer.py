@@ -146,9 +146,10 @@ class SluiceMiddleware:
 
 
 def _refused_body(error: BodyError) -> Response:
-    """Closes the connection: what is left of the body is not read."""
+    """What is left of it is read and thrown away, so that its client reads why; not of a body that is late."""
     response = error_response(error.status.value, str(error), error.status.phrase.replace(" ", ""))
-    response.headers["Connection"] = "close"
+    if error.status is HTTPStatus.REQUEST_TIMEOUT:
+        response.headers["Connection"] = "close"
     if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

@@ -37,7 +37,7 @@ class FieldLimit(NamedTuple):
 FIELD_LIMITS: Mapping[str, FieldLimit] = MappingProxyType(
     {
         "messages": FieldLimit(2048),
-        "input": FieldLimit(2048),
+        "input": FieldLimit(1024),
         "tools": FieldLimit(512, 1 << 18),
         "stop": FieldLimit(64, 4096),
         "stop_sequences": FieldLimit(64, 4096),

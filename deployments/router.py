@@ -1,6 +1,7 @@
 """The deployment that speaks HTTP: every model's front end behind one address."""
 
 import asyncio
+import gc
 import logging
 import os
 
@@ -76,6 +77,7 @@ class Router:
             app.router.routes.insert(0, Route("/metrics", self._metrics_page))
             app.router.routes.insert(0, Route("/sluice/status", self._status_page))
             app.router.routes.insert(0, Route("/scale_elastic_ep", _no_scaling, methods=["POST"]))
+        _keep_from_collections()
         return SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
             bodies=self._bodies(),
@@ -148,6 +150,12 @@ class Router:
 
     async def __del__(self) -> None:
         await self._lifetime.end()
+
+
+def _keep_from_collections() -> None:
+    """What is made by now lives as long as the process. To look through it takes a second, which streams would wait."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _no_scaling(request: Request) -> Response:

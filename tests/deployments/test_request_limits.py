@@ -40,7 +40,7 @@ REFUSED = {
     ),
     "a long grammar": ({**CHAT, "structured_outputs": {"grammar": "a" * 70_000}}, "structured_outputs"),
     "many messages": ({"messages": [{"role": "user", "content": "a"}] * 120_000}, "messages"),
-    "many items of responses": ({"input": [{"role": "user", "content": "a"}] * 2049}, "input"),
+    "many items of responses": ({"input": [{"role": "user", "content": "a"}] * 1025}, "input"),
     "many choices": ({**CHAT, "structured_outputs": {"choice": ["a"] * 1025}}, "choice"),
     "many biases": ({**CHAT, "logit_bias": {str(n): 1 for n in range(200_000)}}, "logit_bias"),
     "many tools": ({**CHAT, "tools": [{"type": "function"}] * 513}, "tools"),

@@ -1,0 +1,91 @@
+"""The rig's null engine, speaking vLLM's structures: whatever is sent to it, only front end and router work."""
+
+import asyncio
+import signal
+from typing import Any
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from bench.rig.null_engine import NullEngine, NullOutput, NullRequest
+from deployments.embedded_redis import die_with_parent
+from deployments.relay import Relay, RelayConfig
+from deployments.vllm_adapter import ENGINE_VERSION, VllmCodec
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo
+
+TOKEN_ID = 300
+
+
+class NullVllmEngine:
+    """A token for each request at every interval, and an end after its `max_tokens`."""
+
+    engine_version = ENGINE_VERSION
+    gang_sizes: tuple[int, ...] = ()
+    dead = False
+
+    def __init__(self, *, slots: int, interval_s: float) -> None:
+        self.slots = slots
+        self.codec = VllmCodec()
+        self._logprobs: dict[str, int] = {}
+        self._engine = NullEngine(slots=slots, ttft_s=interval_s, interval_s=interval_s)
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        most = params.max_tokens if params is not None and params.max_tokens else 1
+        if params is not None and params.logprobs:
+            self._logprobs[request.request_id] = params.logprobs
+        await self._engine.add(NullRequest(request.request_id, 1, most))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._engine.abort(request_ids)
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        outputs = (await self._engine.next_outputs()).outputs
+        return EngineCoreOutputs(outputs=[self._as_vllm(output) for output in outputs])
+
+    async def status(self) -> dict[str, Any]:
+        return dict(await self._engine.status())
+
+    def _as_vllm(self, output: NullOutput) -> EngineCoreOutput:
+        of_each = self._logprobs.get(output.request_id)
+        if output.finish_reason:
+            self._logprobs.pop(output.request_id, None)
+        return EngineCoreOutput(
+            output.request_id,
+            [TOKEN_ID] * len(output.new_token_ids),
+            new_logprobs=None if of_each is None else _logprobs(of_each),
+            finish_reason=FinishReason.LENGTH if output.finish_reason else None,
+        )
+
+
+def _logprobs(of_each: int) -> LogprobsLists:
+    """Of one token, and so many others."""
+    return LogprobsLists(
+        logprob_token_ids=np.arange(TOKEN_ID, TOKEN_ID + of_each + 1, dtype=np.int32)[None],
+        logprobs=np.full((1, of_each + 1), -1.0, dtype=np.float32),
+        sampled_token_ranks=np.array([1], dtype=np.int32),
+    )
+
+
+async def _serve(url: str, namespace: str, slots: int, interval_s: float, max_model_len: int) -> None:
+    store = RedisStateStore(connect(url), namespace)
+    relay = Relay(
+        engine=NullVllmEngine(slots=slots, interval_s=interval_s),
+        store=store,
+        info=ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=max_model_len),
+        config=RelayConfig(),
+    )
+    await relay.start("127.0.0.1")
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    await stopped.wait()
+    await relay.close()
+    await store.close()
+
+
+def serve(url: str, namespace: str, slots: int, interval_s: float, max_model_len: int) -> None:
+    """A replica, until SIGTERM."""
+    die_with_parent()
+    asyncio.run(_serve(url, namespace, slots, interval_s, max_model_len))

@@ -1,0 +1,33 @@
+"""A router as Ray Serve runs it, without Ray Serve."""
+
+import os
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from deployments.app import router_env
+from deployments.config import AppConfig
+from deployments.embedded_redis import die_with_parent
+
+
+async def _route(config: AppConfig, redis_url: str, port: int) -> None:
+    from deployments.router import Router
+
+    router = Router(config, redis_url, None, [], None)
+    app = await router.__serve_build_asgi_app__()
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
+    try:
+        await server.serve()
+    finally:
+        await router.__del__()
+
+
+def route(config: AppConfig, redis_url: str, port: int, log: Path) -> None:
+    """Until SIGTERM; what it says goes to a file."""
+    die_with_parent()
+    with log.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(router_env())
+    uvloop.run(_route(config, redis_url, port))
