@@ -116,7 +116,8 @@ class RouterSection(Section):
     max_engine_requests: int = Field(default=256, ge=1)
     """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
     grammar_timeout_s: Seconds = 5.0
-    """The longest that a schema, regular expression or grammar may take to compile; then its request gets 400."""
+    """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
+    request gets 400."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0

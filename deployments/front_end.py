@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config import AppConfig, PrefillSection, least_replicas
 from deployments.engine_metrics import engine_exposition
+from deployments.grammars import Grammars
 from deployments.heavy_imports import heavy_imports
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
@@ -24,6 +25,7 @@ from policies.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
 from router.admission import Door
+from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import LabelledPage, RouterMetrics, SplitMetrics, shared_exposition
@@ -80,12 +82,22 @@ class FrontEnd:
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
         self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
+        if not self._config.gang:
+            self._llm.compile_grammars_with(self._grammars(resources))
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, args, tasks)
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
+
+    def _grammars(self, resources: AsyncExitStack) -> Grammars:
+        failures = self.metrics.task_failures
+        background = BackgroundTasks(lambda task: failures.labels(task).inc())
+        resources.push_async_callback(background.close)
+        grammars = Grammars(self._llm.vllm_config, self._config.router.grammar_timeout_s, background)
+        resources.push_async_callback(grammars.close)
+        return grammars
 
     def check_health(self) -> None:
         """Raises SluiceError when vLLM's front end reads no more outputs, as it does after one that it cannot process.

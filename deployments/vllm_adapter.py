@@ -6,6 +6,7 @@ travel between them are vLLM's, packed by vLLM's codec, so both sides must run t
 """
 
 import asyncio
+import dataclasses
 import gc
 import hashlib
 import json
@@ -15,7 +16,9 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from copy import copy
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from multiprocessing import connection, parent_process
@@ -54,16 +57,17 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from deployments.config import FILE_CONNECTOR, why_one_worker, why_refused
 from deployments.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
 from deployments.gang_step import Logprobs, RowOutput
+from deployments.grammars import MAX_AT_ONCE, Grammars
 from deployments.http_layer import status_of
 from deployments.request_metadata import RequestMetadata, without_metadata
 from deployments.scheduler_settings import KEY
-from policies.errors import AdmissionError, ConfigError, InputError, StateStoreError
+from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
 from router.codec import Output, Recovery, RequestSize
 from router.routed_client import RoutedClient
 from router.state_store import Ticket
-from router.timing import HttpContext, RequestTiming, current
+from router.timing import HttpContext, Refused, RequestTiming, current
 from router.wire import Buffer
 
 ENGINE_VERSION = f"vllm-{vllm.__version__}"
@@ -89,6 +93,7 @@ _LOOKS_BACK = (
     "trace_decode_token_ids",
 )
 _DEFAULTS = SamplingParams()
+GRAMMAR_THREADS = MAX_AT_ONCE + 1  # what a router lets through at once, and one
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
 
@@ -392,8 +397,7 @@ class RoutedEngineCore(EngineCoreClient):
             )
             context.queued = True
         except (AdmissionError, InputError, StateStoreError) as error:
-            context.refused = error
-            raise GracefulHTTPError(str(error), status_of(error)[0]) from error
+            raise _as_answer(error, context) from error
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if self._unsupported is not None and (names := self._unsupported(request)):
@@ -440,6 +444,13 @@ class RoutedEngineCore(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: the application closes the routed client."""
+
+
+def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError:
+    """What vLLM's front end answers with the error's own status, also where it has begun a stream."""
+    if context is not None:
+        context.refused = error
+    return GracefulHTTPError(str(error), status_of(error)[0])
 
 
 def _without_transfer(params: SamplingParams) -> SamplingParams:
@@ -497,6 +508,7 @@ class RoutedAsyncLLM(AsyncLLM):
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
     ) -> None:
         self._routed = routed
+        self._grammars: Grammars | None = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = front_end_config(engine_args)
         model = (args.served_model_name or [args.model])[0]
@@ -526,13 +538,19 @@ class RoutedAsyncLLM(AsyncLLM):
             self._routed.check_room(context.slo_class, n, timing)
         except (AdmissionError, StateStoreError) as error:
             context.timings.append(timing)
-            context.refused = error
-            raise GracefulHTTPError(str(error), status_of(error)[0]) from error
+            raise _as_answer(error, context) from error
+
+    def compile_grammars_with(self, grammars: Grammars) -> None:
+        """In place of vLLM's own checks of them, which run on the event loop for as long as they take."""
+        self._grammars = grammars
+        self.input_processor.structured_outputs_config = None
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *others: Any, **settings: Any) -> Any:
         """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""
         if isinstance(params, SamplingParams):
             params = _without_transfer(params)
+            if self._grammars is not None and params.structured_outputs is not None:
+                params = await _with_grammar(params, self._grammars)
         return await super().add_request(request_id, prompt, params, *others, **settings)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
@@ -552,6 +570,25 @@ class RoutedAsyncLLM(AsyncLLM):
         await super().check_health()
         if not self._routed.snapshot.replicas:
             raise EngineDeadError("no engine replica is registered")
+
+
+async def _with_grammar(params: SamplingParams, grammars: Grammars) -> SamplingParams:
+    """As vLLM's checks leave it; a schema as text, which every copy of the request shares."""
+    asked = copy(params.structured_outputs)
+    if asked.all_constraints_none():
+        return params
+    if asked.json is not None and not isinstance(asked.json, str):
+        asked.json = json.dumps(asked.json)
+    fields = {each.name: getattr(asked, each.name) for each in dataclasses.fields(asked) if each.init}
+    try:
+        compiled = await grammars.compiled(fields)
+    except (InputError, ReplicaLostError) as error:
+        raise _as_answer(error, current.get()) from error
+    asked.choice, asked.grammar = compiled.choice, compiled.grammar
+    asked._backend, asked._backend_was_auto = compiled.backend, compiled.was_auto
+    params = copy(params)
+    params.structured_outputs = asked
+    return params
 
 
 def note_chats(renderer: Any) -> None:
@@ -731,6 +768,7 @@ def register_plugin() -> None:
     from deployments.vllm_scheduler import core_control, core_status
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
+    compile_grammars_side_by_side()
     gc.freeze()  # vLLM collects garbage around loading the model: what is imported by now is none
     take_all_cores()
     if delay_us := os.environ.get(NIXL_DELAY_ENV):
@@ -741,6 +779,21 @@ def register_plugin() -> None:
         # that is the thread that computes: every engine of the machine would share this one core.
         current_platform.discover_numa_topology = list
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
+
+
+def compile_grammars_side_by_side() -> None:
+    """vLLM (0.32) compiles in a pool of half the cores, on two cores one by one: one grammar held up all others."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    start = StructuredOutputManager.__init__
+
+    def start_with_threads(manager: Any, config: VllmConfig) -> None:
+        start(manager, config)
+        if not config.model_config.skip_tokenizer_init:
+            manager.executor.shutdown()
+            manager.executor = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
+
+    StructuredOutputManager.__init__ = start_with_threads
 
 
 def _end_with(sentinel: int) -> None:

@@ -7,6 +7,8 @@ from policies.errors import AdmissionError, InputError, ReplicaLostError, StateS
 from predictor.conversation import Asked
 from router.admission import Tenant
 
+Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
+
 
 @dataclass(slots=True)
 class RequestTiming:
@@ -38,14 +40,14 @@ class HttpContext:
     received_s: float
     slo_class: str
     tenant: Tenant | None = None
-    refused: AdmissionError | InputError | StateStoreError | None = None
+    refused: Refused | None = None
     queued: bool = False
     expected_tokens: int | None = None
     asked: dict[str | None, Asked] = field(default_factory=dict)
     timings: list[RequestTiming] = field(default_factory=list)
 
     @property
-    def refusal(self) -> AdmissionError | InputError | StateStoreError | ReplicaLostError | None:
+    def refusal(self) -> Refused | None:
         """Why a request of it may not queue, or waited in vain: as long as nothing is sent the response will say that,
         whatever the front end makes of it."""
         return self.refused or next((timing.unserved for timing in self.timings if timing.unserved), None)

@@ -13,9 +13,10 @@ import pytest
 
 from deployments import app
 from deployments.config import DEMO_ARGS, DEMO_MODEL
+from deployments.grammars import Compiled
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
-from policies.errors import AdmissionError, StateStoreError
+from policies.errors import AdmissionError, InputError, StateStoreError
 from router.timing import RequestTiming
 from tests.deployments.bodies import request_bodies
 
@@ -64,6 +65,15 @@ class Routed:
         return await self._outputs.get()
 
 
+class Compiles:
+    """In place of the process that compiles grammars: refuses a regular expression that it is told."""
+
+    async def compiled(self, fields: dict[str, Any]) -> Compiled:
+        if fields["regex"] == "(a":
+            raise InputError("structured output: the parenthesis is not closed")
+        return Compiled(backend="xgrammar", was_auto=True, grammar="as it was checked")
+
+
 @pytest.fixture
 def routed() -> Routed:
     return Routed()
@@ -82,6 +92,7 @@ async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
     llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
+    llm.compile_grammars_with(Compiles())  # type: ignore[arg-type]
     served = build_app(args, ("generate",), llm.model_config)
     await init_app_state(llm, served.state, args, ("generate",))
     served.state.server = SimpleNamespace()
@@ -153,6 +164,22 @@ async def test_streams_that_may_queue_come_whole(client: httpx.AsyncClient, path
     if path == "/v1/responses":
         assert "response.created" in response.text
         assert "response.completed" in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_grammar_is_compiled_before_its_request_is_queued(
+    client: httpx.AsyncClient, routed: Routed, path: str, stream: bool
+) -> None:
+    body = {**BODIES[path], "stream": stream}
+    refused = await client.post(path, json={**body, "structured_outputs": {"regex": "(a"}})
+    assert (refused.status_code, "not closed" in refused.text) == (400, True)
+    assert not routed.asked
+    served = await client.post(path, json={**body, "structured_outputs": {"regex": "a", "json_object": None}})
+    assert served.status_code == 200
+    (asked,) = routed.asked
+    told = asked.sampling_params.structured_outputs
+    assert (told._backend, told._backend_was_auto, told.grammar) == ("xgrammar", True, "as it was checked")
 
 
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(
