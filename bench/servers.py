@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from deployments.environment import vllm_is_for_cpus
+
 HOST = "127.0.0.1"
 # One list for both systems; what follows `--` on the command line of bench.compare is appended, and vLLM lets the
 # last one win. No CUDA graphs, no logging of requests: neither exists on one side only.
@@ -32,6 +34,8 @@ ENGINE_ARGUMENTS = (
     "--no-enable-log-requests",
     "--disable-log-stats",
 )
+# Both systems are up at once, and vLLM wants this share of a GPU's memory to be free when an engine starts.
+GPU_ARGUMENTS = ("--gpu-memory-utilization=0.45",)
 SLUICE_READY = "Sluice is ready: "
 MARK = "SLUICE_BENCH_SERVER"
 POLL_S = 0.25
@@ -66,6 +70,18 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return listed[:cut], listed[cut + 1 :]
 
 
+def shared_arguments(more: Sequence[str]) -> tuple[str, ...]:
+    """Of every engine, on the build of vLLM that is installed here; `more` goes before what stands here."""
+    return (*ENGINE_ARGUMENTS, *(() if vllm_is_for_cpus() else GPU_ARGUMENTS), *more)
+
+
+def gpus_of_an_engine(given: float | None) -> float:
+    """`given`, or as many as the vLLM installed here needs."""
+    if given is not None:
+        return given
+    return 0.0 if vllm_is_for_cpus() else 1.0
+
+
 def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]) -> ServerSpec:
     launcher = (sys.executable, "-m", "deployments.plain_vllm")
     return ServerSpec(
@@ -74,9 +90,18 @@ def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]
 
 
 def sluice(
-    name: str, model: str, port: int, router_replicas: int, engine_replicas: int, engine_arguments: Sequence[str]
+    name: str,
+    model: str,
+    port: int,
+    router_replicas: int,
+    engine_replicas: int,
+    engine_arguments: Sequence[str],
+    num_gpus: float = 0.0,
 ) -> ServerSpec:
-    counts = (f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}")
+    """num_gpus: of each engine."""
+    counts = [f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}"]
+    if num_gpus:
+        counts.append(f"--num-gpus={num_gpus:g}")
     return ServerSpec(
         name=name,
         command=(_sluice_program(), "serve", f"--model={model}", f"--port={port}", *counts, "--", *engine_arguments),
