@@ -6,6 +6,7 @@ tree and by a mark in the environment (a daemon leaves the tree; a renamed proce
 by process id.
 """
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -20,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-from deployments.environment import vllm_is_for_cpus
 
 HOST = "127.0.0.1"
 # One list for both systems; what follows `--` on the command line of bench.compare is appended, and vLLM lets the
@@ -70,16 +69,25 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return listed[:cut], listed[cut + 1 :]
 
 
+def vllm_is_for_gpus() -> bool:
+    """Its CPU build says so in its version, or is a distribution of another name."""
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return False
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return "cpu" not in importlib.metadata.version("vllm")
+    return False
+
+
 def shared_arguments(more: Sequence[str]) -> tuple[str, ...]:
     """Of every engine, on the build of vLLM that is installed here; `more` goes before what stands here."""
-    return (*ENGINE_ARGUMENTS, *(() if vllm_is_for_cpus() else GPU_ARGUMENTS), *more)
+    return (*ENGINE_ARGUMENTS, *(GPU_ARGUMENTS if vllm_is_for_gpus() else ()), *more)
 
 
 def gpus_of_an_engine(given: float | None) -> float:
     """`given`, or as many as the vLLM installed here needs."""
     if given is not None:
         return given
-    return 0.0 if vllm_is_for_cpus() else 1.0
+    return 1.0 if vllm_is_for_gpus() else 0.0
 
 
 def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]) -> ServerSpec:

@@ -20,8 +20,9 @@ from bench.servers import (
     server_environment,
     shared_arguments,
     sluice,
+    vllm_is_for_gpus,
 )
-from deployments.environment import free_port
+from deployments.environment import free_port, vllm_is_for_cpus
 from tests.builds import install_build
 
 HEALTHY = """
@@ -156,11 +157,15 @@ def test_engines_get_what_the_build_of_vllm_needs(
     assert shared_arguments(["--seed=1"]) == (*ENGINE_ARGUMENTS, *more, "--seed=1")
     assert gpus_of_an_engine(None) == gpus
     assert gpus_of_an_engine(0.5) == 0.5
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()  # what the servers themselves go by
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")
+    assert gpus_of_an_engine(None) == 0.0
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()
 
 
 def test_where_no_distribution_is_named_vllm_it_is_the_cpu_build() -> None:
     assert shared_arguments([]) == ENGINE_ARGUMENTS
-    assert gpus_of_an_engine(None) == 0.0
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()
 
 
 def test_an_inherited_cache_size_does_not_override_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
