@@ -137,7 +137,7 @@ def _last_fit(calibration: Calibration, seconds: float | None) -> StepTimes:
 def in_a_line(progress: Progress) -> str:
     """How it stands, for whoever waits."""
     batch = progress.batch
-    what = f"{batch.size} requests at {batch.context} tokens" if batch.size else "prompts alone"
+    what = f"batch of {batch.size} at context {batch.context}" if batch.size else "prompts alone"
     error = progress.error_fraction
     fit = "" if error is None else f"; steps were predicted within {100 * error:.1f} %"
     done = f"{progress.done} of at most {progress.total} batches measured"
