@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,10 +22,13 @@ from bench.pairing import Pairing, Plan, measure_pairing
 from bench.report import Comparison, as_markdown
 from bench.servers import (
     ENGINE_ARGUMENTS,
+    GPU_ARGUMENTS,
     Server,
     ServerFailed,
     ServerSpec,
+    gpus_of_an_engine,
     plain_vllm,
+    shared_arguments,
     sluice,
     sluice_with_config,
     split_at_dashes,
@@ -38,6 +42,8 @@ REPEATS_HELP = "pairs at each concurrency; an even number gives both the first t
 
 SLUICE_CONFIG_HELP = "also Sluice with the settings of a file of `sluice serve --config`, which names the replicas too"
 
+NUM_GPUS_HELP = "GPUs of each engine of --sluice (default: none on vLLM's CPU build, else 1); a file says its own"
+
 # The kernel counts a process's CPU in hundredths of a second: over 20 s that is 0.05 % of a core.
 IDLE_HELP = "time over which idle CPU is measured (default: %(default)s)"
 
@@ -47,11 +53,13 @@ examples:
   python -m bench.compare --sluice 1x1 2x2 --markdown out.md also with 2 routers and 2 engine replicas
   python -m bench.compare --sluice-config stock.yaml         also with other settings, such as the engine's scheduler
   python -m bench.compare --control --sluice                 plain vLLM against itself: the noise of the method
-  python -m bench.compare --model Qwen/Qwen3-8B -- --kv-cache-memory-bytes=20000000000 --no-enforce-eager
+  python -m bench.compare --model Qwen/Qwen3-8B -- --kv-cache-memory-bytes=20000000000 --no-enforce-eager   on a GPU
 
 Every contender is paired with the same plain vLLM; both are up, one at a time is loaded, and the order alternates.
 Both get these engine arguments, and after them whatever follows `--`:
   {" ".join(ENGINE_ARGUMENTS)}
+Unless the vLLM installed here is its CPU build, also these, for both share the first GPU:
+  {" ".join(GPU_ARGUMENTS)}
 
 exit status: 0 measured, 1 measured but some requests failed, 2 a server or the arguments are unusable, 130 interrupted.
 """
@@ -124,8 +132,9 @@ def _specs(options: argparse.Namespace, engine_arguments: Sequence[str]) -> list
     specs = [plain_vllm(BASELINE, model, port, engine_arguments)]
     if options.control:
         specs.append(plain_vllm(f"{BASELINE} again", model, port + 1, engine_arguments))
+    gpus = gpus_of_an_engine(options.num_gpus)
     for number, (routers, engines) in enumerate(options.sluice, start=port + 2):
-        specs.append(sluice(f"Sluice {routers}x{engines}", model, number, routers, engines, engine_arguments))
+        specs.append(sluice(f"Sluice {routers}x{engines}", model, number, routers, engines, engine_arguments, gpus))
     for number, path in enumerate(options.sluice_config, start=port + 2 + len(options.sluice)):
         given = (f"--model={model}", "--", *engine_arguments)
         specs.append(sluice_with_config(f"Sluice with {path.name}", path, number, *given))
@@ -134,7 +143,15 @@ def _specs(options: argparse.Namespace, engine_arguments: Sequence[str]) -> list
 
 def _machine() -> str:
     memory_gib = psutil.virtual_memory().total / 2**30
-    return f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB"
+    return ", ".join([f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB", *_gpus()])
+
+
+def _gpus() -> list[str]:
+    """Their names and memory by NVIDIA's own program; none where that is not there."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    return []
 
 
 def _processor() -> str:
@@ -157,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     try:
-        comparison = compare(options, _plan(options), (*ENGINE_ARGUMENTS, *engine_arguments))
+        comparison = compare(options, _plan(options), shared_arguments(engine_arguments))
     except (ServerFailed, ServerUnusable, ValueError) as error:
         print(f"bench.compare: {error}", file=sys.stderr)
         return 2
@@ -225,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--sluice", type=_replica_counts, nargs="*", default=[(1, 1)], metavar="RxE", help=SLUICE_HELP)
     add("--sluice-config", type=_file, nargs="+", default=[], metavar="FILE", help=SLUICE_CONFIG_HELP)
+    add("--num-gpus", type=float, metavar="N", help=NUM_GPUS_HELP)
     add("--control", action="store_true", help="also pair plain vLLM with a second plain vLLM")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     add("--repeats", type=int, default=4, help=REPEATS_HELP)

@@ -20,7 +20,18 @@ from tqdm import tqdm
 
 from bench.chat_client import Answer, ChatClient, RequestFailed
 from bench.load import ServerUnusable, first_model
-from bench.servers import ENGINE_ARGUMENTS, Server, ServerFailed, plain_vllm, sluice, split_at_dashes
+from bench.servers import (
+    ENGINE_ARGUMENTS,
+    GPU_ARGUMENTS,
+    Server,
+    ServerFailed,
+    ServerSpec,
+    gpus_of_an_engine,
+    plain_vllm,
+    shared_arguments,
+    sluice,
+    split_at_dashes,
+)
 from bench.summary import differences, median_interval, percentile, ratios
 from bench.workload import LoadConfig, request_bodies
 
@@ -35,6 +46,8 @@ examples:
 
 Both servers get these engine arguments, and after them whatever follows `--`:
   {" ".join(ENGINE_ARGUMENTS)}
+Unless the vLLM installed here is its CPU build, also these, for both share the first GPU:
+  {" ".join(GPU_ARGUMENTS)}
 
 Of the differences it prints the median, the quartiles, and between which two of them the true median lies, with the
 probability of that whatever their distribution.
@@ -104,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     try:
-        print(_measured(options, (*ENGINE_ARGUMENTS, *engine_arguments)))
+        print(_measured(options, shared_arguments(engine_arguments)))
     except (ServerFailed, ServerUnusable, RequestFailed, ValueError) as error:
         print(f"bench.first_token: {error}", file=sys.stderr)
         return 2
@@ -116,13 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> str:
     """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError."""
-    model, port = options.model, options.first_port
-    plain = plain_vllm("vllm serve", model, port, engine_arguments)
-    contender = (
-        plain_vllm("vllm serve again", model, port + 1, engine_arguments)
-        if options.control
-        else sluice("Sluice 1x1", model, port + 1, 1, 1, engine_arguments)
-    )
+    plain, contender = _specs(options, engine_arguments)
+    model = options.model
     # Before anything starts: it checks the numbers.
     load = LoadConfig(
         url=plain.url, model=model, concurrency=1, requests=options.requests, max_tokens=options.max_tokens
@@ -147,6 +155,15 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
     return as_text(pairs, plain.name, contender.name)
 
 
+def _specs(options: argparse.Namespace, engine_arguments: Sequence[str]) -> tuple[ServerSpec, ServerSpec]:
+    model, port = options.model, options.first_port
+    plain = plain_vllm("vllm serve", model, port, engine_arguments)
+    if options.control:
+        return plain, plain_vllm("vllm serve again", model, port + 1, engine_arguments)
+    gpus = gpus_of_an_engine(options.num_gpus)
+    return plain, sluice("Sluice 1x1", model, port + 1, 1, 1, engine_arguments, gpus)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.first_token",
@@ -158,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--control", action="store_true", help="a second plain vLLM in place of Sluice")
+    add("--num-gpus", type=float, metavar="N", help="of Sluice's engine (default: none on vLLM's CPU build, else 1)")
     add("--requests", type=int, default=300, help="prompts, each sent to both (default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="length of every answer in tokens (default: %(default)s)")
     add("--first-port", type=int, default=18200, help="the servers take this port and the next (default: %(default)s)")

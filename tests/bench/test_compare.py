@@ -5,6 +5,7 @@ import pytest
 from bench.compare import _parser, _specs, main
 from bench.servers import ENGINE_ARGUMENTS
 from deployments import cli
+from tests.builds import install_build
 
 
 def test_nothing_to_compare_with_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +50,31 @@ def test_settings_of_a_file_come_beside_the_model_and_the_shared_engine_argument
     made, default = (cli.app_config(cli.parser().parse_args(spec.command[1:])) for spec in (with_file, plain_sluice))
     assert (made.engine.scheduler.mode, default.engine.scheduler.mode) == ("stock", "auto")
     assert (made.model, made.vllm_args, made.engine.replicas) == (default.model, default.vllm_args, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "gpus"),
+    [
+        ("0.32.0+cpu", [], 0.0),
+        ("0.32.0", [], 1.0),
+        ("0.32.0", ["--num-gpus", "0.5"], 0.5),
+        ("0.32.0+cpu", ["--num-gpus", "2"], 2.0),
+    ],
+)
+def test_engines_of_sluice_get_the_gpus_that_their_build_needs_or_that_were_asked_for(
+    build: str, options: list[str], gpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_build(tmp_path, build)
+    monkeypatch.syspath_prepend(tmp_path)
+    parallel = ["--tensor-parallel-size=2"] if gpus == 2 else []
+    plain, ours = _specs(_parser().parse_args(["--sluice", "2x1", *options]), parallel)
+    assert plain.command[1:3] == ("-m", "deployments.plain_vllm")
+    made = cli.app_config(cli.parser().parse_args(ours.command[1:]))
+    assert (made.engine.num_gpus, made.engine.replicas, made.router.replicas) == (gpus, 1, 2)
+
+
+def test_a_file_of_settings_says_its_gpus_itself(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text("engine: {replicas: 1, num_gpus: 0.25}")
+    *_, with_file = _specs(_parser().parse_args(["--num-gpus", "1", "--sluice-config", str(path)]), ENGINE_ARGUMENTS)
+    assert cli.app_config(cli.parser().parse_args(with_file.command[1:])).engine.num_gpus == 0.25

@@ -1,15 +1,18 @@
 """Single requests in turn, against two real HTTP servers in the same process."""
 
 import json
+from pathlib import Path
 
 import pytest
 import uvloop
 from aiohttp import web
 
 from bench.chat_client import Answer
-from bench.first_token import Pair, as_text, main, measure_pairs
+from bench.first_token import Pair, _parser, _specs, as_text, main, measure_pairs
 from bench.workload import LoadConfig
+from deployments import cli
 from tests.bench.test_load import Handler, serving, whole_stream, write_in_pieces
+from tests.builds import install_build
 
 
 def test_both_servers_get_every_prompt_and_the_first_turn_as_often() -> None:
@@ -77,3 +80,13 @@ def test_help_shows_the_shared_engine_arguments(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "--max-num-seqs=64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("build", "gpus"), [("0.32.0+cpu", 0.0), ("0.32.0", 1.0)])
+def test_sluice_gets_the_gpu_that_its_build_needs(
+    build: str, gpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_build(tmp_path, build)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, ours = _specs(_parser().parse_args([]), [])
+    assert cli.app_config(cli.parser().parse_args(ours.command[1:])).engine.num_gpus == gpus

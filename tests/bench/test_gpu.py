@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import Part, main, model_folder, parts, run
+from bench.gpu import Part, main, model_folder, parts, run, with_its_share
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,15 @@ def test_a_part_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_is_named(tmp_path: Path) -> None:
     assert run(Part("bad", (sys.executable, "-c", "raise SystemExit(3)"), {}), tmp_path, 60.0) == "failed with status 3"
+
+
+def test_a_part_plans_with_less_than_its_share_and_may_take_twice_of_it_as_far_as_there_is_time(tmp_path: Path) -> None:
+    part = Part("planned", ("sh", "-c", "echo $SLUICE_BENCH_SECONDS $SLUICE_BENCH_OUT"), {})
+    for left_s, parts_left, planned_s, limit in ((1200.0, 4, 270, 600.0), (400.0, 1, 360, 400.0)):
+        told, limit_s = with_its_share(part, left_s, parts_left)
+        assert limit_s == limit
+        assert run(told, tmp_path, 60.0) == "ran"
+        assert (tmp_path / "planned.log").read_text() == f"{planned_s} {tmp_path / 'planned'}\n"
 
 
 def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,15 @@ from bench.servers import (
     Server,
     ServerFailed,
     ServerSpec,
+    gpus_of_an_engine,
     plain_vllm,
     server_environment,
+    shared_arguments,
     sluice,
+    vllm_is_for_gpus,
 )
-from deployments.environment import free_port
+from deployments.environment import free_port, vllm_is_for_cpus
+from tests.builds import install_build
 
 HEALTHY = """
 import http.server, sys
@@ -140,6 +144,28 @@ def test_both_systems_get_the_same_engine_arguments() -> None:
     ours = sluice("ours", "model", 2, 1, 1, ENGINE_ARGUMENTS)
     assert plain.command[-len(ENGINE_ARGUMENTS) :] == ours.command[-len(ENGINE_ARGUMENTS) :] == ENGINE_ARGUMENTS
     assert (plain.url, ours.url) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+
+
+@pytest.mark.parametrize(
+    ("build", "gpus", "more"), [("0.32.0+cpu", 0.0, ()), ("0.32.0", 1.0, ("--gpu-memory-utilization=0.45",))]
+)
+def test_engines_get_what_the_build_of_vllm_needs(
+    build: str, gpus: float, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_build(tmp_path, build)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert shared_arguments(["--seed=1"]) == (*ENGINE_ARGUMENTS, *more, "--seed=1")
+    assert gpus_of_an_engine(None) == gpus
+    assert gpus_of_an_engine(0.5) == 0.5
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()  # what the servers themselves go by
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")
+    assert gpus_of_an_engine(None) == 0.0
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()
+
+
+def test_where_no_distribution_is_named_vllm_it_is_the_cpu_build() -> None:
+    assert shared_arguments([]) == ENGINE_ARGUMENTS
+    assert vllm_is_for_gpus() is not vllm_is_for_cpus()
 
 
 def test_an_inherited_cache_size_does_not_override_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

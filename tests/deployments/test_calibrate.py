@@ -1,10 +1,12 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deployments.calibrate import Measured, _of_vllm, exclusive_gain, in_words, write_profile
+from deployments.calibrate import _of_vllm, exclusive_gain, in_words, write_profile
+from deployments.calibration import Measured
 from deployments.cli import parser
 from deployments.config import DEMO_ARGS, WorkSection
 from deployments.environment import cpu_dtype
@@ -98,19 +100,63 @@ def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> N
     assert "sluice calibrate --model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "3"], "--steps must be at least 4, got 3"),
+        (["--seconds", "0"], "--seconds must be positive, got 0.0"),
+        (["--seconds", "nan"], "--seconds must be positive, got nan"),
+        (["--error", "-0.1"], "--error must not be negative, got -0.1"),
+        (["-o", "/no/such/folder/mine.csv"], "no folder /no/such/folder for mine.csv"),
+        (["--plot", "/no/such/folder/fit.png"], "no folder /no/such/folder for fit.png"),
+    ],
+)
+def test_wrong_options_are_named_before_an_engine_starts(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_CALIBRATE_READY", "1")  # or what passes the check would take this process's place
+    given = parser().parse_args(["calibrate", *options])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        given.run(given)
+
+
+def command(*options: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("sluice")), "calibrate", *options]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_measures_the_demo_model_and_says_what_it_found(tmp_path: Path) -> None:
+def test_the_command_measures_the_demo_model_writes_as_it_goes_and_says_what_it_found(tmp_path: Path) -> None:
     profile, picture = tmp_path / "mine.csv", tmp_path / "fit.png"
-    options = ["--steps", "4", "--most-batch", "4", "-o", str(profile), "--plot", str(picture)]
-    options += ["--", "--max-model-len", "1024"]  # no longer contexts: the least that can be fitted takes a while
-    sluice = Path(sys.executable).with_name("sluice")
-    done = subprocess.run([sluice, "calibrate", *options], capture_output=True, text=True, timeout=800, check=True)
-    assert "exclusive against mixed batching" in done.stdout
-    assert f"profile: {profile}" in done.stdout
+    options = ["--steps", "4", "--error", "0", "--most-batch", "4", "-o", str(profile), "--plot", str(picture)]
+    # No longer contexts: the least that can be fitted takes a while.
+    asked = command(*options, "--", "--max-model-len", "1024")
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        lines = (line for line in process.stderr if "batches measured" in line)
+        told = [next(lines) for _ in range(4)]  # prompts alone, and the least for a fit
+        first = calibrated(profile)
+        told += lines
+        words = process.stdout.read()
+    assert process.returncode == 0
+    assert [int(line.split("] ")[1].split()[0]) for line in told] == [1, 2, 3, 4, 5]
+    assert all(re.search(r"at most \d+ s left$", line) for line in told)
+    assert "exclusive against mixed batching" in words
+    assert f"profile: {profile}" in words
     assert picture.read_bytes().startswith(b"\x89PNG")
-    times = calibrated(profile)
-    assert times.step_s(prefill_tokens=128) > 0.0 and times.step_s(decode_requests=4, kv_tokens=1024) > 0.0
+    for times in (first, calibrated(profile)):
+        assert times.step_s(prefill_tokens=128) > 0.0 and times.step_s(decode_requests=4, kv_tokens=1024) > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_few_seconds_are_enough_for_a_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.csv"
+    asked = command("--seconds", "10", "--error", "0", "-o", str(profile))
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=800, check=True)
+    took_s = [int(found) for found in re.findall(r"^\[ *(\d+) s\] \d+ of", done.stderr, re.MULTILINE)]
+    assert took_s and max(took_s) <= 10
+    assert calibrated(profile).step_s(decode_requests=4, kv_tokens=1024) > 0.0
 
 
 def test_it_measures_what_would_be_served() -> None:
