@@ -93,6 +93,9 @@ _LOOKS_BACK = (
     "trace_decode_token_ids",
 )
 _DEFAULTS = SamplingParams()
+# Threads of a front end that tokenize (vLLM has one), and the texts that all of them may be busy with: some 10 ms.
+TEXT_THREADS = 2
+SHORT_TEXT_CHARS = 32 << 10
 GRAMMAR_THREADS = MAX_AT_ONCE + 1  # what a router lets through at once, and one
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
@@ -489,6 +492,7 @@ def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     what a front end does not use, is left to the engines.
     """
     engine_args._api_process_count = 2
+    engine_args.renderer_num_workers = max(TEXT_THREADS, engine_args.renderer_num_workers)
     defaults = AsyncEngineArgs(model=engine_args.model)
     for name in _OF_ENGINES_ALONE:
         setattr(engine_args, name, getattr(defaults, name))
@@ -522,6 +526,7 @@ class RoutedAsyncLLM(AsyncLLM):
                 log_requests=engine_args.enable_log_requests,
             )
         note_chats(self.renderer)
+        let_short_texts_pass(self.renderer)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)
@@ -602,6 +607,20 @@ def note_chats(renderer: Any) -> None:
         return rendered
 
     renderer.render_chat_async = noted
+
+
+def let_short_texts_pass(renderer: Any) -> None:
+    """Long texts leave one of the threads that tokenize to the short ones."""
+    tokenize = renderer._tokenize_prompt_async
+    long_ones = asyncio.Semaphore(renderer.model_config.renderer_num_workers - 1)
+
+    async def tokenize_in_turn(prompt: Any, params: Any) -> Any:
+        if len(prompt["prompt"]) <= SHORT_TEXT_CHARS:
+            return await tokenize(prompt, params)
+        async with long_ones:
+            return await tokenize(prompt, params)
+
+    renderer._tokenize_prompt_async = tokenize_in_turn
 
 
 def _note(context: HttpContext, conversations: Iterable[list[Any]], prompts: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from router.state_store import Snapshot
 
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 LabelledPage = tuple[Mapping[str, str], bytes]
@@ -71,6 +72,13 @@ class RouterMetrics:
             "replicas_lost", "Replicas whose connection broke, but for those that had drained."
         )
         self.out_of_reach = self._counter("replicas_out_of_reach", "Attempts to connect to a replica that failed.")
+        self.loop_lag_s = Histogram(
+            "event_loop_lag_seconds",
+            "How long this router's event loop, and with it every stream, stood still; looked at 20 times a second.",
+            namespace=self._namespace,
+            registry=self.registry,
+            buckets=_LAG_BUCKETS_S,
+        )
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:

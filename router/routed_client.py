@@ -35,6 +35,7 @@ from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.connections import Connections
+from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
@@ -85,6 +86,7 @@ class Entry(Generic[RequestT]):
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
+        encoded: as it will be sent, until then; None where it has changed since.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
     """
 
@@ -103,6 +105,7 @@ class Entry(Generic[RequestT]):
     recalls: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
+    encoded: Sequence[Buffer] | None = None
     held_back: list[Output] | None = None
 
     @property
@@ -156,6 +159,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._background.repeat(lambda: self._listen(subscribed), self._config.heartbeat_s, "listen")
         self._background.repeat(self._heartbeat, self._config.heartbeat_s, "heartbeat")
         self._background.repeat(self._exchange, self._config.heartbeat_s, "exchange")
+        self._background.repeat(lambda: look_for_lag(self._metrics.loop_lag_s.observe), 0, "event loop")
         try:
             async with asyncio.timeout(self._config.silence_s):
                 await subscribed.wait()
@@ -235,7 +239,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Queue a request; its outputs come through `next_outputs`. One that was `admitted` before meets no limits.
 
         Raises:
-            InputError: a request of this id is not over yet.
+            InputError: a request of this id is not over yet, or it holds what no engine can be sent.
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
@@ -252,8 +256,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
         request = self._codec.with_ticket(request, ticket)
+        encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
-        entry.planned_key, entry.foresight = classified.planned_key, foresight
+        entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
         self._entries[size.request_id] = entry
@@ -268,6 +273,13 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if self._lives(entry):
                 del self._entries[entry.request_id]
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+
+    def _encode(self, request: RequestT) -> Sequence[Buffer]:
+        """Before it is queued: whoever asks for what cannot be sent is told so, in place of a stream that ends."""
+        try:
+            return self._codec.encode_request(request)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InputError(f"it cannot be sent to an engine: {error}") from error
 
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
@@ -408,7 +420,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
 
     def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
-        return self._codec.encode_request(entry.request)
+        encoded, entry.encoded = entry.encoded, None
+        return encoded or self._codec.encode_request(entry.request)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
@@ -491,7 +504,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _unplace(self, entry: Entry[RequestT]) -> None:
         if entry.connection is not None:  # else it has waited all along
             entry.waiting_since_s = self._clock.now()
-        entry.connection = entry.replica_id = None
+        entry.connection = entry.replica_id = entry.encoded = None
         entry.queueing = True
 
     def _give_back(self, request_id: str) -> None:

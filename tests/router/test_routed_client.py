@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from itertools import count, pairwise
@@ -631,13 +632,19 @@ async def test_a_request_too_large_for_a_frame_fails_alone(service: Service, mon
     await service.finish(answers)
 
 
-async def test_a_request_that_cannot_be_encoded_fails_alone(service: Service) -> None:
+async def test_a_request_that_cannot_be_encoded_is_refused_before_it_is_queued(service: Service) -> None:
     front_end = await service.front_end()
-    odd = await front_end.ask(FakeRequest(request_id="odd", prompt=[1 << 70], max_tokens=4))
-    answers = await front_end.ask_many(4)
+    with pytest.raises(InputError, match="cannot be sent to an engine"):
+        await front_end.ask(FakeRequest(request_id="odd", prompt=[1 << 70], max_tokens=4))
+    assert not front_end.client._entries
     await service.replica(slots=1, lease_s=3600.0)
-    await until(lambda: odd.outcome == "error")
-    await service.finish(answers)
+    await service.finish(await front_end.ask_many(4))
+
+
+async def test_a_router_that_stands_still_says_for_how_long(service: Service) -> None:
+    front_end = await service.front_end()
+    time.sleep(0.3)
+    await until(lambda: front_end.count("event_loop_lag_seconds_sum") > 0.2)
 
 
 # Work that fills idle capacity
