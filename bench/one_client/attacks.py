@@ -106,8 +106,13 @@ def attacks(context_tokens: int) -> dict[str, Attack]:
         ),
         "responses of many items": Attack(RESPONSES, {"input": USER * 1024, "max_output_tokens": 4}),
         "messages of many": Attack("/v1/messages", {"model": "m", "messages": USER * 2048, "max_tokens": 4}),
-        "logprobs of a long prompt": Attack(TEXT, text(prompt=words, prompt_logprobs=20)),
-        "logprobs of a long answer": Attack(CHAT, chat(logprobs=True, top_logprobs=20, max_tokens=256)),
+        "logprobs of a prompt of 1000": Attack(TEXT, text(prompt=[300] * 1000, prompt_logprobs=20)),
+        "logprobs of a prompt of 8000": Attack(TEXT, text(prompt=[300] * 8000, prompt_logprobs=20)),
+        "logprobs of a long prompt": Attack(TEXT, text(prompt=[300] * (context_tokens - 8), prompt_logprobs=20)),
+        "one of each token, long prompt": Attack(
+            TEXT, text(prompt=[300] * (context_tokens - 8), logprobs=0, echo=True, max_tokens=1)
+        ),
+        "logprobs of a long answer": Attack(CHAT, chat(logprobs=True, top_logprobs=20, max_tokens=120)),
         "a megabyte of nothing": Attack(CHAT, b"[" + b"[]," * (MIB // 3) + b"[]]"),
         "a megabyte that is no JSON": Attack(CHAT, b"{" * MIB),
         "values in many lists": Attack(CHAT, chat(new=[[[1, "a"]] * 200] * 70)),

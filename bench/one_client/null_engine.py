@@ -5,8 +5,9 @@ import signal
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bench.rig.null_engine import NullEngine, NullOutput, NullRequest
 from deployments.embedded_redis import die_with_parent
@@ -29,6 +30,7 @@ class NullVllmEngine:
         self.slots = slots
         self.codec = VllmCodec()
         self._logprobs: dict[str, int] = {}
+        self._of_prompt: dict[str, tuple[int, int]] = {}
         self._engine = NullEngine(slots=slots, ttft_s=interval_s, interval_s=interval_s)
 
     async def add(self, request: EngineCoreRequest) -> None:
@@ -36,6 +38,8 @@ class NullVllmEngine:
         most = params.max_tokens if params is not None and params.max_tokens else 1
         if params is not None and params.logprobs:
             self._logprobs[request.request_id] = params.logprobs
+        if params is not None and params.prompt_logprobs is not None:
+            self._of_prompt[request.request_id] = len(request.prompt_token_ids or ()) - 1, params.prompt_logprobs
         await self._engine.add(NullRequest(request.request_id, 1, most))
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -50,12 +54,14 @@ class NullVllmEngine:
 
     def _as_vllm(self, output: NullOutput) -> EngineCoreOutput:
         of_each = self._logprobs.get(output.request_id)
+        of_prompt = self._of_prompt.pop(output.request_id, None)
         if output.finish_reason:
             self._logprobs.pop(output.request_id, None)
         return EngineCoreOutput(
             output.request_id,
             [TOKEN_ID] * len(output.new_token_ids),
             new_logprobs=None if of_each is None else _logprobs(of_each),
+            new_prompt_logprobs_tensors=None if of_prompt is None else _prompt_logprobs(*of_prompt),
             finish_reason=FinishReason.LENGTH if output.finish_reason else None,
         )
 
@@ -66,6 +72,14 @@ def _logprobs(of_each: int) -> LogprobsLists:
         logprob_token_ids=np.arange(TOKEN_ID, TOKEN_ID + of_each + 1, dtype=np.int32)[None],
         logprobs=np.full((1, of_each + 1), -1.0, dtype=np.float32),
         sampled_token_ranks=np.array([1], dtype=np.int32),
+    )
+
+
+def _prompt_logprobs(tokens: int, of_each: int) -> LogprobsTensors:
+    return LogprobsTensors(
+        logprob_token_ids=torch.arange(TOKEN_ID, TOKEN_ID + of_each + 1, dtype=torch.int32).repeat(tokens, 1),
+        logprobs=torch.full((tokens, of_each + 1), -1.0),
+        selected_token_ranks=torch.ones(tokens, dtype=torch.int32),
     )
 
 
