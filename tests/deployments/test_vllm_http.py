@@ -1,6 +1,7 @@
 """vLLM's own HTTP application over the routed client, in the environment of routers."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Message, Scope
 
 from deployments import app
 from deployments.config import DEMO_ARGS, DEMO_MODEL
@@ -17,6 +19,7 @@ from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
 from policies.errors import AdmissionError, StateStoreError
 from router.timing import RequestTiming
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -27,10 +30,13 @@ ROOM = {"standard": 4096, "narrow": 50}
 
 
 class Routed:
-    """What it is told to raise, it raises for every request; else it answers with two tokens."""
+    """What it is told to raise, it raises for every request; else it answers with two tokens, or where it stalls with
+    one and never the next."""
 
     def __init__(self) -> None:
         self.raises: Exception | None = None
+        self.stalls = False
+        self.running: set[str] = set()
         self.checks_until_cut_off: int | None = None
         self.asked: list[Any] = []
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
@@ -52,12 +58,18 @@ class Routed:
         if self.raises is not None:
             raise self.raises
         self.asked.append(request)
-        stats = PrefillStats(num_prompt_tokens=1)
-        done = EngineCoreOutput(request.request_id, [300, 301], finish_reason=FinishReason.STOP, prefill_stats=stats)
-        await self._outputs.put(EngineCoreOutputs(outputs=[done]))
+        self.running.add(request.request_id)
+        output = EngineCoreOutput(request.request_id, [300], prefill_stats=PrefillStats(num_prompt_tokens=1))
+        if not self.stalls:
+            output.new_token_ids, output.finish_reason = [300, 301], FinishReason.STOP
+            self._end([request.request_id], "stop")
+        await self._outputs.put(EngineCoreOutputs(outputs=[output]))
 
     async def cancel(self, request_ids: list[str], outcome: str) -> None:
-        """Nothing of it is left."""
+        self._end(request_ids, outcome)
+
+    def _end(self, request_ids: list[str], outcome: str) -> None:
+        self.running.difference_update(request_ids)
 
     async def next_outputs(self) -> Any:
         return await self._outputs.get()
@@ -69,7 +81,7 @@ def routed() -> Routed:
 
 
 @pytest.fixture
-async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[httpx.AsyncClient]:
+async def served(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[ASGIApp]:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
@@ -81,14 +93,19 @@ async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
     llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
-    served = build_app(args, ("generate",), llm.model_config)
-    await init_app_state(llm, served.state, args, ("generate",))
-    served.state.server = SimpleNamespace()
+    vllms = build_app(args, ("generate",), llm.model_config)
+    await init_app_state(llm, vllms.state, args, ("generate",))
+    vllms.state.server = SimpleNamespace()
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    wrapped = SluiceMiddleware(served, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(wrapped), base_url="http://sluice") as made:
-        yield made
+    yield SluiceMiddleware(vllms, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
+    assert not llm.output_processor.request_states
     llm.shutdown()
+
+
+@pytest.fixture
+async def client(served: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as made:
+        yield made
 
 
 async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_before_any_is_made(
@@ -152,6 +169,57 @@ async def test_streams_that_may_queue_come_whole(client: httpx.AsyncClient, path
     if path == "/v1/responses":
         assert "response.created" in response.text
         assert "response.completed" in response.text
+
+
+class Exchange:
+    """One HTTP exchange in the way of Ray Serve's replica: its client sends a body and then nothing more."""
+
+    def __init__(self, path: str, body: dict[str, Any], *, is_broken: bool) -> None:
+        headers = [(b"content-type", b"application/json")]
+        asgi = {"version": "3.0", "spec_version": "2.3"}
+        self.scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        self.scope |= {"asgi": asgi, "root_path": "", "scheme": "http", "server": ("sluice", 80), "http_version": "1.1"}
+        self._body: Message | None = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        self.has_left = asyncio.Event()
+        self._is_broken = is_broken
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return body
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self._is_broken:
+            raise OSError("the connection is broken")
+
+
+ONE = {path: (body, 1) for path, body in BODIES.items()}
+SEVERAL = {
+    "/v1/completions": ({"prompt": ["a", "b"], "n": 3, "max_tokens": 4}, 6),
+    "/v1/chat/completions": ({**BODIES["/v1/chat/completions"], "n": 3}, 3),
+}
+ENDS = [("time is up", False), ("time is up", True), ("client left", False), ("client left", True)]
+FREED_S = 1.0
+
+
+@pytest.mark.parametrize(("path", "asked"), [*ONE.items(), *SEVERAL.items()])
+@pytest.mark.parametrize(("how", "stream"), [*ENDS, ("connection broke", True)])
+async def test_however_an_exchange_ends_the_slots_of_its_requests_are_free(
+    served: ASGIApp, routed: Routed, how: str, stream: bool, path: str, asked: tuple[dict[str, Any], int]
+) -> None:
+    body, requests = asked
+    routed.stalls = True
+    exchange = Exchange(path, {**body, "stream": stream}, is_broken=how == "connection broke")
+    serving = asyncio.create_task(served(exchange.scope, exchange.receive, exchange.send))
+    await until(lambda: len(routed.asked) == requests or serving.done())
+    if how == "time is up":
+        serving.cancel()
+    elif how == "client left":
+        exchange.has_left.set()
+    ended, _ = await asyncio.wait([serving], timeout=FREED_S)
+    assert (len(ended), routed.running) == (1, set())
 
 
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(
