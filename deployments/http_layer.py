@@ -34,8 +34,8 @@ EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
 MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
-UNLOGGED_PATHS = ("/health", "/metrics")
-OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
+UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
+OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
@@ -108,8 +108,6 @@ class SluiceMiddleware:
     def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
         if tenant is not None or not self._keys.required or route_path(scope) in OPEN_PATHS:
             return None
-        if scope["method"] == "OPTIONS":  # a browser asks whether it may send the key, and sends none with that
-            return None
         response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
@@ -150,7 +148,7 @@ class SluiceMiddleware:
 
     @property
     def _too_large(self) -> str:
-        return f"the body exceeds {self._max_body_bytes} bytes"
+        return f"the body exceeds {self._max_body_bytes} bytes (router.max_body_bytes)"
 
 
 class _Incoming:

@@ -11,21 +11,25 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from deployments import app
-from deployments.config import DEMO_ARGS, DEMO_MODEL
+from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig, RouterSection
 from deployments.http_layer import SluiceMiddleware
-from deployments.keys import KeyRing
+from deployments.keys import KeyRing, digest
+from deployments.router import Router
 from policies.errors import AdmissionError, StateStoreError
+from router.metrics import RouterMetrics
 from router.timing import RequestTiming
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 OF_THE_NODE = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-# One that makes vLLM's front end tell its engine of transfers, and counts of cached tokens.
-OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details"]
+PAGE = "https://page.example"
+# One that makes vLLM's front end tell its engine of transfers, counts of cached tokens, and a page that may ask.
+OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details", "--allowed-origins", f'["{PAGE}"]']
 ROOM = {"standard": 4096, "narrow": 50}
 
 
@@ -81,7 +85,7 @@ def routed() -> Routed:
 
 
 @pytest.fixture
-async def served(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[ASGIApp]:
+async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[FastAPI]:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
@@ -92,14 +96,20 @@ async def served(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
+    args.enable_offline_docs = True
     llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
-    vllms = build_app(args, ("generate",), llm.model_config)
-    await init_app_state(llm, vllms.state, args, ("generate",))
-    vllms.state.server = SimpleNamespace()
-    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    yield SluiceMiddleware(vllms, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
+    made = build_app(args, ("generate",), llm.model_config)
+    await init_app_state(llm, made.state, args, ("generate",))
+    made.state.server = SimpleNamespace()
+    yield made
     assert not llm.output_processor.request_states
     llm.shutdown()
+
+
+@pytest.fixture
+def served(vllms: FastAPI) -> ASGIApp:
+    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
+    return SluiceMiddleware(vllms, max_body_bytes=1 << 20, classes=ROOM, default_class="standard", keys=keys)
 
 
 @pytest.fixture
@@ -246,6 +256,75 @@ async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_r
     assert (await client.post("/reset_prefix_cache")).status_code == 404
     stored = await client.post("/v1/responses", json={"input": "a", "background": True})
     assert (stored.status_code, "RESPONSES_API_STORE" in stored.text) == (400, True)
+
+
+class Unserved(Router):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nothing was opened."""
+
+
+LIMIT_BYTES = 2048
+KEY = {"name": "a", "sha256": digest("a key"), "classes": ["standard"]}
+WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
+
+
+@pytest.fixture
+async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a router that serves it under a prefix, to those who have a key."""
+
+    async def start(resources: object) -> FastAPI:
+        return vllms
+
+    monkeypatch.setattr("deployments.router.log_as_json", lambda: None)
+    config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
+    router: Any = Unserved(config, "redis://127.0.0.1:1/0", None, [], json.dumps([KEY]))
+    metrics = RouterMetrics(labels={"router": "a"})
+
+    async def pages() -> list[bytes]:
+        return [metrics.exposition()]
+
+    router._front_ends = [SimpleNamespace(start=start, names=("m",), metrics=metrics, metrics_pages=pages)]
+    transport = httpx.ASGITransport(await router.__serve_build_asgi_app__(), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as made:
+        yield made
+    await Router.__del__(router)
+
+
+async def test_a_browser_may_ask_whether_it_may_send_its_key_and_read_why_it_is_refused(
+    whole: httpx.AsyncClient,
+) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-sluice-class"}
+    preflight = await whole.options("/v1/completions", headers={"Origin": PAGE, **asked})
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+    for headers, size, status in (
+        ({}, 10, 401),
+        (WITH_KEY | {"X-Sluice-Class": "gold"}, 10, 400),
+        (WITH_KEY | {"X-Sluice-Class": "offline"}, 10, 403),
+        (WITH_KEY, LIMIT_BYTES + 1, 413),
+        (WITH_KEY, 10, 400),
+    ):
+        refused = await whole.post("/v1/completions", content=b"x" * size, headers={"Origin": PAGE, **headers})
+        allowed = refused.headers.get_list("access-control-allow-origin")
+        assert (refused.status_code, allowed) == (status, [PAGE])
+    assert "access-control-allow-origin" not in (await whole.get("/metrics", headers={"Origin": "https://x"})).headers
+
+
+async def test_the_metrics_page_is_one_under_both_its_names_and_nothing_is_below(whole: httpx.AsyncClient) -> None:
+    pages = [await whole.get(path) for path in ("/metrics", "/metrics/")]
+    assert [page.status_code for page in pages] == [200, 200]
+    assert 'sluice_replicas_lost_total{router="a"} 0.0' in pages[0].text
+    assert pages[0].text == pages[1].text
+    below = await whole.get("/metrics/x", headers=WITH_KEY)
+    assert below.status_code == 404
+
+
+async def test_the_page_of_the_api_needs_nothing_from_other_hosts(whole: httpx.AsyncClient, vllms: FastAPI) -> None:
+    assert vllms.openapi_schema is not None, "it would be made while streams wait"
+    page = await whole.get("/docs", headers=WITH_KEY)
+    assert (page.status_code, "http://" in page.text, "https://" in page.text) == (200, False, False)
+    for address in ("static/swagger-ui-bundle.js", "static/swagger-ui.css", "openapi.json"):
+        assert address in page.text
+        assert (await whole.get(f"/{address}", headers=WITH_KEY)).status_code == 200
 
 
 def test_an_environment_that_names_other_limits_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
