@@ -72,6 +72,7 @@ class FrontEnd:
             from vllm.entrypoints.launchers.app import build_app
 
             from deployments.gang_step import unsupported
+            from deployments.media import fetch_media_from_allowed_addresses
             from deployments.vllm_adapter import (
                 ENGINE_VERSION,
                 RoutedAsyncLLM,
@@ -95,6 +96,7 @@ class FrontEnd:
         await self.routed.start()
         self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
         tasks = await self._llm.get_supported_tasks()
+        fetch_media_from_allowed_addresses(self._config.router.media_networks)
         args.enable_offline_docs = not args.disable_fastapi_docs
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, args, tasks)
