@@ -21,7 +21,7 @@ from deployments.keys import KeyRing, digest
 from deployments.router import Router
 from policies.errors import AdmissionError, StateStoreError
 from router.metrics import RouterMetrics
-from router.timing import RequestTiming
+from router.timing import HttpContext, RequestTiming, current
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -230,6 +230,27 @@ async def test_however_an_exchange_ends_the_slots_of_its_requests_are_free(
         exchange.has_left.set()
     ended, _ = await asyncio.wait([serving], timeout=FREED_S)
     assert (len(ended), routed.running) == (1, set())
+
+
+@pytest.mark.parametrize("ends", ["before it is queued", "while it is queued"])
+async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_slot(ends: str) -> None:
+    from vllm.exceptions import GracefulHTTPError
+
+    from deployments.vllm_adapter import RoutedEngineCore
+
+    class Slow(Routed):
+        async def submit(self, request: Any, **_: Any) -> None:
+            await super().submit(request)
+            await context.end()
+
+    routed, context = Slow(), HttpContext(received_s=0.0, slo_class="standard")
+    current.set(context)
+    if ends == "before it is queued":
+        await context.end()
+    request: Any = SimpleNamespace(request_id="late", resumable=False)
+    with pytest.raises(GracefulHTTPError):
+        await RoutedEngineCore(routed, "m").add_request_async(request)
+    assert (len(routed.asked), routed.running) == (int(ends == "while it is queued"), set())
 
 
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(

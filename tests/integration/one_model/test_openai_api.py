@@ -158,6 +158,19 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
     wait_until(lambda: expected <= names(), 60, f"these are on the page: {expected}")
 
 
+def test_whichever_router_answers_its_page_shows_what_both_processes_count(sluice: Sluice) -> None:
+    def routers(name: str, path: str = "/metrics") -> set[str]:
+        with urllib.request.urlopen(sluice.url + path, timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return {line.partition('router="')[2].partition('"')[0] for line in lines if line.startswith(name)}
+
+    wait_until(lambda: len(routers("process_cpu_seconds_total")) == 2, 60, "both have published their page")
+    both = routers("process_cpu_seconds_total")
+    for _ in range(8):
+        for name in ("process_cpu_seconds_total", "python_info", "sluice_replicas_lost_total"):
+            assert routers(name) == routers(name, "/metrics/") == both
+
+
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = "word " * 3000
 LONG_CHAT = [{"role": "user", "content": LONG_PROMPT}]
