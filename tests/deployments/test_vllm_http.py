@@ -312,7 +312,7 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_a_browser_may_ask_whether_it_may_send_its_key_and_read_why_it_is_refused(
-    whole: httpx.AsyncClient,
+    whole: httpx.AsyncClient, routed: Routed
 ) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-sluice-class"}
     preflight = await whole.options("/v1/completions", headers={"Origin": PAGE, **asked})
@@ -327,6 +327,9 @@ async def test_a_browser_may_ask_whether_it_may_send_its_key_and_read_why_it_is_
         refused = await whole.post("/v1/completions", content=b"x" * size, headers={"Origin": PAGE, **headers})
         allowed = refused.headers.get_list("access-control-allow-origin")
         assert (refused.status_code, allowed) == (status, [PAGE])
+    routed.raises = AdmissionError("the rate is spent", 7.0)
+    spent = await whole.post("/v1/completions", json=BODIES["/v1/completions"], headers={"Origin": PAGE, **WITH_KEY})
+    assert (spent.status_code, spent.headers["access-control-allow-origin"]) == (429, PAGE)
     assert "access-control-allow-origin" not in (await whole.get("/metrics", headers={"Origin": "https://x"})).headers
 
 
