@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
 
 from deployments.environment import REDIS_URL_ENV, cpu_dtype
 from deployments.scheduler_settings import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
@@ -118,6 +118,11 @@ class RouterSection(Section):
     grammar_timeout_s: Seconds = 5.0
     """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
     request gets 400."""
+    media_networks: list[IPvAnyNetwork] = []
+    """Networks, as 10.1.0.0/16, from which images, audio and video that a request names by URL are fetched, besides
+    public addresses. Other private, loopback and link-local addresses are refused, also after a redirect. Where routers
+    reach the world by a proxy (HTTP_PROXY), its address must be in one of them; what it fetches is for itself to
+    check."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from router.metrics import page
 
 _GAUGES = {
     "running": "Requests in the running batch.",
@@ -46,11 +48,11 @@ _STATES = {
 }
 
 
-def engine_exposition(statuses: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The page of all replicas, by replica id; what a replica does not say is left out."""
+def engine_exposition(statuses: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str] | None = None) -> bytes:
+    """The page of all replicas, by replica id, with `labels` besides; what a replica does not say is left out."""
     registry = CollectorRegistry()
     registry.register(_Collected(statuses))
-    return generate_latest(registry)
+    return page(registry, labels or {})
 
 
 class _Collected:

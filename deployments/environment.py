@@ -44,6 +44,9 @@ NIXL_DELAY_ENV = "SLUICE_NIXL_DELAY_US"
 MAX_CONNECTIONS = 25_000
 _FILES_FOR_TWO = 5
 _HAPROXY_OWN_FILES = 512
+# Twice what routers take of a request's headers: HAProxy answers what does not fit with a page of its own, in HTML. A
+# request that has not come whole yet may hold as much.
+HAPROXY_BUFFER_BYTES = 32_768
 
 # On one machine the engines compute on the same cores. Ray Serve's own numbers are 4 threads, and 0.1 s between two
 # looks of its controller at the deployments, which take 4 % of a slow core.
@@ -58,6 +61,7 @@ PROXY_READY_S = 20
 # it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; a client that
 # hangs up is not noticed before its response begins where its body came in a packet of its own, unless HAProxy waits
 # for the body; without a limit of its own, a request that comes byte by byte holds one of the connections for an hour;
+# it keeps the connection of a WebSocket that a router has refused, though the router has closed its own;
 # and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with
 # its parent.
 _HAPROXY_ON_LOOPBACK = """\
@@ -65,7 +69,10 @@ _HAPROXY_ON_LOOPBACK = """\
 for argument; do
     [ "$flag" = -f ] && sed -i -E -e 's/^( *bind +)\\*?:([0-9]+)/\\1127.0.0.1:\\2/' \\
         -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' \\
-        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request\\n\\1timeout http-request 30s/' "$argument"
+        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request\\n\\1timeout http-request 30s/' \\
+        -e 's/^frontend http_frontend$/&\\
+    http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\\
+    http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$argument"
     flag=$argument
 done
 exec setpriv --pdeathsig TERM BINARY "$@"
@@ -194,6 +201,7 @@ def serve_env() -> dict[str, str]:
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_GENERATION_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(HAPROXY_BUFFER_BYTES),
         "RAY_SERVE_PORT_QUARANTINE_S": "60",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ROTATION_MAX_BYTES": str(LOG_FILE_BYTES),

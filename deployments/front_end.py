@@ -28,7 +28,7 @@ from router.admission import Door
 from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import LabelledPage, RouterMetrics, SplitMetrics, shared_exposition
+from router.metrics import ProcessPage, RouterMetrics, SplitMetrics, shared_exposition
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient
@@ -43,10 +43,24 @@ REPLICA_POLL_S = 0.2
 class FrontEnd:
     """Build it with `start`; what it opens is closed with `resources`."""
 
-    def __init__(self, config: AppConfig, client: "redis.Redis", predictor: DeploymentHandle | None) -> None:
+    def __init__(
+        self,
+        config: AppConfig,
+        client: "redis.Redis",
+        predictor: DeploymentHandle | None,
+        *,
+        speaks_for_process: bool = True,
+    ) -> None:
+        """Args:
+        speaks_for_process: its page has what this process counts besides: one of several models' has.
+        """
         self._config, self._redis, self._predictor = config, client, predictor
         self.name, self.names = config.public_name, config.served_names
-        self.metrics = RouterMetrics()
+        self.router_id = uuid.uuid4().hex[:12]
+        process = ProcessPage({"router": self.router_id}, MonotonicClock()) if speaks_for_process else bytes
+        self._of_model = {"model": self.name}
+        self._of_router = {**self._of_model, "router": self.router_id}
+        self.metrics = RouterMetrics(labels=self._of_router, process=process)
 
     async def start(self, resources: AsyncExitStack) -> FastAPI:
         """vLLM's application, once a replica of this model is there.
@@ -60,6 +74,7 @@ class FrontEnd:
             from vllm.entrypoints.launchers.app import build_app
 
             from deployments.gang_step import unsupported
+            from deployments.media import fetch_media_from_allowed_addresses
             from deployments.vllm_adapter import (
                 ENGINE_VERSION,
                 RoutedAsyncLLM,
@@ -86,6 +101,8 @@ class FrontEnd:
             self._llm.compile_grammars_with(self._grammars(resources))
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
         tasks = await self._llm.get_supported_tasks()
+        fetch_media_from_allowed_addresses(self._config.router.media_networks)
+        args.enable_offline_docs = not args.disable_fastapi_docs
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, args, tasks)
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
@@ -110,7 +127,7 @@ class FrontEnd:
     def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> RoutedClient[Any, Any]:
         config = self._config
         options: dict[str, Any] = {
-            "router_id": uuid.uuid4().hex[:12],
+            "router_id": self.router_id,
             "door": Door({name: section.limits() for name, section in config.classes.items()}),
             "clock": MonotonicClock(),
             "config": config.router.build(),
@@ -136,7 +153,7 @@ class FrontEnd:
             store=self._prefill_store,
             classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics),
             shared_clock=SharedClock(),
-            metrics=RouterMetrics("prefill"),
+            metrics=RouterMetrics("prefill", self._of_router),
             **options,
         )
         return SplitClient(
@@ -187,29 +204,24 @@ class FrontEnd:
             buckets=config.bins.buckets() if config.gang else None,
         )
 
-    async def metrics_pages(self) -> list[LabelledPage]:
-        """Of all routers, and of the shared state; of this router alone while that is away."""
-        mine = {self.routed.router_id: self.metrics.exposition()}
-        try:
-            pages = await self._store.all_metrics() | mine
-            of_all = (shared_exposition(await self._store.snapshot()), engine_exposition(await self.routed.statuses()))
-            shared: list[LabelledPage] = [({"model": self.name}, page) for page in of_all]
-            if isinstance(self.routed, SplitClient):
-                shared.append(
-                    ({"model": self.name}, shared_exposition(await self._prefill_store.snapshot(), "prefill"))
-                )
-                shared += await self._reading_pages()
-        except StateStoreError:
-            pages, shared = mine, []
-        mine_and_others: list[LabelledPage] = [
-            ({"model": self.name, "router": router_id}, page) for router_id, page in pages.items()
-        ]
-        return mine_and_others + shared
+    async def metrics_pages(self) -> list[bytes]:
+        """Of all routers, as each published it last, and of the shared state; of this router alone while that is away.
 
-    async def _reading_pages(self) -> list[LabelledPage]:
-        """What routers count of the replicas that read prompts."""
-        pages = await self._prefill_store.all_metrics()
-        return [({"model": self.name, "router": router_id}, page) for router_id, page in pages.items()]
+        Also this router's own: a page of now would show more than the next one, if that comes from another router.
+        """
+        try:
+            of_routers = await self._store.all_metrics()
+            pages = list(of_routers.values())
+            if self.router_id not in of_routers:
+                pages.append(self.metrics.exposition())
+            pages.append(shared_exposition(await self._store.snapshot(), self._of_model))
+            pages.append(engine_exposition(await self.routed.statuses(), self._of_model))
+            if isinstance(self.routed, SplitClient):
+                pages.append(shared_exposition(await self._prefill_store.snapshot(), self._of_model, "prefill"))
+                pages += (await self._prefill_store.all_metrics()).values()
+        except StateStoreError:
+            return [self.metrics.exposition()]
+        return pages
 
     async def status(self) -> dict[str, Any]:
         """Bins, replicas and what each engine says of itself.

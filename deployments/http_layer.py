@@ -34,8 +34,8 @@ EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
 MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
-UNLOGGED_PATHS = ("/health", "/metrics")
-OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
+UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
+OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
@@ -93,13 +93,11 @@ class SluiceMiddleware:
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
-            if refusal is not None:
-                await refusal(scope, receive, exchange.send)
-            elif scope["method"] in WITHOUT_BODY:
-                await _until_client_leaves(self._app, scope, receive, exchange.send)
+            if refusal is not None or scope["method"] in WITHOUT_BODY:
+                await _until_it_is_over(refusal or self._app, scope, receive, exchange)
             else:
                 async with self._bodies.reading(receive) as body:
-                    await _until_client_leaves(self._app, scope, replay(body, receive), exchange.send)
+                    await _until_it_is_over(self._app, scope, replay(body, receive), exchange)
         except BodyError as error:
             await _refused_body(error)(scope, receive, exchange.send)
         except ClientLeftError:
@@ -117,8 +115,6 @@ class SluiceMiddleware:
 
     def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
         if tenant is not None or not self._keys.required or route_path(scope) in OPEN_PATHS:
-            return None
-        if scope["method"] == "OPTIONS":  # a browser asks whether it may send the key, and sends none with that
             return None
         response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
         response.headers["WWW-Authenticate"] = "Bearer"
@@ -155,21 +151,51 @@ def _refused_body(error: BodyError) -> Response:
     return response
 
 
-async def _until_client_leaves(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Ray Serve says twice that a client has left: by the message, and by cancelling us.
+class _Incoming:
+    """What an application receives. Once the exchange is over that its client has left, also where it waits already."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._waits, self._is_over = receive, set[asyncio.Timeout](), False
+
+    async def receive(self) -> Message:
+        if not self._is_over:
+            try:
+                async with asyncio.timeout(None) as wait:
+                    self._waits.add(wait)
+                    try:
+                        return await self._receive()
+                    finally:
+                        self._waits.discard(wait)
+            except TimeoutError:
+                if not self._is_over:  # not ours
+                    raise
+        return {"type": "http.disconnect"}
+
+    def end(self) -> None:
+        self._is_over = True
+        for wait in self._waits:
+            wait.reschedule(-math.inf)
+
+
+async def _until_it_is_over(app: ASGIApp, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+    """Ray Serve says by the message that a client has left, and by cancelling us that this or a time limit ends it.
 
     vLLM runs its handlers in tasks of their own, which end by the message and which a cancellation would not reach: so
-    the application has the time to read it, and only what does not listen is cancelled.
+    we say it too, and end what the engines do for it ourselves. The application has the time to hear of it, and only
+    what does not listen is cancelled.
     """
-    serving = asyncio.ensure_future(app(scope, receive, send))
+    incoming = _Incoming(receive)
+    serving = asyncio.ensure_future(app(scope, incoming.receive, exchange.send))
     try:
         await asyncio.shield(serving)
     finally:
-        if not serving.done():
-            try:
+        incoming.end()
+        try:
+            await exchange.end()
+            if not serving.done():
                 await asyncio.wait([serving], timeout=LEAVE_S)
-            finally:
-                serving.cancel()
+        finally:
+            serving.cancel()
 
 
 class _Exchange:
@@ -184,12 +210,12 @@ class _Exchange:
         self._send = send
         self._start: Message | None = None
         self._held: list[Message] = []
-        self._refused = False
+        self._is_over = False
         self.context, self.request_id = context, request_id
         self.status = 0
 
     async def send(self, message: Message) -> None:
-        if self._refused:
+        if self._is_over:
             return
         if message["type"] == "http.response.start":
             self._start = message
@@ -203,6 +229,11 @@ class _Exchange:
                 return
             await self._begin(self._start)
         await self._send(message)
+
+    async def end(self) -> None:
+        """Nothing more goes out, and no engine works for it any longer."""
+        self._is_over = True
+        await self.context.end()
 
     async def broke_off(self) -> bool:
         """The application has failed. True when its client got a refusal for that; else it got what was held."""
@@ -234,7 +265,7 @@ class _Exchange:
         response = error_response(status.value, str(refused), kind)
         if isinstance(refused, AdmissionError):
             response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
-        self._start, self._refused, self.status = None, True, response.status_code
+        self._start, self._is_over, self.status = None, True, response.status_code
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": response.body})

@@ -4,10 +4,12 @@ import asyncio
 import gc
 import logging
 import os
+from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import generate_latest
+from fastapi.openapi.docs import get_swagger_ui_html
 from ray.serve.handle import DeploymentHandle
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -33,7 +35,7 @@ from router.metrics import merge
 from router.redis_store import check_access, connect
 
 logger = logging.getLogger(__name__)
-METRICS_FRESH_S = 1.0  # the page takes some 30 ms of the loop that sends tokens, and whoever asks for it needs no key
+METRICS_FRESH_S = 1.0  # the page takes some ms of the loop that sends tokens, and whoever asks for it needs no key
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -59,7 +61,10 @@ class Router:
         self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
         self._redis_url, self._redis = redis_url, connect(redis_url, config.redis_ca_certs)
         self._resources.push_async_callback(self._redis.aclose)
-        self._front_ends = [FrontEnd(each, self._redis, predictor) for each in config.each_model()]
+        self._front_ends = [
+            FrontEnd(each, self._redis, predictor, speaks_for_process=number == 0)
+            for number, each in enumerate(config.each_model())
+        ]
         self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -73,18 +78,31 @@ class Router:
         for front_end in self._front_ends:
             app = await front_end.start(self._resources)
             apps |= dict.fromkeys(front_end.names, app)
-            # First in the list: vLLM's own /metrics shows one process alone.
-            app.router.routes.insert(0, Route("/metrics", self._metrics_page))
-            app.router.routes.insert(0, Route("/sluice/status", self._status_page))
-            app.router.routes.insert(0, Route("/scale_elastic_ep", _no_scaling, methods=["POST"]))
+            self._set_routes(app)
+            if app.openapi_url:  # it is kept: who asks for it first would stop all streams for two seconds
+                await asyncio.to_thread(app.openapi)
+        cors = [_without_cors(app) for app in dict.fromkeys(apps.values())]
         _keep_from_collections()
-        return SluiceMiddleware(
+        served = SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
             bodies=self._bodies(),
             classes=self._config.classes,
             default_class=self._config.default_class,
             keys=await self._key_ring(),
         )
+        return CORSMiddleware(served, **cors[0])
+
+    def _set_routes(self, app: FastAPI) -> None:
+        """Ours come first in the list. vLLM's own /metrics shows one process alone, with all paths below."""
+        kept = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
+        app.router.routes[:] = [
+            Route("/metrics", self._metrics_page),
+            Route("/metrics/", self._metrics_page),
+            Route("/sluice/status", self._status_page),
+            Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
+            *([Route("/docs", _docs_page)] if app.openapi_url else []),
+            *kept,
+        ]
 
     def _bodies(self) -> RequestBodies:
         """Bounded by the longest context of the models, and for images where one takes them."""
@@ -130,14 +148,12 @@ class Router:
         return Response(await self._metrics.get(), media_type=PROMETHEUS_TEXT)
 
     async def _exposition(self) -> bytes:
-        """Metrics of all routers, of the shared state, and of vLLM's front end in this process.
+        """Metrics of all routers, with those of vLLM's front end in each, and of the shared state.
 
         Of all models at once: engines that hang are waited for once, so the page comes before Prometheus gives it up.
         """
         of_models = await asyncio.gather(*(front_end.metrics_pages() for front_end in self._front_ends))
-        pages = [page for of_model in of_models for page in of_model]
-        pages.append(({"router": self._front_ends[0].routed.router_id}, generate_latest()))
-        return merge(pages)
+        return merge(page for of_model in of_models for page in of_model)
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""
@@ -145,7 +161,7 @@ class Router:
             first, *others = await asyncio.gather(*(front_end.status() for front_end in self._front_ends))
         except StateStoreError as error:
             return error_response(503, str(error), "ServiceUnavailable")
-        answered_by = {"router": self._front_ends[0].routed.router_id, "pid": os.getpid()}
+        answered_by = {"router": self._front_ends[0].router_id, "pid": os.getpid()}
         return JSONResponse({**first, "more_models": others, "answered_by": answered_by})
 
     async def __del__(self) -> None:
@@ -156,6 +172,28 @@ def _keep_from_collections() -> None:
     """What is made by now lives as long as the process. To look through it takes a second, which streams would wait."""
     gc.collect()
     gc.freeze()
+
+
+def _without_cors(app: FastAPI) -> dict[str, Any]:
+    """What vLLM's CORS layer was told, once it is out of the application.
+
+    It belongs outside of our middleware: a browser may read what that refuses as well.
+    """
+    cors: Any = CORSMiddleware
+    (layer,) = (each for each in app.user_middleware if each.cls is cors)
+    app.user_middleware.remove(layer)
+    return dict(layer.kwargs)
+
+
+async def _docs_page(request: Request) -> Response:
+    """By relative addresses, which hold under every prefix; scripts and styles are vLLM's copies."""
+    return get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="Sluice",
+        swagger_js_url="static/swagger-ui-bundle.js",
+        swagger_css_url="static/swagger-ui.css",
+        swagger_favicon_url="data:,",
+    )
 
 
 async def _no_scaling(request: Request) -> Response:

@@ -389,6 +389,7 @@ class RoutedEngineCore(EngineCoreClient):
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
+        _refuse_late(context)
         try:
             self._refuse_unsupported(request)
             await self._routed.submit(
@@ -398,9 +399,12 @@ class RoutedEngineCore(EngineCoreClient):
                 tenant=context.tenant,
                 question=self._question(request, context),
             )
-            context.queued = True
+            context.queued, timing.request_id = True, request.request_id
         except (AdmissionError, InputError, StateStoreError) as error:
             raise _as_answer(error, context) from error
+        if context.is_over:  # since it was on its way into the queue
+            await self.cancel_requests_async([request.request_id])
+            _refuse_late(context)
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if self._unsupported is not None and (names := self._unsupported(request)):
@@ -454,6 +458,12 @@ def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError
     if context is not None:
         context.refused = error
     return GracefulHTTPError(str(error), status_of(error)[0])
+
+
+def _refuse_late(context: HttpContext) -> None:
+    """Handlers run in tasks of their own, and may ask for more when their HTTP exchange is over."""
+    if context.is_over:
+        raise GracefulHTTPError("nobody is left to read the answer", HTTPStatus.REQUEST_TIMEOUT)
 
 
 def _without_transfer(params: SamplingParams) -> SamplingParams:
@@ -533,6 +543,10 @@ class RoutedAsyncLLM(AsyncLLM):
         all_ids = self.output_processor.abort_requests(request_ids, internal)
         await self.engine_core.cancel_requests_async(all_ids)
 
+    async def _abort_internal(self, request_ids: list[str]) -> None:
+        """By the ids that engines know: their handlers then get a last output, as of any abort."""
+        await self.abort(request_ids, internal=True)
+
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Called before a response starts: what is refused here gets its status, also when it would stream."""
         super().check_admission(n, request_id)
@@ -556,6 +570,8 @@ class RoutedAsyncLLM(AsyncLLM):
             params = _without_transfer(params)
             if self._grammars is not None and params.structured_outputs is not None:
                 params = await _with_grammar(params, self._grammars)
+        if (context := current.get()) is not None:
+            context.abort = self._abort_internal
         return await super().add_request(request_id, prompt, params, *others, **settings)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:

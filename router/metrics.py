@@ -1,23 +1,68 @@
 """What a router counts. Prefix `sluice_`, times in seconds, one registry for each router process.
 
-Each router publishes its registry to the shared state at its heartbeat, and the page of any router shows all of them,
-told apart by the label `router`: one scrape behind a load balancer sees the whole service.
+Each router publishes its page to the shared state at its heartbeat, and the page of any router shows all of them, told
+apart by the label `router`: one scrape behind a load balancer sees the whole service, whichever router answers it.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
+from router.clock import Clock
 from router.state_store import Snapshot
+
+logger = logging.getLogger(__name__)
 
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+# What the process counts besides (vLLM's front end, the process itself) is some 500 lines, which take milliseconds of
+# the loop that sends tokens. Some of vLLM's labels hold what clients ask for: a page that has grown beyond measure is
+# left out.
+PROCESS_FRESH_S = 5.0
+MAX_PROCESS_BYTES = 1_000_000
+_FAMILY = b"\n# HELP "  # a line of its own: labels and help have no line breaks
 
 
-LabelledPage = tuple[Mapping[str, str], bytes]
+class _Labelled:
+    """The families of a registry, with labels that all their samples get besides their own."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            labelled.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in family.samples]
+            yield labelled
+
+
+def page(registry: CollectorRegistry, labels: Mapping[str, str]) -> bytes:
+    """What Prometheus reads, every sample with these labels where it has none of that name."""
+    if not labels:
+        return generate_latest(registry)
+    labelled = CollectorRegistry()
+    labelled.register(_Labelled(registry, labels))
+    return generate_latest(labelled)
+
+
+class ProcessPage:
+    """What this process counts in the common registry: as it was PROCESS_FRESH_S ago at most."""
+
+    def __init__(self, labels: Mapping[str, str], clock: Clock) -> None:
+        self._labels, self._clock = labels, clock
+        self._page, self._made_s = b"", -math.inf
+
+    def __call__(self) -> bytes:
+        if (now_s := self._clock.now()) - self._made_s >= PROCESS_FRESH_S:
+            self._page, self._made_s = page(REGISTRY, self._labels), now_s
+            if len(self._page) > MAX_PROCESS_BYTES:
+                logger.warning("what vLLM counts is left out: %d bytes", len(self._page))
+                self._page = b""
+        return self._page
 
 
 class ClassMetrics:
@@ -34,11 +79,15 @@ class ClassMetrics:
 class RouterMetrics:
     """Counters and histograms of one router process.
 
-    `pool` keeps those of a pool of replicas besides the one that answers apart, by their prefix.
+    `pool` keeps those of a pool of replicas besides the one that answers apart, by their prefix. All samples get
+    `labels`. `process` is the page of what its process counts besides, where this registry speaks for it.
     """
 
-    def __init__(self, pool: str = "") -> None:
+    def __init__(
+        self, pool: str = "", labels: Mapping[str, str] | None = None, process: Callable[[], bytes] = bytes
+    ) -> None:
         self.registry = CollectorRegistry()
+        self._labels, self._process = labels or {}, process
         self._namespace = f"sluice_{pool}" if pool else "sluice"
         self._of_class: dict[str, ClassMetrics] = {}
         self.requests = self._counter(
@@ -95,7 +144,7 @@ class RouterMetrics:
         return found
 
     def exposition(self) -> bytes:
-        return generate_latest(self.registry)
+        return page(self.registry, self._labels) + self._process()
 
 
 class SplitMetrics:
@@ -126,8 +175,8 @@ class SplitMetrics:
         )
 
 
-def shared_exposition(snapshot: Snapshot, pool: str = "") -> bytes:
-    """The state shared by all routers, as gauges; `pool` as in RouterMetrics."""
+def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = None, pool: str = "") -> bytes:
+    """The state shared by all routers, as gauges; `pool` and `labels` as in RouterMetrics."""
     namespace = f"sluice_{pool}" if pool else "sluice"
     registry = CollectorRegistry()
     lanes = Gauge(
@@ -164,27 +213,14 @@ def shared_exposition(snapshot: Snapshot, pool: str = "") -> bytes:
         credit.labels(replica_id).set(load.credit)
         work.labels(replica_id).set(load.outstanding_s)
     Gauge("routers", "Routers alive.", namespace=namespace, registry=registry).set(snapshot.routers)
-    return generate_latest(registry)
+    return page(registry, labels or {})
 
 
-class _Families:
-    """Hands ready-made metric families to prometheus_client's writer."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def merge(pages: Iterable[LabelledPage]) -> bytes:
-    """One page out of those of routers and models: each family once, its samples with the labels of their page."""
-    families: dict[str, Metric] = {}
-    for labels, exposition in pages:
-        for family in text_string_to_metric_families(exposition.decode()):
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                merged.samples.append(sample._replace(labels={**sample.labels, **labels}))
-    registry = CollectorRegistry()
-    registry.register(_Families(families.values()))
-    return generate_latest(registry)
+def merge(pages: Iterable[bytes]) -> bytes:
+    """One page out of several: each family once, with the samples of all."""
+    families: dict[bytes, list[bytes]] = {}
+    for family in (each for one in pages for each in (b"\n" + one).split(_FAMILY)[1:]):
+        help_line, type_line, *samples = family.rstrip(b"\n").split(b"\n", 2)
+        name = help_line.partition(b" ")[0]
+        families.setdefault(name, [b"# HELP " + help_line, type_line]).extend(samples)
+    return b"".join(line + b"\n" for lines in families.values() for line in lines)

@@ -1,5 +1,6 @@
 """When things happened to a request, on the router's clock."""
 
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ class RequestTiming:
 
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
     outcome is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why,
-    when it was admitted and waited in vain.
+    when it was admitted and waited in vain. request_id is the engine's, once it is queued.
     """
 
     received_s: float
@@ -26,6 +27,7 @@ class RequestTiming:
     output_tokens: int = 0
     outcome: str | None = None
     unserved: ReplicaLostError | StateStoreError | None = None
+    request_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -34,7 +36,8 @@ class HttpContext:
 
     `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text that the
     chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may not
-    queue, `queued` that one could.
+    queue, `queued` that one could. `abort` ends engine requests by their ids, in the front end and on their replicas;
+    `is_over` says that nobody is left to read what another one would bring.
     """
 
     received_s: float
@@ -45,6 +48,15 @@ class HttpContext:
     expected_tokens: int | None = None
     asked: dict[str | None, Asked] = field(default_factory=dict)
     timings: list[RequestTiming] = field(default_factory=list)
+    abort: Callable[[list[str]], Awaitable[None]] | None = None
+    is_over: bool = False
+
+    async def end(self) -> None:
+        """The HTTP exchange is over, however it came: what still runs for it gives its slot back."""
+        self.is_over = True
+        running = [timing.request_id for timing in self.timings if timing.request_id and timing.outcome is None]
+        if running and self.abort is not None:
+            await self.abort(running)
 
     @property
     def refusal(self) -> Refused | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from deployments.config import AppConfig, EngineSection
 from deployments.front_end import FrontEnd
 from policies.errors import ReplicaLostError
 from router.memory_store import MemoryStateStore
+from router.metrics import merge
 from router.redis_store import connect
 from router.state_store import ReplicaInfo
 from tests.waiting import until
@@ -80,3 +82,23 @@ async def test_when_its_time_is_over_it_serves_with_the_replicas_that_there_are(
         await longest(front_end(store, 3, 0.01))
     await store.join("a", 100)
     assert await longest(front_end(store, 3, 0.01)) == [100]
+
+
+async def test_every_router_has_the_same_metrics_page(store: Store) -> None:
+    """With its own numbers as old as the others have them: a scrape may come to one router, and the next to another."""
+
+    async def nothing() -> dict[str, object]:
+        return {}
+
+    routers = [front_end(store, 1) for _ in range(2)]
+    for router in routers:
+        router.routed = SimpleNamespace(statuses=nothing)  # type: ignore[assignment]
+        router.metrics.replicas_lost.inc()
+        await store.beat_router(router.router_id, 60.0)
+        await store.publish_metrics(router.router_id, router.metrics.exposition(), 60.0)
+        router.metrics.replicas_lost.inc()
+    first, second = [merge(await router.metrics_pages()).decode() for router in routers]
+    assert first == second
+    for router in routers:
+        assert f'sluice_replicas_lost_total{{model="m",router="{router.router_id}"}} 1.0' in first
+        assert f'process_cpu_seconds_total{{router="{router.router_id}"}}' in first

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from starlette.applications import Starlette
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -258,21 +257,6 @@ async def test_probes_need_no_key_under_a_prefix_either(log: pytest.LogCaptureFi
         assert not [record for record in log.records if record.name == "deployments.http_layer"]
         for path in ("/llm/", "/llm/llm/health"):
             assert (await client.get(path)).status_code == 401
-
-
-async def test_a_browser_may_ask_without_a_key_whether_it_may_send_one() -> None:
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
-    await keys.reload()
-    open_to_pages = CORSMiddleware(starlette_app(), allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    asked = {
-        "Origin": "https://page.example",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,x-sluice-class",
-    }
-    async with client_of(open_to_pages, keys) as client:
-        preflight = await client.options("/", headers=asked)
-        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "*")
-        assert (await client.post("/", headers=asked)).status_code == 401
 
 
 async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None:

@@ -146,6 +146,27 @@ def test_haproxy_waits_for_a_request_and_not_for_ever(tmp_path: Path) -> None:
     assert "\n    option abortonclose\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
 
 
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: sluice\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+)
+UPGRADE += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+
+
+def test_haproxy_closes_the_connection_of_a_refused_websocket(tmp_path: Path) -> None:
+    """HAProxy strips what a router says of that. Other connections it keeps."""
+    port = free_port()
+    with haproxy(tmp_path, "127.0.0.1", port) as process:
+        wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as kept:
+            for request, closes in ((UPGRADE.replace(b"websocket", b"h2c"), False), (UPGRADE, True)):
+                kept.sendall(request)
+                answer = kept.recv(10_000)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert (b"connection: close" in answer) == closes
+            assert kept.recv(10_000) == b""
+    assert "\nfrontend http_frontend\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
+
+
 def test_the_script_for_clusters_sets_the_same_limits(tmp_path: Path) -> None:
     guide = (REPOSITORY / "docs/install.md").read_text()
     script, file = tmp_path / "haproxy.sh", tmp_path / "haproxy.cfg"
@@ -155,6 +176,9 @@ def test_the_script_for_clusters_sets_the_same_limits(tmp_path: Path) -> None:
     subprocess.run(["sh", str(script), "-c", "-f", str(file)], env=env, check=True, capture_output=True, timeout=30)
     defaults = file.read_text().partition("frontend")[0].splitlines()
     assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
+    of_websockets = [line.strip() for line in file.read_text().splitlines() if "txn.ws" in line]
+    wrapper = Path(one_machine_env(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]).read_text()
+    assert [line in wrapper for line in of_websockets] == [True, True]
 
 
 def test_nobody_is_given_the_chosen_ports_before_their_servers_come_up(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """vLLM's own HTTP application over the routed client, in the environment of routers."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,29 +11,38 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Scope
 
 from deployments import app
-from deployments.config import DEMO_ARGS, DEMO_MODEL
+from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig, RouterSection
 from deployments.grammars import Compiled
 from deployments.http_layer import SluiceMiddleware
-from deployments.keys import KeyRing
+from deployments.keys import KeyRing, digest
+from deployments.router import Router
 from policies.errors import AdmissionError, InputError, StateStoreError
-from router.timing import RequestTiming
+from router.metrics import RouterMetrics
+from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import request_bodies
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 OF_THE_NODE = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-# One that makes vLLM's front end tell its engine of transfers, and counts of cached tokens.
-OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details"]
+PAGE = "https://page.example"
+# One that makes vLLM's front end tell its engine of transfers, counts of cached tokens, and a page that may ask.
+OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details", "--allowed-origins", f'["{PAGE}"]']
 ROOM = {"standard": 4096, "narrow": 50}
 
 
 class Routed:
-    """What it is told to raise, it raises for every request; else it answers with two tokens."""
+    """What it is told to raise, it raises for every request; else it answers with two tokens, or where it stalls with
+    one and never the next."""
 
     def __init__(self) -> None:
         self.raises: Exception | None = None
+        self.stalls = False
+        self.running: set[str] = set()
         self.checks_until_cut_off: int | None = None
         self.asked: list[Any] = []
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
@@ -54,12 +64,18 @@ class Routed:
         if self.raises is not None:
             raise self.raises
         self.asked.append(request)
-        stats = PrefillStats(num_prompt_tokens=1)
-        done = EngineCoreOutput(request.request_id, [300, 301], finish_reason=FinishReason.STOP, prefill_stats=stats)
-        await self._outputs.put(EngineCoreOutputs(outputs=[done]))
+        self.running.add(request.request_id)
+        output = EngineCoreOutput(request.request_id, [300], prefill_stats=PrefillStats(num_prompt_tokens=1))
+        if not self.stalls:
+            output.new_token_ids, output.finish_reason = [300, 301], FinishReason.STOP
+            self._end([request.request_id], "stop")
+        await self._outputs.put(EngineCoreOutputs(outputs=[output]))
 
     async def cancel(self, request_ids: list[str], outcome: str) -> None:
-        """Nothing of it is left."""
+        self._end(request_ids, outcome)
+
+    def _end(self, request_ids: list[str], outcome: str) -> None:
+        self.running.difference_update(request_ids)
 
     async def next_outputs(self) -> Any:
         return await self._outputs.get()
@@ -80,7 +96,7 @@ def routed() -> Routed:
 
 
 @pytest.fixture
-async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[httpx.AsyncClient]:
+async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[FastAPI]:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
@@ -91,16 +107,27 @@ async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
+    args.enable_offline_docs = True
     llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
     llm.compile_grammars_with(Compiles())  # type: ignore[arg-type]
-    served = build_app(args, ("generate",), llm.model_config)
-    await init_app_state(llm, served.state, args, ("generate",))
-    served.state.server = SimpleNamespace()
-    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    wrapped = SluiceMiddleware(served, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(wrapped), base_url="http://sluice") as made:
-        yield made
+    made = build_app(args, ("generate",), llm.model_config)
+    await init_app_state(llm, made.state, args, ("generate",))
+    made.state.server = SimpleNamespace()
+    yield made
+    assert not llm.output_processor.request_states
     llm.shutdown()
+
+
+@pytest.fixture
+def served(vllms: FastAPI) -> ASGIApp:
+    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
+    return SluiceMiddleware(vllms, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys)
+
+
+@pytest.fixture
+async def client(served: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as made:
+        yield made
 
 
 async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_before_any_is_made(
@@ -182,6 +209,78 @@ async def test_a_grammar_is_compiled_before_its_request_is_queued(
     assert (told._backend, told._backend_was_auto, told.grammar) == ("xgrammar", True, "as it was checked")
 
 
+class Exchange:
+    """One HTTP exchange in the way of Ray Serve's replica: its client sends a body and then nothing more."""
+
+    def __init__(self, path: str, body: dict[str, Any], *, is_broken: bool) -> None:
+        headers = [(b"content-type", b"application/json")]
+        asgi = {"version": "3.0", "spec_version": "2.3"}
+        self.scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        self.scope |= {"asgi": asgi, "root_path": "", "scheme": "http", "server": ("sluice", 80), "http_version": "1.1"}
+        self._body: Message | None = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        self.has_left = asyncio.Event()
+        self._is_broken = is_broken
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return body
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self._is_broken:
+            raise OSError("the connection is broken")
+
+
+ONE = {path: (body, 1) for path, body in BODIES.items()}
+SEVERAL = {
+    "/v1/completions": ({"prompt": ["a", "b"], "n": 3, "max_tokens": 4}, 6),
+    "/v1/chat/completions": ({**BODIES["/v1/chat/completions"], "n": 3}, 3),
+}
+ENDS = [("time is up", False), ("time is up", True), ("client left", False), ("client left", True)]
+FREED_S = 1.0
+
+
+@pytest.mark.parametrize(("path", "asked"), [*ONE.items(), *SEVERAL.items()])
+@pytest.mark.parametrize(("how", "stream"), [*ENDS, ("connection broke", True)])
+async def test_however_an_exchange_ends_the_slots_of_its_requests_are_free(
+    served: ASGIApp, routed: Routed, how: str, stream: bool, path: str, asked: tuple[dict[str, Any], int]
+) -> None:
+    body, requests = asked
+    routed.stalls = True
+    exchange = Exchange(path, {**body, "stream": stream}, is_broken=how == "connection broke")
+    serving = asyncio.create_task(served(exchange.scope, exchange.receive, exchange.send))
+    await until(lambda: len(routed.asked) == requests or serving.done())
+    if how == "time is up":
+        serving.cancel()
+    elif how == "client left":
+        exchange.has_left.set()
+    ended, _ = await asyncio.wait([serving], timeout=FREED_S)
+    assert (len(ended), routed.running) == (1, set())
+
+
+@pytest.mark.parametrize("ends", ["before it is queued", "while it is queued"])
+async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_slot(ends: str) -> None:
+    from vllm.exceptions import GracefulHTTPError
+
+    from deployments.vllm_adapter import RoutedEngineCore
+
+    class Slow(Routed):
+        async def submit(self, request: Any, **_: Any) -> None:
+            await super().submit(request)
+            await context.end()
+
+    routed, context = Slow(), HttpContext(received_s=0.0, slo_class="standard")
+    current.set(context)
+    if ends == "before it is queued":
+        await context.end()
+    request: Any = SimpleNamespace(request_id="late", resumable=False)
+    with pytest.raises(GracefulHTTPError):
+        await RoutedEngineCore(routed, "m").add_request_async(request)
+    assert (len(routed.asked), routed.running) == (int(ends == "while it is queued"), set())
+
+
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(
     client: httpx.AsyncClient, routed: Routed
 ) -> None:
@@ -206,6 +305,82 @@ async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_r
     assert (await client.post("/reset_prefix_cache")).status_code == 404
     stored = await client.post("/v1/responses", json={"input": "a", "background": True})
     assert (stored.status_code, "RESPONSES_API_STORE" in stored.text) == (400, True)
+
+
+class Unserved(Router):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nothing was opened."""
+
+
+LIMIT_BYTES = 2048
+KEY = {"name": "a", "sha256": digest("a key"), "classes": ["standard"]}
+WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
+
+
+@pytest.fixture
+async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a router that serves it under a prefix, to those who have a key."""
+
+    async def start(resources: object) -> FastAPI:
+        return vllms
+
+    monkeypatch.setattr("deployments.router.log_as_json", lambda: None)
+    config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
+    router: Any = Unserved(config, "redis://127.0.0.1:1/0", None, [], json.dumps([KEY]))
+    metrics = RouterMetrics(labels={"router": "a"})
+
+    async def pages() -> list[bytes]:
+        return [metrics.exposition()]
+
+    router._front_ends = [
+        SimpleNamespace(
+            start=start, names=("m",), metrics=metrics, metrics_pages=pages, max_model_len=2048, takes_media=False
+        )
+    ]
+    transport = httpx.ASGITransport(await router.__serve_build_asgi_app__(), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as made:
+        yield made
+    await Router.__del__(router)
+
+
+async def test_a_browser_may_ask_whether_it_may_send_its_key_and_read_why_it_is_refused(
+    whole: httpx.AsyncClient, routed: Routed
+) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-sluice-class"}
+    preflight = await whole.options("/v1/completions", headers={"Origin": PAGE, **asked})
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+    for headers, size, status in (
+        ({}, 10, 401),
+        (WITH_KEY | {"X-Sluice-Class": "gold"}, 10, 400),
+        (WITH_KEY | {"X-Sluice-Class": "offline"}, 10, 403),
+        (WITH_KEY, LIMIT_BYTES + 1, 413),
+        (WITH_KEY, 10, 400),
+    ):
+        refused = await whole.post("/v1/completions", content=b"x" * size, headers={"Origin": PAGE, **headers})
+        allowed = refused.headers.get_list("access-control-allow-origin")
+        assert (refused.status_code, allowed) == (status, [PAGE])
+    routed.raises = AdmissionError("the rate is spent", 7.0)
+    spent = await whole.post("/v1/completions", json=BODIES["/v1/completions"], headers={"Origin": PAGE, **WITH_KEY})
+    assert (spent.status_code, spent.headers["access-control-allow-origin"]) == (429, PAGE)
+    assert "access-control-allow-origin" not in (await whole.get("/metrics", headers={"Origin": "https://x"})).headers
+
+
+async def test_the_metrics_page_is_one_under_both_its_names_and_nothing_is_below(whole: httpx.AsyncClient) -> None:
+    pages = [await whole.get(path) for path in ("/metrics", "/metrics/")]
+    assert [page.status_code for page in pages] == [200, 200]
+    assert 'sluice_replicas_lost_total{router="a"} 0.0' in pages[0].text
+    assert pages[0].text == pages[1].text
+    below = await whole.get("/metrics/x", headers=WITH_KEY)
+    assert below.status_code == 404
+
+
+async def test_the_page_of_the_api_needs_nothing_from_other_hosts(whole: httpx.AsyncClient, vllms: FastAPI) -> None:
+    assert vllms.openapi_schema is not None, "it would be made while streams wait"
+    page = await whole.get("/docs", headers=WITH_KEY)
+    assert (page.status_code, "http://" in page.text, "https://" in page.text) == (200, False, False)
+    for address in ("static/swagger-ui-bundle.js", "static/swagger-ui.css", "openapi.json"):
+        assert address in page.text
+        assert (await whole.get(f"/{address}", headers=WITH_KEY)).status_code == 200
 
 
 def test_an_environment_that_names_other_limits_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import RouterMetrics, merge, shared_exposition
+from router.metrics import PROCESS_FRESH_S, ProcessPage, RouterMetrics, merge, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
 
 
@@ -15,13 +19,13 @@ def sample(page: bytes, name: str, **labels: str) -> float:
 
 
 def two_routers() -> bytes:
-    first, second = RouterMetrics(), RouterMetrics()
+    first, second = (RouterMetrics(labels={"router": router}) for router in "ab")
     first.requests.labels("standard", "0", "stop").inc(3)
     second.requests.labels("standard", "0", "stop").inc(4)
     second.requests.labels("offline", "1", "length").inc()
     first.of("standard").ttft_s.observe(0.02)
     second.replicas_lost.inc(2)
-    return merge([({"router": "a"}, first.exposition()), ({"router": "b"}, second.exposition())])
+    return merge([first.exposition(), second.exposition()])
 
 
 def test_a_merged_page_tells_routers_apart() -> None:
@@ -51,11 +55,10 @@ def test_merging_nothing_gives_an_empty_page() -> None:
 
 
 def test_a_label_with_quotes_and_newlines_survives() -> None:
-    metrics = RouterMetrics()
-    metrics.requests.labels('a "class"\n', "0", "stop").inc()
-    assert (
-        sample(merge([({"router": "a"}, metrics.exposition())]), "sluice_requests_total", slo_class='a "class"\n') == 1
-    )
+    metrics = RouterMetrics(labels={"router": 'a\n# HELP "'})
+    metrics.requests.labels('a "class"\n# HELP x', "0", "stop").inc()
+    page = merge([metrics.exposition()])
+    assert sample(page, "sluice_requests_total", router='a\n# HELP "', slo_class='a "class"\n# HELP x') == 1
 
 
 def test_the_children_of_a_class_are_made_once() -> None:
@@ -76,3 +79,55 @@ def test_shared_state_is_shown_by_bin_and_replica() -> None:
 
 def test_a_draining_replica_has_no_credit_rather_than_less_than_none() -> None:
     assert ReplicaLoad(slots=0, running=3, outstanding_s=1.0).credit == 0
+
+
+class Clock:
+    now_s = 100.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def counted() -> Iterator[Counter]:
+    """In the common registry, as vLLM's front end counts."""
+    counter = Counter("counted_by_the_test", "For the test.", ("model",))
+    yield counter
+    REGISTRY.unregister(counter)
+
+
+def test_what_its_process_counts_is_on_the_page_of_a_router_under_its_own_labels(counted: Counter) -> None:
+    """Any router may answer a scrape, and one whose counters are taken for another's makes rates of nothing."""
+    counted.labels("theirs").inc()
+    metrics = RouterMetrics(labels={"router": "a", "model": "ours"}, process=ProcessPage({"router": "a"}, Clock()))
+    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    assert [sample.labels for sample in families["process_cpu_seconds"].samples] == [{"router": "a"}]
+    assert families["process_cpu_seconds"].type == "counter"
+    assert {"router": "a", "model": "theirs"} in [each.labels for each in families["counted_by_the_test"].samples]
+    assert families["sluice_replicas_lost"].samples[0].labels == {"router": "a", "model": "ours"}
+
+
+def test_that_page_is_made_anew_every_few_seconds(counted: Counter) -> None:
+    clock = Clock()
+    process = ProcessPage({"router": "a"}, clock)
+
+    def count() -> float:
+        return sample(process(), "counted_by_the_test_total", model="m")
+
+    counted.labels("m").inc()
+    assert count() == 1
+    counted.labels("m").inc()
+    clock.now_s += PROCESS_FRESH_S - 1
+    assert count() == 1
+    clock.now_s += 1
+    assert count() == 2
+
+
+def test_what_has_grown_beyond_measure_is_left_out_with_a_word(
+    counted: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", logger="router.metrics")
+    for number in range(10_000):
+        counted.labels(f"{number:040}").inc()
+    assert ProcessPage({"router": "a"}, Clock())() == b""
+    assert "left out" in caplog.text

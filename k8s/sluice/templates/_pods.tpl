@@ -5,6 +5,7 @@
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "0"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ .Values.drainSeconds | int | quote }}}
 - {name: RAY_SERVE_HAPROXY_MAXCONN, value: "25000"}
+- {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: "32768"}
 - {name: RAY_SERVE_PORT_QUARANTINE_S, value: "60"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_ROTATION_MAX_BYTES, value: "100000000"}

@@ -1,6 +1,7 @@
 """The OpenAI API as clients use it: the official client, and requests that no client should send."""
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -157,6 +158,19 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
     wait_until(lambda: expected <= names(), 60, f"these are on the page: {expected}")
 
 
+def test_whichever_router_answers_its_page_shows_what_both_processes_count(sluice: Sluice) -> None:
+    def routers(name: str, path: str = "/metrics") -> set[str]:
+        with urllib.request.urlopen(sluice.url + path, timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return {line.partition('router="')[2].partition('"')[0] for line in lines if line.startswith(name)}
+
+    wait_until(lambda: len(routers("process_cpu_seconds_total")) == 2, 60, "both have published their page")
+    both = routers("process_cpu_seconds_total")
+    for _ in range(8):
+        for name in ("process_cpu_seconds_total", "python_info", "sluice_replicas_lost_total"):
+            assert routers(name) == routers(name, "/metrics/") == both
+
+
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = "word " * 3000
 LONG_CHAT = [{"role": "user", "content": LONG_PROMPT}]
@@ -194,6 +208,35 @@ def test_an_unknown_class_is_refused_by_name(sluice: Sluice) -> None:
     assert status == 400
     assert "royal" in answer["error"]["message"]
     assert "interactive" in answer["error"]["message"]
+
+
+READ_BY_RAY = (
+    "X-Request-Id", "X-Request-Timeout-Seconds", "X-Request-Disconnect-Disabled", "X-Session-Id", "Tracestate",
+    "Serve-Multiplexed-Model-Id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ_BY_RAY)
+def test_headers_that_ray_cannot_read_are_refused_in_openais_form(sluice: Sluice, name: str) -> None:
+    status, _, answer = post(sluice, CHAT, b"{}", {name: "caf\xe9"})
+    assert (status, name.lower() in answer["error"]["message"]) == (400, True)
+
+
+def test_headers_of_more_than_16_kb_are_refused_in_openais_form(sluice: Sluice) -> None:
+    status, _, answer = post(sluice, CHAT, b"{}", {"Cookie": "x" * 20_000})
+    assert (status, answer["error"]["type"]) == (400, "BadRequest")
+
+
+def test_the_connection_of_a_refused_websocket_is_closed(sluice: Sluice) -> None:
+    upgrade = (
+        f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1:{sluice.port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", sluice.port), timeout=20) as connection:
+        connection.sendall(upgrade.encode())
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b"connection: close" in answer
 
 
 def test_a_wrong_method_is_no_server_error(sluice: Sluice) -> None:

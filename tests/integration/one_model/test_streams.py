@@ -1,6 +1,7 @@
 """Many streams at once: nothing lost, slots freed, a killed replica unnoticed by clients. Real Redis, Ray and vLLM."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import time
@@ -104,6 +105,26 @@ def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> No
         client.close()
     wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
     wait_until(lambda: cancelled() >= before + len(clients), 120, "none was answered to its end")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_ray_serve_gives_no_more_time_free_their_slots(sluice: Sluice, stream: bool) -> None:
+    """The header is Ray Serve's; its own `request_timeout_s` ends requests by the same lines."""
+    wait_until(lambda: all_slots_are_free(sluice), 120, "nothing runs")
+    before = total(sluice, "sluice_requests_total", 'outcome="cancelled"')
+    headers = {"X-Request-Timeout-Seconds": "0.4"}
+    body = {"model": "sluice-demo", "max_tokens": 1900, "ignore_eos": True, "n": 2, "stream": stream}
+    for path, asked in (
+        ("completions", {"prompt": "A story:"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "A story:"}]}),
+    ):
+        with contextlib.suppress(httpx.RemoteProtocolError):  # a stream that is cut
+            answer = httpx.post(f"{sluice.url}/v1/{path}", json=body | asked, headers=headers, timeout=60)
+            assert (answer.status_code, stream) in ((408, False), (200, True))
+    wait_until(lambda: all_slots_are_free(sluice), 10, "all slots are free again")
+    wait_until(
+        lambda: total(sluice, "sluice_requests_total", 'outcome="cancelled"') == before + 4, 60, "none ran to its end"
+    )
 
 
 def test_greedy_token_ids_equal_those_of_plain_vllm(
