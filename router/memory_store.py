@@ -261,10 +261,11 @@ class MemoryStateStore:
             sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own
         )
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        latest_s = math.inf if lease_s is None else self._now() - lease_s
         for request_id in request_ids:
             place = self._places.get(request_id)
-            if place and place.replica_id == replica_id:
+            if place and place.replica_id == replica_id and place.since_s <= latest_s:
                 self._forget(request_id)
         self._dispatch("")
 

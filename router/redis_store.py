@@ -240,8 +240,8 @@ class RedisStateStore:
             return Refusal(reason, float(retry_after_s))
         return [Assignment(*_strings(pair)) for pair in reply[0]]
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        await self._run("release", replica_id, *request_ids)
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        await self._run("release", replica_id, "" if lease_s is None else int(lease_s * 1000), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)

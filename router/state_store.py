@@ -176,8 +176,11 @@ class StateStore(Protocol):
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored."""
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored.
+
+        With lease_s they never came: one that was assigned again since `beat_replica` named it keeps its slot.
+        """
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Forget tickets whose requests were never sent, waiting or just assigned."""

@@ -154,6 +154,16 @@ async def test_a_release_leaves_a_ticket_alone_that_has_moved_on(store: StateSto
     assert await store.locate(["x"]) == ["q"]
 
 
+async def test_what_was_assigned_again_since_the_lease_ran_out_keeps_its_slot(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x"))
+    assert await store.beat_replica("r", 1, 0.0) == ["x"]
+    await store.release("r", ["x"], FOR_EVER_S)  # it came again meanwhile
+    assert await store.locate(["x"]) == ["r"]
+    await store.release("r", ["x"], 0.0)
+    assert await store.locate(["x"]) == [None]
+
+
 async def test_a_replica_that_leaves_takes_its_tickets_with_it_and_leaves_the_waiting(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
     await store.enqueue(ticket("x"))
@@ -651,7 +661,7 @@ silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
 infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
-releases = st.tuples(st.just("release"), replica_ids, some_ids)
+releases = st.tuples(st.just("release"), replica_ids, some_ids, st.sampled_from([None, None, 0.0, FOR_EVER_S]))
 scores = st.builds(
     Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
 )
@@ -729,8 +739,9 @@ class Model:
             case ("enqueue", taken, _):
                 refused = isinstance(result, tuple)
                 expected = expected - {taken.request_id} if refused else expected | {taken.request_id}
-            case ("release", replica_id, ids):
-                expected -= {i for i in ids if self.places.get(i) == replica_id}
+            case ("release", replica_id, ids, lease_s):
+                if lease_s != FOR_EVER_S:
+                    expected -= {i for i in ids if self.places.get(i) == replica_id}
             case ("cancel", ids):
                 expected -= set(ids)
             case ("register_replica", _, _, ids, _):
