@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Refusal
+from policies.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 
 
@@ -34,6 +34,7 @@ class Ticket:
         recallable: it may, where it runs on a replica that serves all classes.
         tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
             as (replica id, tokens).
+        api_key: the name of its key; "" without.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Ticket:
     recallable: bool = False
     bucket: int = 0
     prompt_tokens: int | None = None
+    api_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,15 @@ class StateStore(Protocol):
 
         Returns this router's new assignments, often the ticket itself and possibly earlier ones; a Refusal when the
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
+        """
+
+    async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
+        """Take out of quotas what no request takes, if all of them allow it."""
+
+    async def settle(self, router_id: str, number: int, settlements: Sequence[Settlement]) -> None:
+        """Take, or give back, the differences between what requests were charged and what they took.
+
+        A router's numbers grow from 1. One that came before is ignored, so a call may be repeated whose reply was lost.
         """
 
     async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
