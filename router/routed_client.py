@@ -356,8 +356,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return None
 
     async def _ticket_into_a_store(self, entry: Entry[RequestT], limits: Limits) -> list[Assignment] | Refusal:
-        """The shared one; while it is away our own, if a replica is connected. That one charges nothing: all that the
-        request takes is settled."""
+        """The shared one; while it is away our own, if a replica is connected.
+
+        That one charges nothing, so that all that the request takes is settled: besides what the shared one charged,
+        should it have obeyed without a reply.
+        """
         if not self._local.in_use:
             try:
                 result = await self._store.enqueue(entry.ticket, limits)
