@@ -354,6 +354,9 @@ class ClassSection(Section):
     """Requests of this class that may wait; more get 429 with Retry-After."""
     max_wait_s: Seconds | None = None
     """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    """How much of `max_waiting`, and of `max_wait_s`, one API key may have; more of its requests get 429 with
+    Retry-After, and the rest stays for others. 1 sets no bound, and requests without a key have none."""
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
@@ -361,7 +364,7 @@ class ClassSection(Section):
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
 
     def limits(self) -> ClassLimits:
-        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s)
+        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
 
 
 class PlacementSection(Section):

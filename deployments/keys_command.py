@@ -39,7 +39,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     new.add_argument("--default-class", help="class of its requests that name none")
     new.add_argument("--classes", nargs="+", help="classes that it may ask for (default: all)")
     new.add_argument("--requests-per-minute", type=float, help="default: no limit")
-    new.add_argument("--tokens-per-minute", type=float, help="prompt and predicted answer (default: no limit)")
+    new.add_argument("--tokens-per-minute", type=float, help="prompt and answer (default: no limit)")
     new.add_argument("--store", action="store_true", help="keep it in Redis")
     new.set_defaults(run=make)
     listing = actions.add_parser("list", help="the keys in Redis")

@@ -182,7 +182,10 @@ class Relay:
         self._engine_ids: dict[str, str] = {}  # by the request's id
         self._arrivals = 0
         self._mean_prompt_tokens = 0.0  # of the last 32 or so, where slots follow from it
-        self._ended: set[str] = set()
+        self._ended: set[str] = set()  # whose slots are to be released
+        self._releasing: set[str] = set()  # whose slots the call on its way releases
+        self._left: set[str] = set()  # the engine since the last heartbeat was sent
+        self._left_before: set[str] = set()  # in the heartbeat before that
         self._something_ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -488,6 +491,7 @@ class Relay:
     def _end(self, engine_id: str, *, frees_slot: bool = True) -> None:
         held = self._held.pop(engine_id)
         del self._engine_ids[held.request_id]
+        self._left.add(held.request_id)
         held.router.request_ids.remove(held.request_id)
         if frees_slot:
             if len(self._ended) < MAX_ENDED:
@@ -508,14 +512,16 @@ class Relay:
         self._something_ended.clear()
         if not self.healthy:
             return  # a slot of a dead engine is no slot
-        ended, self._ended = self._ended, set()
+        self._releasing, self._ended = self._ended, set()
         try:
-            await self._store.release(self.info.replica_id, sorted(ended))
+            await self._store.release(self.info.replica_id, sorted(self._releasing))
         except StateStoreError:
-            self._ended |= ended - self._engine_ids.keys()
+            self._ended |= self._releasing - self._engine_ids.keys()
             self._something_ended.set()
             await asyncio.sleep(self._config.heartbeat_s)
             raise
+        finally:
+            self._releasing = set()
 
     async def _ask_for_due(self) -> None:
         """While idle: only time makes a gang batch of what waits."""
@@ -535,6 +541,7 @@ class Relay:
     async def _beat(self) -> None:
         if not self.healthy:
             return  # the sweep takes this replica out of the tables
+        self._left_before, self._left = self._left, set()
         try:
             assigned = await self._tell()
         except StateStoreError:
@@ -545,7 +552,12 @@ class Relay:
             await self._store.register_replica(self.info, self.slots, list(self._engine_ids), self._slowness)
             self._registrations_due = max(0, self._registrations_due - 1)
             return
-        never_came = [i for i in assigned if i not in self._engine_ids and i not in self._ended]
-        if never_came:
+        if never_came := [request_id for request_id in assigned if not self._came(request_id)]:
             logger.warning("%d assigned requests never came, releasing their slots", len(never_came))
-            await self._store.release(self.info.replica_id, never_came)
+            await self._store.release(self.info.replica_id, never_came, self._config.lease_s)
+
+    def _came(self, request_id: str) -> bool:
+        """It is here, or was until lately: the answer to a heartbeat is older than what ended since it was made, and
+        the slot of a request that was called back is its router's to give up."""
+        places = (self._engine_ids, self._ended, self._releasing, self._left, self._left_before)
+        return any(request_id in place for place in places)

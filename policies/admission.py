@@ -1,10 +1,11 @@
-"""Whether a request may queue at all: quotas per customer, and a queue no longer than its class can bear.
+"""Whether a request may queue at all: quotas per customer, and a queue no longer than its class can bear, of which no
+customer has more than a share.
 
 A request that will miss its class's limit whatever happens is better refused at once, with the time after which it is
 worth another try, than kept until it times out. No paper of the five treats admission at the door.
 
 The quota is the generic cell rate algorithm (ITU-T I.371, a leaky bucket): what is owed is the time that everything
-spent takes to come back.
+spent takes to come back. What a request will take can only be predicted, so that it is settled by what it took.
 """
 
 from collections.abc import Iterable
@@ -42,16 +43,39 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """What was taken out of an allowance beyond what was spent on it; what is below 0 was spent and not taken.
+
+    Attributes:
+        name, per_s: as of `Quota`.
+
+    Raises:
+        ConfigError: the rate is not positive.
+    """
+
+    name: str
+    cost: float
+    per_s: float
+
+    def __post_init__(self) -> None:
+        require_positive(self, "per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a request must meet in order to queue. A replica that can start it at once makes only the quotas count.
 
     Attributes:
         max_waiting: requests of its class that may wait.
         max_wait_s: longest predicted wait that its class bears.
+        max_of_key, max_of_key_s: of both, what its customer may have: its requests that wait in this class, and the
+            predicted seconds until all of those are worked off.
     """
 
     max_waiting: int
     max_wait_s: float = UNLIMITED
+    max_of_key: float = UNLIMITED
+    max_of_key_s: float = UNLIMITED
     quotas: tuple[Quota, ...] = ()
 
 
@@ -72,7 +96,11 @@ NO_LIMITS = Limits(max_waiting=1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not queue: ``max_waiting``, ``max_wait_s`` or a quota's name; and when to try again."""
+    """Why a request may not queue, and when to try again.
+
+    Attributes:
+        reason: ``max_waiting``, ``max_wait_s``, ``max_key_share`` or the name of a quota.
+    """
 
     reason: str
     retry_after_s: float
@@ -86,6 +114,42 @@ def spend(quota: Quota, rested: Spent) -> tuple[Spent, float]:
     owed_s = rested.owed_s + quota.cost / quota.per_s
     late_s = owed_s - max(quota.burst, quota.cost) / quota.per_s
     return Spent(owed_s, rested.at_s), late_s if late_s > _ROUNDING_S else min(late_s, 0.0)
+
+
+def settle(settlement: Settlement, rested: Spent) -> Spent:
+    """Take it, allowed or not: what is owed beyond the burst delays what comes next. Nobody is owed anything."""
+    return Spent(max(0.0, rested.owed_s + settlement.cost / settlement.per_s), rested.at_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """What waits of a class, as one request finds it.
+
+    Attributes:
+        wait_s: until what goes before this request is worked off.
+        of_key, of_key_s: what waits of its customer, and the seconds until all of that is worked off.
+    """
+
+    waiting: int
+    wait_s: float
+    of_key: int = 0
+    of_key_s: float = 0.0
+
+
+def no_room(limits: Limits, queue: Queue) -> Refusal | None:
+    """Why a request that no replica can start may not queue; None when it may.
+
+    A customer at its share is told when its own work is done: the others' would not be in its way before.
+    """
+    if queue.of_key >= limits.max_of_key:
+        return Refusal("max_key_share", queue.of_key_s)
+    if queue.of_key_s > limits.max_of_key_s:
+        return Refusal("max_key_share", queue.of_key_s - limits.max_of_key_s)
+    if queue.waiting >= limits.max_waiting:
+        return Refusal("max_waiting", queue.wait_s)
+    if queue.wait_s > limits.max_wait_s:
+        return Refusal("max_wait_s", queue.wait_s - limits.max_wait_s)
+    return None
 
 
 def predicted_wait_s(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from policies.admission import Limits, Quota
 from policies.checks import require_at_least, require_positive
+from policies.errors import ConfigError
 
 SECONDS_PER_MINUTE = 60.0
 
@@ -18,17 +19,21 @@ class ClassLimits:
     Attributes:
         max_waiting: requests.
         max_wait_s: predicted seconds; None bears any wait.
+        max_key_share: of both, how much one API key may have.
 
     Raises:
-        ConfigError: max_waiting is below 1, or max_wait_s not positive.
+        ConfigError: max_waiting is below 1, max_wait_s not positive, or the share not above 0 and at most 1.
     """
 
     max_waiting: int = 4096
     max_wait_s: float | None = None
+    max_key_share: float = 0.5
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_waiting")
-        require_positive(self, "max_wait_s")
+        require_positive(self, "max_wait_s", "max_key_share")
+        if self.max_key_share > 1.0:
+            raise ConfigError(f"max_key_share must be at most 1, got {self.max_key_share}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,7 @@ class Tenant:
         default_class: of its requests that name none; None takes the application's.
         classes: the ones that it may ask for; None allows all.
         requests_per_minute, tokens_per_minute: how much it may start; tokens are those of the prompt and the
-            predicted answer. A minute's worth may come at once.
+            predicted answer, settled by the true one. A minute's worth may come at once.
 
     Raises:
         ConfigError: a rate is not positive.
@@ -59,15 +64,17 @@ class Tenant:
 
     def quotas(self, tokens: float) -> tuple[Quota, ...]:
         """What one request of so many tokens takes out of its allowances."""
-        costs = (
-            ("requests_per_minute", self.requests_per_minute, 1.0),
-            ("tokens_per_minute", self.tokens_per_minute, tokens),
-        )
-        return tuple(
-            Quota(name=f"{name} of {self.name}", cost=cost, per_s=rate / SECONDS_PER_MINUTE, burst=rate)
-            for name, rate, cost in costs
-            if rate is not None
-        )
+        requests = self._quota("requests_per_minute", self.requests_per_minute, 1.0)
+        return tuple(quota for quota in (requests, self.token_quota(tokens)) if quota is not None)
+
+    def token_quota(self, tokens: float) -> Quota | None:
+        """What so many tokens take out of its allowance; None where it has no limit."""
+        return self._quota("tokens_per_minute", self.tokens_per_minute, tokens)
+
+    def _quota(self, name: str, per_minute: float | None, cost: float) -> Quota | None:
+        if per_minute is None:
+            return None
+        return Quota(name=f"{name} of {self.name}", cost=cost, per_s=per_minute / SECONDS_PER_MINUTE, burst=per_minute)
 
 
 _DEFAULTS = ClassLimits()
@@ -83,9 +90,14 @@ class Door:
         return self._classes.get(slo_class, _DEFAULTS).max_waiting
 
     def limits(self, slo_class: str, tenant: Tenant | None, tokens: float) -> Limits:
+        """A request without a key has the whole queue: nothing tells its client from others."""
         limits = self._classes.get(slo_class, _DEFAULTS)
+        max_wait_s = math.inf if limits.max_wait_s is None else limits.max_wait_s
+        shares = tenant is not None and limits.max_key_share < 1.0
         return Limits(
             max_waiting=limits.max_waiting,
-            max_wait_s=math.inf if limits.max_wait_s is None else limits.max_wait_s,
+            max_wait_s=max_wait_s,
+            max_of_key=max(1, int(limits.max_key_share * limits.max_waiting)) if shares else math.inf,
+            max_of_key_s=limits.max_key_share * max_wait_s if shares else math.inf,
             quotas=tenant.quotas(tokens) if tenant else (),
         )

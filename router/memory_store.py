@@ -12,7 +12,19 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from policies.admission import NO_LIMITS, Limits, Refusal, Spent, predicted_wait_s, spend
+from policies.admission import (
+    NO_LIMITS,
+    Limits,
+    Queue,
+    Quota,
+    Refusal,
+    Settlement,
+    Spent,
+    no_room,
+    predicted_wait_s,
+    settle,
+    spend,
+)
 from policies.gang import GangConfig, LaneView, first_formed
 from policies.placement import pick
 from policies.recall import RecallableView, WaitingView, recalls
@@ -77,6 +89,7 @@ class MemoryStateStore:
         self._recalled: set[str] = set()
         self._edges: dict[str, LaneEdges] = {}  # by shape
         self._spent: dict[str, Spent] = {}
+        self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
@@ -227,44 +240,71 @@ class MemoryStateStore:
 
     def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         """None spends the quotas."""
-        now_s, spent = self._now(), dict[str, Spent]()
-        for quota in limits.quotas:
-            rested = self._spent.get(quota.name, Spent()).rested(now_s)
-            spent[quota.name], late_s = spend(quota, rested)
-            if late_s > 0.0:
-                self._spent[quota.name] = rested
-                return Refusal(quota.name, late_s)
+        spent = self._allowed(limits.quotas)
+        if isinstance(spent, Refusal):
+            return spent
         if (refusal := self._no_room(ticket, limits)) is None:
             self._spent.update(spent)
         return refusal
 
+    def _rested(self, name: str) -> Spent:
+        return self._spent.get(name, Spent()).rested(self._now())
+
+    def _allowed(self, quotas: Iterable[Quota]) -> dict[str, Spent] | Refusal:
+        """What each owes once it is spent; of one that does not allow it, the refusal."""
+        spent: dict[str, Spent] = {}
+        for quota in quotas:
+            rested = self._rested(quota.name)
+            spent[quota.name], late_s = spend(quota, rested)
+            if late_s > 0.0:
+                self._spent[quota.name] = rested
+                return Refusal(quota.name, late_s)
+        return spent
+
+    async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
+        spent = self._allowed(quotas)
+        if isinstance(spent, Refusal):
+            return spent
+        self._spent.update(spent)
+        return None
+
+    async def settle(self, router_id: str, number: int, settlements: Sequence[Settlement]) -> None:
+        if number <= self._settled.get(router_id, 0):
+            return
+        self._settled[router_id] = number
+        for settlement in settlements:
+            self._spent[settlement.name] = settle(settlement, self._rested(settlement.name))
+
     def _no_room(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         if limits == NO_LIMITS or self._choose(ticket) is not None:
             return None
+        waiting = self._waiting_of(ticket.slo_class)
+        of_key = sum(ticket.api_key == place.ticket.api_key != "" for place in waiting)
+        pace = [replica.slowness for replica in self._serving(ticket)]
+        of_key_s = of_key and predicted_wait_s(of_key * _mean_work_s(waiting), pace)
         wait_s = self._predicted_wait_s(ticket)
-        if len(self._waiting_of(ticket.slo_class)) >= limits.max_waiting:
-            return Refusal("max_waiting", wait_s)
-        if wait_s > limits.max_wait_s:
-            return Refusal("max_wait_s", wait_s - limits.max_wait_s)
-        return None
+        return no_room(limits, Queue(waiting=len(waiting), wait_s=wait_s, of_key=of_key, of_key_s=of_key_s))
+
+    def _serving(self, ticket: Ticket) -> list[_Replica]:
+        return [r for _, r in sorted(self._replicas.items()) if r.info.takes(ticket.slo_class)]
 
     def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Every waiting ticket counts as the mean of its class."""
         earlier = Counter(p.ticket.slo_class for p in self._waiting() if p.ticket.deadline_key <= ticket.deadline_key)
         ahead_s: dict[str, float] = {}
         for slo_class, count in sorted(earlier.items()):
-            waiting = self._waiting_of(slo_class)
-            ahead_s[slo_class] = count * sum(place.ticket.work_s for place in waiting) / len(waiting)
-        serving = [r for _, r in sorted(self._replicas.items()) if r.info.takes(ticket.slo_class)]
+            ahead_s[slo_class] = count * _mean_work_s(self._waiting_of(slo_class))
+        serving = self._serving(ticket)
         own = [r.slowness for r in serving if r.info.classes == (ticket.slo_class,)]
         return predicted_wait_s(
             sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own
         )
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        latest_s = math.inf if lease_s is None else self._now() - lease_s
         for request_id in request_ids:
             place = self._places.get(request_id)
-            if place and place.replica_id == replica_id:
+            if place and place.replica_id == replica_id and place.since_s <= latest_s:
                 self._forget(request_id)
         self._dispatch("")
 
@@ -418,6 +458,10 @@ class MemoryStateStore:
 
     async def close(self) -> None:
         self._notices.clear()
+
+
+def _mean_work_s(places: Sequence[_Place]) -> float:
+    return sum(place.ticket.work_s for place in places) / len(places)
 
 
 def _urgency(ticket: Ticket) -> tuple[float, int, int, str, str]:

@@ -28,6 +28,7 @@ from router.codec import EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
 from router.metrics import SplitMetrics
 from router.routed_client import Entry, RoutedClient
+from router.settlements import Bill
 from router.state_store import StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
@@ -222,7 +223,9 @@ class _Split(Generic[RequestT]):
     prompt_tokens: int
     slo_class: str
     timing: RequestTiming
+    tenant: Tenant | None
     question: Question | None
+    bill: Bill | None = None
     task: "asyncio.Task[None] | None" = None
 
 
@@ -280,22 +283,30 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         tenant: Tenant | None = None,
         question: Question | None = None,
         admitted: bool = False,
+        bill: Bill | None = None,
     ) -> None:
         size = self._codec.size(request)
         if size.request_id in self._splits:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         why = self._why(request, size, slo_class)
         self._split_metrics.decisions.labels(why).inc()
+        split = _Split(request, size.request_id, size.prompt_tokens, slo_class, timing, tenant, question, bill)
         splits = why is Why.SPLIT
-        if splits and not await self._passes_the_door(size, slo_class, tenant, timing):
-            # It may have paid, though no reply came: as while the shared state is away, quotas do not count.
+        if splits and not await self._passes_the_door(split, size):
+            # It may have paid, though no reply came: as while the shared state is away, quotas do not count. What it
+            # takes of tokens does, in the end.
             splits, tenant = False, None
         if not splits:
             await super().submit(
-                request, slo_class=slo_class, timing=timing, tenant=tenant, question=question, admitted=admitted
+                request,
+                slo_class=slo_class,
+                timing=timing,
+                tenant=tenant,
+                question=question,
+                admitted=admitted,
+                bill=split.bill,
             )
             return
-        split = _Split(request, size.request_id, size.prompt_tokens, slo_class, timing, question)
         self._splits[size.request_id] = split
         split.task = self._background.spawn(self._read_elsewhere(split), "prefill")
 
@@ -319,9 +330,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             )
         )
 
-    async def _passes_the_door(
-        self, size: RequestSize, slo_class: str, tenant: Tenant | None, timing: RequestTiming
-    ) -> bool:
+    async def _passes_the_door(self, split: _Split[RequestT], size: RequestSize) -> bool:
         """As if it were to be decoded now: its class's limits and its tenant's quotas count at arrival, and once.
 
         The store knows them only as part of queueing, so a ticket of another name goes in and comes out again. It wants
@@ -332,16 +341,20 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         """
         name = f"{size.request_id}?"
         probe = replace(size, request_id=name, prompt_token_ids=())
-        classified = self._classifier.ticket(probe, slo_class, self.router_id, self._shared_clock.now())
-        limits = self._door.limits(slo_class, tenant, classified.tokens)
+        classified = self._classifier.ticket(probe, split.slo_class, self.router_id, self._shared_clock.now())
+        limits = self._door.limits(split.slo_class, split.tenant, classified.tokens)
+        split.bill = Bill.of(split.tenant, split.prompt_tokens, classified.tokens)
+        api_key = split.tenant.name if split.tenant else ""
         try:
-            result = await self._store.enqueue(replace(classified.ticket, fills_idle=True), limits)
+            result = await self._store.enqueue(replace(classified.ticket, fills_idle=True, api_key=api_key), limits)
         except StateStoreError:
             return False
         finally:  # whatever happened, the call may have been obeyed
             self._background.spawn(self._with_retries(lambda: self._store.cancel([name])), "cancel")
         if isinstance(result, Refusal):
-            raise self._refused(result, slo_class, classified.ticket.bin_index, timing)
+            raise self._refused(result, split.slo_class, classified.ticket.bin_index, split.timing)
+        if split.bill is not None:
+            split.bill.charged_tokens = split.bill.quota.cost
         for assignment in result:
             if assignment.request_id != name:
                 self._place(assignment)
@@ -352,6 +365,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             if (split := self._splits.pop(request_id, None)) is not None:
                 if request_id not in self._entries:  # else it is counted, and its offer taken back, as any other
                     self._note_end(split.slo_class, 0, split.timing, outcome)
+                    self._settle_up(split.bill, split.timing)
                     if (offer := self._offers.pop(request_id, None)) is not None:
                         self._let_go(split.request, request_id, offer)
                 if split.task is not None:
@@ -392,7 +406,13 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         request_id = split.request_id
         try:
             await super().submit(
-                split.request, slo_class=split.slo_class, timing=split.timing, question=split.question, admitted=True
+                split.request,
+                slo_class=split.slo_class,
+                timing=split.timing,
+                tenant=split.tenant,
+                question=split.question,
+                admitted=True,
+                bill=split.bill,
             )
         except Exception as error:  # of whatever kind: whoever waits must hear of it
             logger.error("request %s failed: %r", request_id, error)
@@ -400,6 +420,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
                 split.timing.unserved = error
             if split.timing.outcome is None:
                 self._note_end(split.slo_class, 0, split.timing, "error")
+            self._settle_up(split.bill, split.timing)
             self._offers.pop(request_id, None)
             await self._outputs.put(self._codec.failed(request_id))
         finally:

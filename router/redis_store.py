@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
-from policies.admission import NO_LIMITS, Limits, Refusal
+from policies.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from predictor.learned import Scored
 from router.state_store import (
@@ -180,6 +180,7 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.recallable,
         ticket.bucket,
         False if ticket.prompt_tokens is None else ticket.prompt_tokens,
+        ticket.api_key,
     )
     return msgspec.msgpack.encode(fields)
 
@@ -189,8 +190,15 @@ def _notice(request_id: str, replica_id: str | None = None) -> Notice:
 
 
 def _packed_limits(limits: Limits) -> bytes:
-    quotas = [(quota.name, quota.cost, quota.per_s, quota.burst) for quota in limits.quotas]
-    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, *quotas))
+    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key, limits.max_of_key_s))
+
+
+def _packed_quotas(quotas: Iterable[Quota]) -> bytes:
+    return msgspec.msgpack.encode([(quota.name, quota.cost, quota.per_s, quota.burst) for quota in quotas])
+
+
+def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
+    return Refusal(reason.decode(), float(retry_after_s))
 
 
 class RedisStateStore:
@@ -234,14 +242,20 @@ class RedisStateStore:
             await self._redis.connection_pool.disconnect()
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        taken, *reply = await self._run("enqueue", ticket.request_id, _packed(ticket), _packed_limits(limits))
-        if not taken:
-            reason, retry_after_s = _strings(reply)
-            return Refusal(reason, float(retry_after_s))
-        return [Assignment(*_strings(pair)) for pair in reply[0]]
+        fields = _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
+        taken, *reply = await self._run("enqueue", ticket.request_id, *fields)
+        return [Assignment(*_strings(pair)) for pair in reply[0]] if taken else _refusal(*reply)
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        await self._run("release", replica_id, *request_ids)
+    async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
+        taken, *reply = await self._run("charge", _packed_quotas(quotas))
+        return None if taken else _refusal(*reply)
+
+    async def settle(self, router_id: str, number: int, settlements: Sequence[Settlement]) -> None:
+        packed = msgspec.msgpack.encode([(each.name, each.cost, each.per_s) for each in settlements])
+        await self._run("settle", router_id, number, packed)
+
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        await self._run("release", replica_id, "" if lease_s is None else int(lease_s * 1000), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Refusal, predicted_wait_s
+from policies.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
 from policies.checks import require_at_least, require_positive
 from policies.errors import (
     AdmissionError,
@@ -38,6 +38,7 @@ from router.connections import Connections
 from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
+from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
@@ -87,6 +88,7 @@ class Entry(Generic[RequestT]):
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
         encoded: as it will be sent, until then; None where it has changed since.
+        bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
     """
 
@@ -106,6 +108,7 @@ class Entry(Generic[RequestT]):
     planned_key: float | None = None
     foresight: Foresight | None = None
     encoded: Sequence[Buffer] | None = None
+    bill: Bill | None = None
     held_back: list[Output] | None = None
 
     @property
@@ -135,6 +138,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
         self._door, self._local = door, LocalCapacity(clock.now)
+        self._settlements = Settlements(router_id, store)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, Entry[RequestT]] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
@@ -160,6 +164,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._background.repeat(self._heartbeat, self._config.heartbeat_s, "heartbeat")
         self._background.repeat(self._exchange, self._config.heartbeat_s, "exchange")
         self._background.repeat(lambda: look_for_lag(self._metrics.loop_lag_s.observe), 0, "event loop")
+        self._background.repeat(self._settle, self._config.heartbeat_s, "settle")
         try:
             async with asyncio.timeout(self._config.silence_s):
                 await subscribed.wait()
@@ -170,6 +175,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def close(self) -> None:
         await self._background.close()
         self._connections.close()
+        self._note_overdrafts()
+        await self._settlements.close()
         try:
             await self._store.remove_router(self.router_id)
         except StateStoreError as error:
@@ -235,8 +242,13 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         tenant: Tenant | None = None,
         question: Question | None = None,
         admitted: bool = False,
+        bill: Bill | None = None,
     ) -> None:
-        """Queue a request; its outputs come through `next_outputs`. One that was `admitted` before meets no limits.
+        """Queue a request; its outputs come through `next_outputs`.
+
+        Args:
+            admitted: it was before, and meets no limits.
+            bill: what it was charged then; without, it is charged now.
 
         Raises:
             InputError: a request of this id is not over yet, or it holds what no engine can be sent.
@@ -251,7 +263,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             size, slo_class, self.router_id, self._shared_clock.now(), self._connections.replica_ids, foresight
         )
         metrics = self._metrics.of(slo_class)
-        ticket = classified.ticket
+        ticket = classified.ticket if tenant is None else replace(classified.ticket, api_key=tenant.name)
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
@@ -259,6 +271,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
+        entry.bill = bill or Bill.of(tenant, size.prompt_tokens, classified.tokens)
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
         self._entries[size.request_id] = entry
@@ -266,7 +279,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
             refusal = await self._enqueue(entry, limits)
         except BaseException as error:
-            # Whatever failed, the call may have been obeyed.
+            # Whatever failed, the call may have been obeyed; what it charged stands.
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
             raise
         if refusal is not None:
@@ -280,6 +293,37 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return self._codec.encode_request(request)
         except (OverflowError, TypeError, ValueError) as error:
             raise InputError(f"it cannot be sent to an engine: {error}") from error
+
+    async def charge(self, tenant: Tenant | None, tokens: float) -> None:
+        """Take tokens out of a key's allowance for work that makes no request, before it is done.
+
+        What is charged while the shared state is away counts when that is back.
+
+        Raises:
+            AdmissionError: the allowance is spent.
+        """
+        quota = tenant.token_quota(tokens) if tenant else None
+        if quota is None:
+            return
+        if not self._local.in_use:
+            try:
+                refusal = await self._store.charge([quota])
+            except StateStoreError as error:
+                logger.warning("%s is charged when the shared state is back: %s", quota.name, error)
+            else:
+                if refusal is not None:
+                    why = f"{refusal.reason} are spent, try again in {refusal.retry_after_s:.1f} s"
+                    raise AdmissionError(why, refusal.retry_after_s)
+                return
+        self._settlements.add(quota, tokens)
+
+    def adjust_charge(self, tenant: Tenant | None, tokens: float) -> None:
+        """Take more tokens than were charged before the work was done; below 0 they come back.
+
+        They are not refused, and delay what comes next. The shared state has them by the next heartbeat.
+        """
+        if tenant is not None and (quota := tenant.token_quota(0.0)) is not None:
+            self._settlements.add(quota, tokens)
 
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
@@ -314,7 +358,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _enqueue(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
         try:
-            result = await self._ticket_into_a_store(entry.ticket, limits)
+            result = await self._ticket_into_a_store(entry, limits)
         finally:
             entry.queueing = False
         if isinstance(result, Refusal):
@@ -323,15 +367,38 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._place(assignment)
         return None
 
-    async def _ticket_into_a_store(self, ticket: Ticket, limits: Limits) -> list[Assignment] | Refusal:
-        """The shared one; while it is away our own, if a replica is connected."""
+    async def _ticket_into_a_store(self, entry: Entry[RequestT], limits: Limits) -> list[Assignment] | Refusal:
+        """The shared one; while it is away our own, if a replica is connected.
+
+        That one charges nothing, so that all that the request takes is settled: besides what the shared one charged,
+        should it have obeyed without a reply.
+        """
         if not self._local.in_use:
             try:
-                return await self._store.enqueue(ticket, limits)
+                result = await self._store.enqueue(entry.ticket, limits)
             except StateStoreError:
                 if not await self._goes_on_alone():
                     raise
-        return await self._local.enqueue(ticket, limits)
+            else:
+                self._note_charge(entry, result, limits.quotas)
+                return result
+        result = await self._local.enqueue(entry.ticket, limits)
+        self._note_charge(entry, result, ())
+        return result
+
+    def _note_charge(self, entry: Entry[RequestT], result: list[Assignment] | Refusal, quotas: Sequence[Quota]) -> None:
+        """The first time that it was taken, for then it paid."""
+        bill = entry.bill
+        if bill is None or bill.charged_tokens is not None or isinstance(result, Refusal):
+            return
+        bill.charged_tokens = bill.quota.cost if bill.quota in quotas else 0.0
+        if not self._lives(entry):  # it ended before this was known
+            self._settle_up(bill, entry.timing)
+
+    def _settle_up(self, bill: Bill | None, timing: RequestTiming, *, is_over: bool = True) -> None:
+        """As often as one likes: what was settled is part of the bill."""
+        if bill is not None:
+            self._settlements.settle(bill, timing.output_tokens, is_over=is_over)
 
     async def _goes_on_alone(self) -> bool:
         """Takes to our own store what runs and what waits; False when no replica is connected."""
@@ -609,6 +676,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _count(self, entry: Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
         entry.metrics.output_tokens.inc(entry.timing.output_tokens)
+        self._settle_up(entry.bill, entry.timing)
         if outcome in WHOLE:
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
             is_cut = outcome == "length"
@@ -656,6 +724,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store, self._clock.now())
         await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
+
+    async def _settle(self) -> None:
+        self._note_overdrafts()
+        await self._settlements.send()
+
+    def _note_overdrafts(self) -> None:
+        """Of what goes on beyond its charge: it may go on for long."""
+        for entry in self._entries.values():
+            self._settle_up(entry.bill, entry.timing, is_over=False)
 
     def _fail_expired(self) -> None:
         oldest_s = self._clock.now() - self._config.max_wait_s

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Refusal
+from policies.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 
 
@@ -34,6 +34,7 @@ class Ticket:
         recallable: it may, where it runs on a replica that serves all classes.
         tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
             as (replica id, tokens).
+        api_key: the name of its key; "" without.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Ticket:
     recallable: bool = False
     bucket: int = 0
     prompt_tokens: int | None = None
+    api_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,20 @@ class StateStore(Protocol):
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
-    async def release(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored."""
+    async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
+        """Take out of quotas what no request takes, if all of them allow it."""
+
+    async def settle(self, router_id: str, number: int, settlements: Sequence[Settlement]) -> None:
+        """Take, or give back, the differences between what requests were charged and what they took.
+
+        A router's numbers grow from 1. One that came before is ignored, so a call may be repeated whose reply was lost.
+        """
+
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored.
+
+        With lease_s they never came: one that was assigned again since `beat_replica` named it keeps its slot.
+        """
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Forget tickets whose requests were never sent, waiting or just assigned."""

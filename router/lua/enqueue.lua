@@ -1,43 +1,7 @@
--- ARGV: id, ticket, limits {max_waiting, max_wait_s, {quota, cost, per_s, burst} ...}
+-- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key, max_of_key_s}, quotas {{quota, cost, per_s, burst} ...}
 -- Queue one ticket and hand out what can be handed out. Returns {1, this router's new assignments}, or
 -- {0, what is spent, seconds until it may be tried again}.
-local id, ticket, limits = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3])
-local now = now_s()
-
--- policies.admission.Spent.rested: what a quota owes now, in seconds.
-local function rested(name)
-  local raw = redis.call('GET', APPLICATION .. ':spent:' .. name)
-  local owed, at = unpack(raw and cmsgpack.unpack(raw) or { 0, now })
-  return math.max(0, owed - math.max(0, now - at))
-end
-
-local function owe(name, owed)
-  local ms = math.min(86400000, math.ceil(owed * 1000) + 1)
-  redis.call('SET', APPLICATION .. ':spent:' .. name, cmsgpack.pack({ owed, now }), 'PX', ms)
-end
-
--- policies.admission.spend for every quota; only when all allow it is anything spent.
-local function quotas_allow()
-  local spent = {}
-  for i = 3, #limits do
-    local name, cost, per_s, burst = limits[i][1], limits[i][2], limits[i][3], limits[i][4]
-    local owed = rested(name)
-    local after = owed + cost / per_s
-    local late = after - math.max(burst, cost) / per_s
-    if late > 0.001 then
-      owe(name, owed) -- as of now: if the clock was set back, it counts from here
-      return false, { 0, name, tostring(late) }
-    end
-    spent[name] = after
-  end
-  return true, spent
-end
-
-local function spend(spent)
-  for name, owed in pairs(spent) do
-    owe(name, owed)
-  end
-end
+local id, ticket, limits, quotas = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4])
 
 -- The predicted seconds of what goes first: all of it, and of this class.
 local function work_ahead_s()
@@ -54,9 +18,8 @@ local function work_ahead_s()
   return ahead, own
 end
 
--- policies.admission.predicted_wait_s: over what all replicas together work off, or those of this class alone if sooner.
-local function predicted_wait_s()
-  local ahead, own_ahead = work_ahead_s()
+-- How much all replicas that serve its class work off in a second, and those that serve this class alone.
+local function paces()
   local pace, own_pace = 0, 0
   local replicas = redis.call('HKEYS', P .. ':replicas')
   table.sort(replicas)
@@ -68,25 +31,47 @@ local function predicted_wait_s()
       end
     end
   end
+  return pace, own_pace
+end
+
+-- policies.admission.predicted_wait_s: over what all replicas together work off, or those of this class alone if sooner.
+local function predicted_wait_s(pace, own_pace)
+  local ahead, own_ahead = work_ahead_s()
   if own_pace > 0 then -- these replicas serve it, so that pace is above 0 too
     return math.min(ahead / pace, own_ahead / own_pace)
   end
   return pace > 0 and ahead / pace or 0
 end
 
-local function refused()
-  local waiting = hash_number(':waiting', ticket[CLASS])
-  local wait_s = predicted_wait_s()
-  if waiting >= limits[1] then
+-- What waits of its API key, and the seconds until that is worked off; each counts as the mean of its class.
+local function waiting_of_key(waiting, pace)
+  local count = of_key(ticket) and redis.call('SCARD', of_key(ticket)) or 0
+  if count == 0 or pace == 0 then
+    return count, 0
+  end
+  return count, count * hash_number(':ahead', ticket[CLASS]) / waiting / pace
+end
+
+-- policies.admission.no_room
+local function no_room()
+  local max_waiting, max_wait_s, max_of_key, max_of_key_s = unpack(limits)
+  local pace, own_pace = paces()
+  local waiting, wait_s = hash_number(':waiting', ticket[CLASS]), predicted_wait_s(pace, own_pace)
+  local count, of_key_s = waiting_of_key(waiting, pace)
+  if count >= max_of_key then
+    return { 0, 'max_key_share', tostring(of_key_s) }
+  elseif of_key_s > max_of_key_s then
+    return { 0, 'max_key_share', tostring(of_key_s - max_of_key_s) }
+  elseif waiting >= max_waiting then
     return { 0, 'max_waiting', tostring(wait_s) }
-  elseif wait_s > limits[2] then
-    return { 0, 'max_wait_s', tostring(wait_s - limits[2]) }
+  elseif wait_s > max_wait_s then
+    return { 0, 'max_wait_s', tostring(wait_s - max_wait_s) }
   end
 end
 
 local had_a_place = forget(id)
 if had_a_place and had_a_place[ROUTER] == ticket[ROUTER] then
-  limits = { math.huge, math.huge } -- its reply was lost: it was taken then, and has paid
+  limits, quotas = { math.huge, math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
 end
 
 local function refuse(reply)
@@ -96,12 +81,12 @@ local function refuse(reply)
   return reply
 end
 
-local allowed, spent = quotas_allow()
-if not allowed then
-  return refuse(spent)
+local spent, refusal = quotas_allow(quotas)
+if refusal then
+  return refuse(refusal)
 end
 local replica = choose(ticket)
-local refusal = not replica and refused()
+refusal = not replica and no_room()
 if refusal then
   return refuse(refusal)
 end

@@ -5,6 +5,7 @@
 --   P:lane:<l>      zset  id -> deadline key: lane l            P:occupied  set of lanes that hold anything
 --                   A lane is "<class>:<bin>:<bucket>".
 --   P:waiting       hash  class -> tickets that wait            P:ahead     hash  class -> their predicted seconds
+--   P:of_key:<c>:<k>  set of ids that wait in class c, of API key k
 --   P:replicas      hash  replica -> its address and engine, opaque here
 --   P:serves        hash  replica -> classes it is reserved for, "" for all, else ",a,b,"
 --   P:slots         hash  replica -> slots                      P:running   hash  replica -> tickets on it
@@ -20,6 +21,7 @@
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
+--   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
 --   P:edges         hash  shape -> {version, edges of bins, edges of buckets} in force
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
@@ -29,8 +31,8 @@
 
 local P, APPLICATION = KEYS[1], KEYS[2]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT = 10, 11, 12, 13
-local REPLICA, SINCE_MS, CHARGE = 14, 15, 16 -- since when it is in its lane, or on its replica
+local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY = 10, 11, 12, 13, 14
+local REPLICA, SINCE_MS, CHARGE = 15, 16, 17 -- since when it is in its lane, or on its replica
 
 local function now_s()
   local time = redis.call('TIME')
@@ -64,6 +66,43 @@ local function add_counted(count_key, sum_key, field, change, seconds)
   end
 end
 
+-- policies.admission.Spent.rested: what a quota owes now, in seconds.
+local function rested(name)
+  local now = now_s()
+  local raw = redis.call('GET', APPLICATION .. ':spent:' .. name)
+  local owed, at = unpack(raw and cmsgpack.unpack(raw) or { 0, now })
+  return math.max(0, owed - math.max(0, now - at))
+end
+
+local function owe(name, owed)
+  local ms = math.min(86400000, math.ceil(owed * 1000) + 1)
+  redis.call('SET', APPLICATION .. ':spent:' .. name, cmsgpack.pack({ owed, now_s() }), 'PX', ms)
+end
+
+-- policies.admission.spend for each of {quota, cost, per_s, burst} ...: what each would owe then, or nil and
+-- {0, the one that does not allow it, seconds until it may be tried again}.
+local function quotas_allow(quotas)
+  local spent = {}
+  for _, quota in ipairs(quotas) do
+    local name, cost, per_s, burst = quota[1], quota[2], quota[3], quota[4]
+    local owed = rested(name)
+    local after = owed + cost / per_s
+    local late = after - math.max(burst, cost) / per_s
+    if late > 0.001 then
+      owe(name, owed) -- as of now: if the clock was set back, it counts from here
+      return nil, { 0, name, tostring(late) }
+    end
+    spent[name] = after
+  end
+  return spent
+end
+
+local function spend(spent)
+  for name, owed in pairs(spent) do
+    owe(name, owed)
+  end
+end
+
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up.
 local function offer(replica)
   if hash_number(':running', replica) < hash_number(':slots', replica)
@@ -78,6 +117,11 @@ local function lane_of(ticket)
   return ticket[CLASS] .. ':' .. ticket[BIN] .. ':' .. ticket[BUCKET]
 end
 
+-- Ids that wait of the class and the API key of this ticket; nil where it has no key.
+local function of_key(ticket)
+  return ticket[API_KEY] ~= '' and P .. ':of_key:' .. ticket[CLASS] .. ':' .. ticket[API_KEY] or nil
+end
+
 -- Class, bin and bucket of a lane.
 local function parts_of(lane)
   local class, bin, bucket = string.match(lane, '^(.*):(%d+):(%d+)$')
@@ -88,6 +132,9 @@ local function put_in_lane(id, ticket)
   local lane = lane_of(ticket)
   redis.call('ZADD', P .. ':lane:' .. lane, ticket[KEY], id)
   redis.call('SADD', P .. ':occupied', lane)
+  if of_key(ticket) then
+    redis.call('SADD', of_key(ticket), id)
+  end
   add_counted(':waiting', ':ahead', ticket[CLASS], 1, ticket[WORK])
 end
 
@@ -96,6 +143,9 @@ local function take_from_lane(id, ticket)
   redis.call('ZREM', P .. ':lane:' .. lane, id)
   if redis.call('EXISTS', P .. ':lane:' .. lane) == 0 then
     redis.call('SREM', P .. ':occupied', lane)
+  end
+  if of_key(ticket) then
+    redis.call('SREM', of_key(ticket), id)
   end
   add_counted(':waiting', ':ahead', ticket[CLASS], -1, -ticket[WORK])
 end

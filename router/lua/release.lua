@@ -1,8 +1,9 @@
--- ARGV: replica, id ...
+-- ARGV: replica, ms for which they must have been on it ("" for any), id ...
 -- Requests ended on a replica: free their slots and form the next batch. A ticket that has moved on stays where it is.
-for i = 2, #ARGV do
+local latest = ARGV[2] == '' and math.huge or now_ms() - tonumber(ARGV[2])
+for i = 3, #ARGV do
   local ticket = load_ticket(ARGV[i])
-  if ticket and ticket[REPLICA] == ARGV[1] then
+  if ticket and ticket[REPLICA] == ARGV[1] and ticket[SINCE_MS] <= latest then
     forget(ARGV[i])
   end
 end

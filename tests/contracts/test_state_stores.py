@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.admission import Limits, Quota, Refusal
+from policies.admission import Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
@@ -152,6 +152,16 @@ async def test_a_release_leaves_a_ticket_alone_that_has_moved_on(store: StateSto
     await store.enqueue(ticket("x"))
     await store.release("p", ["x"])
     assert await store.locate(["x"]) == ["q"]
+
+
+async def test_what_was_assigned_again_since_the_lease_ran_out_keeps_its_slot(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1, [])
+    await store.enqueue(ticket("x"))
+    assert await store.beat_replica("r", 1, 0.0) == ["x"]
+    await store.release("r", ["x"], FOR_EVER_S)  # it came again meanwhile
+    assert await store.locate(["x"]) == ["r"]
+    await store.release("r", ["x"], 0.0)
+    assert await store.locate(["x"]) == [None]
 
 
 async def test_a_replica_that_leaves_takes_its_tickets_with_it_and_leaves_the_waiting(store: StateStore) -> None:
@@ -375,6 +385,108 @@ async def test_an_id_that_another_router_has_queued_is_charged(store: StateStore
     limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=1.0),))
     assert await store.enqueue(ticket("x", router_id="b"), limits) == []
     assert isinstance(await store.enqueue(ticket("x"), limits), Refusal)
+
+
+SLOWLY = 1e-6  # a second: at this rate nothing comes back within a test
+
+
+def quota(cost: float, name: str = "k") -> Quota:
+    return Quota(name=name, cost=cost, per_s=SLOWLY, burst=9.0)
+
+
+def settlement(cost: float, name: str = "k") -> Settlement:
+    return Settlement(name=name, cost=cost, per_s=SLOWLY)
+
+
+async def owed(store: StateStore, name: str = "k") -> float:
+    """What must come back until the allowance is whole."""
+    burst = 2e-9  # seconds of it that a store takes for its rounding: half of them are beyond it
+    probe = Quota(name=name, cost=0.0, per_s=SLOWLY, burst=burst)
+    refused = await store.charge([probe])
+    return 0.0 if refused is None else round(refused.retry_after_s * SLOWLY + burst, 3)
+
+
+async def test_a_charge_counts_with_what_requests_take_and_a_refused_one_takes_nothing(store: StateStore) -> None:
+    assert await store.charge([quota(4.0)]) is None
+    assert await store.enqueue(ticket("x"), Limits(max_waiting=9, quotas=(quota(3.0),))) == []
+    refused = await store.charge([quota(1.0, "other"), quota(4.0)])
+    assert isinstance(refused, Refusal)
+    assert refused.reason == "k"
+    assert refused.retry_after_s * SLOWLY == pytest.approx(2.0, abs=1e-3)
+    assert (await owed(store), await owed(store, "other")) == (7.0, 0.0)
+
+
+async def test_what_was_not_taken_comes_back_and_no_more_than_was_owed(store: StateStore) -> None:
+    assert await store.charge([quota(4.0), quota(4.0, "other")]) is None
+    await store.settle("a", 1, [settlement(-3.0), settlement(-5.0, "other")])
+    assert (await owed(store), await owed(store, "other")) == (1.0, 0.0)
+    assert await store.charge([quota(8.0)]) is None
+    assert isinstance(await store.charge([quota(1.0)]), Refusal)
+
+
+async def test_an_allowance_overdrawn_by_a_settlement_delays_the_next_request(store: StateStore) -> None:
+    await store.settle("a", 1, [settlement(100.0)])
+    refused = await store.enqueue(ticket("x"), Limits(max_waiting=9, quotas=(quota(1.0),)))
+    assert isinstance(refused, Refusal)
+    assert refused.retry_after_s * SLOWLY == pytest.approx(92.0, abs=1e-3)
+    assert await store.enqueue(ticket("y"), Limits(max_waiting=9, quotas=(quota(1.0, "other"),))) == []
+
+
+async def test_settlements_that_are_repeated_because_their_reply_was_lost_count_once(store: StateStore) -> None:
+    for router_id, number in (("a", 1), ("a", 1), ("b", 1), ("a", 2), ("a", 1)):
+        await store.settle(router_id, number, [settlement(1.0)])
+    assert await owed(store) == 3.0
+
+
+async def test_a_flooding_key_has_its_share_of_the_queue_and_others_the_rest(store: StateStore) -> None:
+    await store.register_replica(info("r"), 0)
+    limits = Limits(max_waiting=8, max_of_key=4)
+    for n in range(4):
+        assert await store.enqueue(ticket(f"f{n}", key=1.0, work_s=2.0, api_key="flood"), limits) == []
+    another = ticket("f4", work_s=2.0, api_key="flood")
+    for _ in range(9):
+        assert await store.enqueue(another, limits) == Refusal("max_key_share", 8.0)
+    for n in range(4):
+        assert await store.enqueue(ticket(f"o{n}", key=2.0, work_s=2.0, api_key="other"), limits) == []
+    assert await store.enqueue(another, limits) == Refusal("max_key_share", 8.0)  # whatever others have waiting
+    assert await store.enqueue(ticket("z", api_key="third"), limits) == Refusal("max_waiting", 0.0)
+    assert await store.enqueue(replace(another, slo_class="else"), limits) == []
+
+
+async def test_a_flooding_key_has_its_share_of_the_wait_that_a_class_bears(store: StateStore) -> None:
+    await store.register_replica(info("r"), 0, slowness=0.5)
+    limits = Limits(max_waiting=99, max_wait_s=4.0, max_of_key_s=2.0)
+    for n in range(3):
+        assert await store.enqueue(ticket(f"f{n}", work_s=2.0, api_key="flood"), limits) == []
+    assert await store.enqueue(ticket("f3", work_s=2.0, api_key="flood"), limits) == Refusal("max_key_share", 1.0)
+    assert await store.enqueue(ticket("o0", work_s=2.0, api_key="other"), limits) == []
+
+
+@pytest.mark.parametrize("leaves", ["starts", "is cancelled", "leaves with its router", "is swept out with its router"])
+async def test_what_waits_no_longer_is_no_part_of_its_keys_share(store: StateStore, leaves: str) -> None:
+    limits = Limits(max_waiting=9, max_of_key=1)
+    waits = ticket("x", api_key="k", predicted_output_tokens=50.0)
+    assert await store.enqueue(waits, limits) == []
+    await store.swap_edges(SHAPE, 0, [0.0, 10.0, math.inf])  # into another lane
+    assert await store.enqueue(replace(waits, bin_index=1), limits) == []  # its reply was lost
+    assert isinstance(await store.enqueue(replace(waits, request_id="y"), limits), Refusal)
+    if leaves == "starts":
+        await store.register_replica(info("r"), 1)
+    elif leaves == "is cancelled":
+        await store.cancel(["x"])
+    elif leaves == "leaves with its router":
+        await store.remove_router("a")
+    else:
+        await store.beat_router("a", 0.0)
+    assert await store.enqueue(replace(waits, request_id="y"), limits) == []
+    assert isinstance(await store.enqueue(replace(waits, request_id="z"), limits), Refusal)
+
+
+async def test_requests_without_a_key_have_the_whole_queue(store: StateStore) -> None:
+    limits = Limits(max_waiting=3, max_of_key=1)
+    for n in range(3):
+        assert await store.enqueue(ticket(f"x{n}"), limits) == []
+    assert await store.enqueue(ticket("y"), limits) == Refusal("max_waiting", 0.0)
 
 
 async def test_new_edges_move_what_waits_and_the_second_router_comes_too_late(store: StateStore) -> None:
@@ -625,21 +737,18 @@ tickets = st.builds(
     recallable=st.booleans(),
     bucket=st.integers(0, 1),
     prompt_tokens=st.sampled_from([None, 8, 64]),
+    api_key=st.sampled_from(["", "m", "n"]),
 )
-# At this rate nothing comes back within a test.
+quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
     Limits,
     max_waiting=st.sampled_from([1, 1 << 31, 1 << 31]),
     max_wait_s=st.sampled_from([3.0, math.inf, math.inf]),
-    quotas=st.one_of(
-        st.just(()),
-        st.tuples(
-            st.builds(
-                Quota, name=st.sampled_from(QUOTAS), cost=st.integers(0, 2), per_s=st.just(1e-6), burst=st.just(9)
-            )
-        ),
-    ),
+    max_of_key=st.sampled_from([1, 2, math.inf, math.inf]),
+    max_of_key_s=st.sampled_from([1.5, math.inf, math.inf]),
+    quotas=st.one_of(st.just(()), st.tuples(quotas)),
 )
+settlements = st.lists(st.builds(settlement, st.integers(-3, 3), st.sampled_from(QUOTAS)), max_size=2)
 edges = st.sampled_from([(), (0.0, 5.0, 12.0, math.inf), (0.0, 10.0, 15.0, 99.0), (0.0, math.inf)])
 bucket_edges = st.sampled_from([(), (0.0, 16.0, math.inf), (0.0, 8.0, 64.0, math.inf)])
 some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
@@ -651,7 +760,7 @@ silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
 infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
-releases = st.tuples(st.just("release"), replica_ids, some_ids)
+releases = st.tuples(st.just("release"), replica_ids, some_ids, st.sampled_from([None, None, 0.0, FOR_EVER_S]))
 scores = st.builds(
     Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
 )
@@ -666,6 +775,10 @@ steps = st.one_of(
     releases,
     st.tuples(st.just("cancel"), some_ids),
     st.tuples(st.just("dispatch"), router_ids),
+    st.one_of(
+        st.tuples(st.just("charge"), st.lists(quotas, max_size=2, unique_by=lambda each: each.name)),
+        st.tuples(st.just("settle"), router_ids, st.integers(1, 9), settlements),
+    ),
     st.tuples(st.just("register_replica"), infos, slot_counts, st.one_of(st.just([]), some_ids), speeds),
     st.tuples(
         st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds, gang_sizes
@@ -706,8 +819,12 @@ class Model:
     places: dict[str, str] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     recalled: frozenset[str] = frozenset()
+    owed: Counter[str] = field(default_factory=Counter)
+    settled: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)  # whoever queued it; nobody, where a replica brought it
 
     async def check(self, step: Step, result: Any) -> None:
+        await self._each_quota_owes_what_was_taken(step, result)
         if step[0] == "enqueue":
             self.tickets[step[1].request_id] = step[1]
         found = await self.store.locate(IDS)
@@ -723,14 +840,33 @@ class Model:
         self.places = places
         self.running = {name: load.running for name, load in snapshot.replicas.items()}
 
+    async def _each_quota_owes_what_was_taken(self, step: Step, result: Any) -> None:
+        match step:
+            case ("enqueue", taken, limits) if not isinstance(result, tuple):
+                has_paid = taken.request_id in self.places and self.owners[taken.request_id] == taken.router_id
+                self.owners[taken.request_id] = taken.router_id
+                if not has_paid:
+                    self.owed.update({quota.name: quota.cost for quota in limits.quotas})
+            case ("register_replica", _, _, ids, _):
+                self.owners.update({name: "" for name in ids if name not in self.places})
+            case ("charge", quotas) if result is None:
+                self.owed.update({quota.name: quota.cost for quota in quotas})
+            case ("settle", router_id, number, settlements) if number > self.settled.get(router_id, 0):
+                self.settled[router_id] = number
+                for each in settlements:
+                    self.owed[each.name] = max(0, self.owed[each.name] + each.cost)
+        for name in QUOTAS:
+            assert await owed(self.store, name) == self.owed[name]
+
     def _nothing_is_lost(self, step: Step, result: Any, places: dict[str, str]) -> None:
         expected = set(self.places)
         match step:
             case ("enqueue", taken, _):
                 refused = isinstance(result, tuple)
                 expected = expected - {taken.request_id} if refused else expected | {taken.request_id}
-            case ("release", replica_id, ids):
-                expected -= {i for i in ids if self.places.get(i) == replica_id}
+            case ("release", replica_id, ids, lease_s):
+                if lease_s != FOR_EVER_S:
+                    expected -= {i for i in ids if self.places.get(i) == replica_id}
             case ("cancel", ids):
                 expected -= set(ids)
             case ("register_replica", _, _, ids, _):
@@ -856,6 +992,8 @@ async def _walk_through(twin: MemoryStateStore, store: RedisStateStore, history:
         assert await store.locate(IDS) == await twin.locate(IDS)
         assert await store.snapshot() == await twin.snapshot()
         await model.check(step, result)
+    for name in QUOTAS:
+        assert await owed(store, name) == model.owed[name]
 
 
 async def close(notices: Any) -> None:

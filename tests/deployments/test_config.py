@@ -58,6 +58,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("router.max_ongoing_requests", [0]),
         ("router.max_body_bytes", [1023]),
         ("classes.standard.max_waiting", [0]),
+        ("classes.standard.max_key_share", [0, -0.1, 1.01, math.nan]),
         ("router.max_wait_s", [0, -1, math.inf, math.nan]),
         ("router.heartbeat_s", [0, math.inf]),
         ("router.silence_s", [0, math.nan]),

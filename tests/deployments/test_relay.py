@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -270,6 +271,104 @@ async def test_an_assigned_request_that_never_comes_gives_its_slot_back(
     await replica.give_slot("x")  # it may be over before anybody has looked
     await settled(replica.running, 0)
     await replica.relay.close()
+
+
+class HoldsAnswers(RedisStateStore):
+    """A real store whose calls and answers can be held up on their way."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        super().__init__(connect(url), namespace)
+        self.beat_answers, self.releases = asyncio.Event(), asyncio.Event()
+        self.beat_answers.set()
+        self.releases.set()
+        self.named: list[list[str]] = []  # by the answers to heartbeats
+        self.heard = 0  # of those answers
+        self.released: list[list[str]] = []  # as they set out
+
+    async def beat_replica(self, *args: Any, **named: Any) -> list[str] | None:
+        answer = await super().beat_replica(*args, **named)
+        self.named.append(answer or [])
+        await self.beat_answers.wait()
+        self.heard += 1
+        return answer
+
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        self.released.append(list(request_ids))
+        await self.releases.wait()
+        await super().release(replica_id, request_ids, lease_s)
+
+
+@pytest.fixture
+async def held_up(redis_url: str, namespace: str) -> AsyncIterator[Replica]:
+    """Each of its requests is older than the lease at once."""
+    store = HoldsAnswers(redis_url, namespace)
+    made = Replica(store, lease_s=1e-3)
+    await made.relay.start("127.0.0.1")
+    yield made
+    await made.relay.close()
+    await store.close()
+
+
+async def one_on_board(replica: Replica) -> tuple[Reader, HoldsAnswers]:
+    assert isinstance(replica.store, HoldsAnswers)
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    await replica.give_slot("x")
+    return reader, replica.store
+
+
+async def test_an_answer_to_a_heartbeat_that_is_older_than_an_end_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = await one_on_board(held_up)
+    await until(lambda: store.named[-1] == ["x"])
+    store.beat_answers.clear()
+    answers = len(store.named)
+    await until(lambda: len(store.named) > answers)  # this one names it, and is on its way
+    held_up.engine.resume()
+    await settled(held_up.running, 0)  # it ended, and its slot is free by now
+    heard = store.heard
+    store.beat_answers.set()
+    await until(lambda: store.heard > heard + 1)
+    assert (store.named[answers], store.released) == (["x"], [["x"]])
+    assert "never came" not in caplog.text
+
+
+async def test_a_heartbeat_while_a_release_is_on_its_way_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = await one_on_board(held_up)
+    store.releases.clear()
+    held_up.engine.resume()
+    await until(lambda: store.released == [["x"]])
+    heard = store.heard
+    await until(lambda: store.heard > heard + 3)
+    assert store.named[-1] == ["x"], "the shared state has not heard of its end"
+    store.releases.set()
+    await settled(held_up.running, 0)
+    heard = store.heard
+    await until(lambda: store.heard > heard + 1)
+    assert store.released == [["x"]]
+    assert "never came" not in caplog.text
+
+
+async def test_an_answer_that_is_older_than_a_recall_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, store = await one_on_board(held_up)
+    await until(lambda: store.named[-1] == ["x"])
+    store.beat_answers.clear()
+    answers = len(store.named)
+    await until(lambda: len(store.named) > answers)
+    await reader.connection.call("recall", msgspec.msgpack.encode(["x"]), timeout_s=30)
+    await store.cancel(["x"])  # as its router does, by queueing it again
+    heard = store.heard
+    store.beat_answers.set()
+    await until(lambda: store.heard > heard + 1)
+    assert (store.named[answers], store.released) == (["x"], [])
+    assert "never came" not in caplog.text
 
 
 async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(

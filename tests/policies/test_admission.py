@@ -2,7 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission import Quota, Spent, predicted_wait_s, spend
+from policies.admission import (
+    Limits,
+    Queue,
+    Quota,
+    Refusal,
+    Settlement,
+    Spent,
+    no_room,
+    predicted_wait_s,
+    settle,
+    spend,
+)
 from policies.errors import ConfigError
 
 
@@ -48,6 +59,53 @@ def test_never_more_than_burst_and_rate_allow(costs: list[float], pauses: list[f
         assert taken <= 5.0 + now_s + 1.1e-3  # its own rounding
 
 
+@given(
+    answers=st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 400.0)), min_size=1, max_size=50),
+    pause_s=st.floats(0.0, 3.0),
+)
+def test_whatever_was_predicted_no_request_is_taken_before_all_before_it_are_paid(
+    answers: list[tuple[float, float]], pause_s: float
+) -> None:
+    now_s, allowance, taken = 0.0, Spent(), 0.0
+    for predicted, true in answers:
+        now_s += pause_s
+        allowance, late_s = spend(quota(cost=predicted), before := allowance.rested(now_s))
+        if late_s > 0:
+            allowance = before
+            continue
+        assert taken + predicted <= 5.0 + now_s + 1.1e-3
+        allowance = settle(Settlement(name="k", cost=true - predicted, per_s=1.0), allowance)
+        taken += true
+
+
+def test_what_was_predicted_and_not_taken_comes_back_and_nobody_is_owed_anything() -> None:
+    assert settle(Settlement(name="k", cost=-30.0, per_s=10.0), Spent(5.0, 9.0)) == Spent(2.0, 9.0)
+    assert settle(Settlement(name="k", cost=-99.0, per_s=10.0), Spent(5.0, 9.0)) == Spent(0.0, 9.0)
+
+
+def queue(**found: float) -> Queue:
+    return Queue(**{"waiting": 6, "wait_s": 6.0, "of_key": 2, "of_key_s": 2.0, **found})  # type: ignore[arg-type]
+
+
+LIMITS = Limits(max_waiting=8, max_wait_s=8.0, max_of_key=4, max_of_key_s=4.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "refusal"),
+    [
+        (queue(), None),
+        (queue(of_key=3, of_key_s=4.0, waiting=7, wait_s=8.0), None),
+        (queue(of_key=4), Refusal("max_key_share", 2.0)),
+        (queue(of_key_s=5.0), Refusal("max_key_share", 1.0)),
+        (queue(waiting=8), Refusal("max_waiting", 6.0)),
+        (queue(wait_s=9.5), Refusal("max_wait_s", 1.5)),
+        (queue(waiting=8, of_key=4), Refusal("max_key_share", 2.0)),
+    ],
+)
+def test_a_queue_has_room_for_a_class_and_in_it_for_each_key(found: Queue, refusal: Refusal | None) -> None:
+    assert no_room(LIMITS, found) == refusal
+
+
 @pytest.mark.parametrize("now_s", [1.76e9 + 0.123456, 1.79e9 + 0.9])
 def test_a_minutes_worth_may_be_taken_at_once_at_any_rate(now_s: float) -> None:
     for rate in (*range(1, 400), 5000):
@@ -73,3 +131,8 @@ def test_a_class_with_replicas_of_its_own_waits_for_no_work_that_cannot_run_ther
 def test_a_quota_out_of_bounds_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         quota(**wrong)
+
+
+def test_a_settlement_without_a_rate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="per_s"):
+        Settlement(name="k", cost=1.0, per_s=0.0)

@@ -14,6 +14,19 @@ def test_a_class_without_limits_of_its_own_has_the_defaults() -> None:
     assert door.max_waiting("fast") == 3
 
 
+def test_a_key_has_a_share_of_what_may_wait_and_of_how_long_and_a_request_without_one_has_all() -> None:
+    door = Door(
+        {"fast": ClassLimits(max_waiting=7, max_wait_s=2.0, max_key_share=0.4), "one": ClassLimits(max_waiting=1)}
+    )
+    mine, anyones = door.limits("fast", Tenant(name="a"), 10), door.limits("fast", None, 10)
+    assert (mine.max_of_key, mine.max_of_key_s) == (2, 0.8)
+    assert (anyones.max_of_key, anyones.max_of_key_s) == (math.inf, math.inf)
+    assert (door.limits("one", Tenant(name="a"), 10).max_of_key, door.limits("one", None, 10).max_waiting) == (1, 1)
+    assert door.limits("other", Tenant(name="a"), 10).max_of_key_s == math.inf
+    whole = Door({"fast": ClassLimits(max_waiting=7, max_key_share=1.0)}).limits("fast", Tenant(name="a"), 10)
+    assert (whole.max_of_key, whole.max_of_key_s) == (math.inf, math.inf)
+
+
 def test_a_tenant_pays_one_request_and_all_its_tokens() -> None:
     tenant = Tenant(name="a", requests_per_minute=60, tokens_per_minute=6000)
     requests, tokens = Door({}).limits("any", tenant, 150.0).quotas
@@ -21,6 +34,8 @@ def test_a_tenant_pays_one_request_and_all_its_tokens() -> None:
     assert (tokens.cost, tokens.per_s, tokens.burst) == (150.0, 100.0, 6000)
     assert requests.name != tokens.name
     assert Tenant(name="a").quotas(150.0) == ()
+    assert tenant.token_quota(150.0) == tokens
+    assert Tenant(name="a", requests_per_minute=60).token_quota(150.0) is None
 
 
 def test_a_tenant_may_be_kept_to_some_classes() -> None:
@@ -32,3 +47,9 @@ def test_a_tenant_may_be_kept_to_some_classes() -> None:
 def test_a_rate_of_nothing_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Tenant(name="a", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.5, 1.1, math.nan, math.inf])
+def test_a_share_of_nothing_or_of_more_than_all_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="max_key_share"):
+        ClassLimits(max_key_share=wrong)

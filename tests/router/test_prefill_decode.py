@@ -6,6 +6,7 @@ An engine that is offered a cache goes by that cache alone, so a wrong one would
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -540,6 +541,35 @@ async def test_a_split_request_pays_for_the_answer_that_it_insists_on(service: S
     with pytest.raises(AdmissionError, match="tokens_per_minute of small"):
         await service.ask(max_tokens=100, min_tokens=100, tenant=tenant)
     await service.finish([answer])
+
+
+async def until_owed(service: Service, tenant: Tenant, tokens: float) -> None:
+    """Of an allowance to which next to nothing comes back within a test."""
+    quota = tenant.token_quota(0.0)
+    assert quota is not None
+    owed: list[float] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(owed) < 4 or not all(tokens - 3 < each <= tokens + 0.01 for each in owed[-4:]):
+            refused = await service.client._store.charge([replace(quota, burst=1e-9)])
+            owed.append(refused.retry_after_s * quota.per_s if refused else 0.0)
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+async def test_a_split_request_is_settled_once_when_it_ends_and_when_it_is_cancelled(service: Service) -> None:
+    reading, _ = await service.replica("prefill"), await service.replica("decode")
+    await service.start()
+    slow, other = (Tenant(name=name, tokens_per_minute=6) for name in ("slow", "other"))
+    answer = await service.ask(max_tokens=200, tenant=slow)
+    await service.finish([answer])
+    await until_owed(service, slow, LONG + 200)
+    reading.engine.pause()
+    cancelled = await service.ask(max_tokens=200, min_tokens=200, tenant=other)
+    await until_owed(service, other, LONG + 200)
+    await service.client.cancel([cancelled.asked.request_id], "cancelled")
+    await until_owed(service, other, LONG)
+    reading.engine.resume()
+    await service.is_empty()
+    assert service.count("split_decisions", why="split") == 2
 
 
 async def test_while_redis_is_away_nothing_is_split_and_nothing_is_lost() -> None:

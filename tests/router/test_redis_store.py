@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port
-from policies.admission import Limits, Quota, Refusal
+from policies.admission import Limits, Quota, Refusal, Settlement
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from predictor.learned import Scored
 from router import redis_store
@@ -310,7 +310,8 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
 
     limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=1.0, burst=9.0),))
     for life in range(2):
-        await store.enqueue(replace(TICKET, request_id="first", arrival_s=2.0 * life), limits)
+        await store.enqueue(replace(TICKET, request_id="first", arrival_s=2.0 * life, api_key="k"), limits)
+        await store.settle("a", life + 1, [Settlement(name="k", cost=1.0, per_s=1.0)])
         await store.enqueue(replace(TICKET, request_id="then", arrival_s=3.0 * life + 1.0, deadline_key=-1.0))
         await store.register_replica(INFO, 1)
         await store.release(INFO.replica_id, ["then"])

@@ -5,11 +5,13 @@ Its answers are known in advance, so every test that disturbs anything asks for 
 
 import asyncio
 import contextlib
+import math
 import secrets
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 
 import msgspec
@@ -1343,6 +1345,178 @@ async def test_a_redis_that_stands_still_for_a_while_doubles_nothing(redis_url: 
     await service.finish(answers)
     assert (replica.engine.taken, replica.engine.most_held) == (18, 4)
     await admin.aclose()
+
+
+# What a key is charged, and how much of a queue it may have
+
+SLOW_TENANT = Tenant(
+    name="slow", tokens_per_minute=6
+)  # a token in ten seconds: within a test next to nothing comes back
+PROMPT_TOKENS = 3
+
+
+async def owed(service: Service, tenant: Tenant = SLOW_TENANT) -> float:
+    """Tokens that must come back until the allowance is whole."""
+    quota = tenant.token_quota(0.0)
+    assert quota is not None
+    refused = await service.store.charge([replace(quota, burst=1e-9)])
+    return 0.0 if refused is None else refused.retry_after_s * quota.per_s
+
+
+async def until_owed(service: Service, least: float, most: float = math.inf, tenant: Tenant = SLOW_TENANT) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if least <= await owed(service, tenant) <= most:
+                return
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+async def owes(service: Service, tokens: float) -> None:
+    """Some seconds later at most, of which not much came back."""
+    await until_owed(service, tokens - 3, tokens + 0.01)
+    await asyncio.sleep(4 * HEARTBEAT_S)
+    assert tokens - 4 < await owed(service) <= tokens + 0.01, "it was settled twice"
+
+
+async def test_an_answer_longer_than_predicted_is_paid_before_the_key_may_ask_again(service: Service) -> None:
+    await service.replica()
+    front_end = await service.front_end()
+    answer = await front_end.ask(request(400), tenant=SLOW_TENANT)
+    assert await owed(service) < PROMPT_TOKENS + 17, "so much was predicted"
+    await service.finish([answer])
+    await owes(service, PROMPT_TOKENS + 400)
+    with pytest.raises(AdmissionError, match="tokens_per_minute of slow") as refused:
+        await front_end.ask(request(1), tenant=SLOW_TENANT)
+    assert refused.value.retry_after_s > 390 / 0.1
+    other = await front_end.ask(request(1), tenant=Tenant(name="other", tokens_per_minute=6))
+    await service.finish([other])
+
+
+async def test_an_answer_that_goes_on_is_charged_as_it_goes(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    answer = await front_end.ask(request(1_000_000), tenant=SLOW_TENANT)
+    await until(lambda: len(answer.tokens) > 300)
+    replica.engine.pause()
+    ((_, generated),) = replica.engine._states.values()
+    await until(lambda: answer.timing.output_tokens == generated)
+    await owes(service, PROMPT_TOKENS + answer.timing.output_tokens)
+    assert answer.outcome is None
+    await front_end.client.cancel([answer.asked.request_id], "cancelled")
+    await owes(service, PROMPT_TOKENS + answer.timing.output_tokens)
+    replica.engine.resume()
+    await service.is_empty()
+
+
+async def test_what_a_cancelled_request_did_not_take_comes_back(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    runs, waits = (msgspec.structs.replace(request(900), min_tokens=900) for _ in range(2))
+    answer = await front_end.ask(runs, tenant=SLOW_TENANT)
+    assert await owed(service) > PROMPT_TOKENS + 890
+    await front_end.client.cancel([runs.request_id], "cancelled")
+    await owes(service, PROMPT_TOKENS)  # which was read
+    assert answer.tokens == []
+    replica.engine.resume()
+    await service.is_empty()
+    generous = Tenant(name="generous", tokens_per_minute=1000)
+    for _ in range(20):  # each would take nearly all that it has
+        answer = await front_end.ask(msgspec.structs.replace(waits, request_id=request().request_id), tenant=generous)
+        await front_end.client.cancel([answer.asked.request_id], "cancelled")
+        await until_owed(service, 0, 90, generous)
+    await service.is_empty()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"replays": True}, {"replays": True, "in_one_piece": True}], ids=["resumed", "replayed", "anew"]
+)
+async def test_a_request_that_was_moved_is_settled_once(service: Service, fields: dict[str, bool]) -> None:
+    victim = await service.replica(step_s=0.01)
+    front_end = await service.front_end()
+    answer = await front_end.ask(msgspec.structs.replace(request(200), **fields), tenant=SLOW_TENANT)
+    await until_owed(service, PROMPT_TOKENS + 30)  # more than it was charged for at first
+    await victim.die()
+    await service.replica()
+    await service.finish([answer])
+    await owes(service, PROMPT_TOKENS + 200)
+
+
+async def test_a_request_that_was_called_back_is_settled_once(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1, step_s=0.02), await service.front_end()
+    offline = await front_end.ask(request(600), "offline", tenant=SLOW_TENANT)
+    await until(lambda: len(offline.tokens) > 20)
+    (urgent,) = await front_end.ask_many(1)
+    await until(lambda: urgent.outcome is not None)
+    hurry(replica)
+    await service.finish([urgent, offline])
+    assert front_end.count("requests_recalled_total", slo_class="offline") == 1
+    await owes(service, PROMPT_TOKENS + 600)
+
+
+async def test_what_was_served_while_redis_was_away_is_charged_when_it_is_back(gate: Gate) -> None:
+    service = Service(gate.url)
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    began = await front_end.ask(request(200), tenant=SLOW_TENANT)
+    await until(lambda: replica.engine.held == 1)
+    gate.shut()
+    replica.engine.resume()
+    more = [await front_end.ask(request(50), tenant=SLOW_TENANT) for _ in range(4)]  # quotas are out of sight
+    await front_end.client.charge(SLOW_TENANT, 1000)
+    await until(lambda: all(answer.outcome == "length" for answer in (began, *more)))
+    await gate.open()
+    await service.finish([began, *more])
+    await owes(service, PROMPT_TOKENS + 200 + 4 * (PROMPT_TOKENS + 50) + 1000)
+    await service.close()
+
+
+async def test_work_that_makes_no_request_is_charged_and_refused_alike(service: Service) -> None:
+    front_end = await service.front_end()
+    tenant = Tenant(name="t", tokens_per_minute=6000)
+    await front_end.client.charge(tenant, 5900)
+    with pytest.raises(AdmissionError, match="tokens_per_minute of t are spent") as refused:
+        await front_end.client.charge(tenant, 5000)
+    assert 40 < refused.value.retry_after_s <= 49
+    with pytest.raises(AdmissionError, match="tokens_per_minute of t"):
+        await front_end.ask(msgspec.structs.replace(request(5000), min_tokens=5000), tenant=tenant)
+    front_end.client.adjust_charge(tenant, -5900)
+    await until_owed(service, 0, 0, tenant)
+    await front_end.client.charge(tenant, 5000)
+    for unlimited in (None, Tenant(name="u")):
+        await front_end.client.charge(unlimited, 1e9)
+        front_end.client.adjust_charge(unlimited, 1e9)
+
+
+async def test_a_router_that_leaves_settles_what_its_answers_took(service: Service) -> None:
+    await service.replica()
+    staying, leaving = [await service.front_end() for _ in range(2)]
+    (settling,) = [task for task in leaving.client._background._tasks if task.get_name() == "settle"]
+    settling.cancel()
+    answer = await leaving.ask(request(200), tenant=SLOW_TENANT)
+    await service.finish([answer])
+    await leaving.close()
+    await owes(service, PROMPT_TOKENS + 200)
+    assert staying.client.room("standard") > 0
+
+
+async def test_a_key_that_floods_is_refused_alone_and_told_when_its_own_work_is_done(service: Service) -> None:
+    one, other = [await service.front_end(max_waiting=20) for _ in range(2)]
+    replica = await service.replica(slots=1)
+    replica.engine.pause()
+    flooding, patient = Tenant(name="flooding"), Tenant(name="patient")
+    answers = [await one.ask(request(), tenant=flooding) for _ in range(1 + 10)]  # one of them runs
+    refusals = []
+    for number in range(200):
+        with pytest.raises(AdmissionError, match="max_key_share") as refused:
+            await (one, other)[number % 2].ask(request(), tenant=flooding)
+        refusals.append(refused.value.retry_after_s)
+    assert len(set(refusals)) == 1
+    answers += [await other.ask(request(), tenant=patient) for _ in range(10)]
+    await until(lambda: one.client.snapshot.waiting == 20)
+    assert refusals[0] == pytest.approx(one.client.snapshot.waiting_s / 2, rel=1e-6)  # of all that waits by now
+    replica.engine.resume()
+    await service.finish(answers)
+    answers = [await one.ask(request(), tenant=flooding) for _ in range(10)]
+    await service.finish(answers)
 
 
 @pytest.mark.parametrize("wrong", [{"max_moves": -1}, {"heartbeat_s": 0.0}, {"silence_s": float("inf")}])
