@@ -24,7 +24,7 @@ from policies.order import VirtualDeadline
 from policies.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
-from router.admission import Door
+from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
@@ -107,6 +107,10 @@ class FrontEnd:
         await init_app_state(self._llm, app.state, args, tasks)
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
+
+    async def charge(self, tenant: Tenant | None, tokens: float) -> None:
+        """As `RoutedClient.charge`: a key's allowance is one for all models."""
+        await self.routed.charge(tenant, tokens)
 
     def _grammars(self, resources: AsyncExitStack) -> Grammars:
         failures = self.metrics.task_failures

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,6 +28,8 @@ from router.timing import HttpContext, current
 
 logger = logging.getLogger(__name__)
 
+Charge = Callable[[Tenant | None, float], Awaitable[None]]
+
 REQUEST_ID_HEADER = "X-Request-Id"
 CLASS_HEADER = "X-Sluice-Class"
 EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
@@ -36,6 +38,8 @@ MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
 OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
+READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
@@ -62,6 +66,11 @@ def status_of(error: SluiceError) -> tuple[HTTPStatus, str]:
     return HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable"
 
 
+def _only_reads(path: str) -> bool:
+    """It tokenizes what it is sent, and asks no engine: other requests are charged when they are queued."""
+    return path in READING_PATHS or path.endswith(("/render", "/derender"))
+
+
 def _number(text: str) -> float | None:
     """A header's whole number; infinite beyond MAX_DIGITS, because `int` refuses thousands of digits."""
     if not text.isdecimal():
@@ -73,9 +82,19 @@ class SluiceMiddleware:
     """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
 
     def __init__(
-        self, app: ASGIApp, *, bodies: RequestBodies, classes: Collection[str], default_class: str, keys: KeyRing
+        self,
+        app: ASGIApp,
+        *,
+        bodies: RequestBodies,
+        classes: Collection[str],
+        default_class: str,
+        keys: KeyRing,
+        charge: Charge,
     ) -> None:
-        self._app, self._bodies, self._keys = app, bodies, keys
+        """Args:
+        charge: takes tokens out of a key's allowance, or raises AdmissionError.
+        """
+        self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
         self._classes, self._default_class = frozenset(classes), default_class
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +108,7 @@ class SluiceMiddleware:
         tenant = self._tenant(headers)
         default_class = (tenant and tenant.default_class) or self._default_class
         context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, default_class), tenant)
+        context.max_engine_requests = self._bodies.limits.max_engine_requests
         current.set(context)
         exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
@@ -97,11 +117,15 @@ class SluiceMiddleware:
                 await _until_it_is_over(refusal or self._app, scope, receive, exchange)
             else:
                 async with self._bodies.reading(receive) as body:
+                    if _only_reads(route_path(scope)):
+                        await self._charge(tenant, len(body) / BYTES_PER_TOKEN)
                     await _until_it_is_over(self._app, scope, replay(body, receive), exchange)
         except BodyError as error:
             await _refused_body(error)(scope, receive, exchange.send)
         except ClientLeftError:
             pass  # nobody is there to be told; it is logged as that
+        except AdmissionError as error:
+            await exchange.refuse(error)
         except Exception:
             if not await exchange.broke_off():
                 raise
@@ -222,7 +246,7 @@ class _Exchange:
             return
         if self._start is not None:
             if (refusal := self.context.refusal) is not None:
-                await self._refuse(refusal)
+                await self.refuse(refusal)
                 return
             if self._may_be_refused(self._start, message):
                 self._held.append(message)
@@ -243,7 +267,7 @@ class _Exchange:
             if self._held:
                 await self._begin(self._start)
             return False
-        await self._refuse(refusal)
+        await self.refuse(refusal)
         return True
 
     def _may_be_refused(self, start: Message, message: Message) -> bool:
@@ -260,7 +284,7 @@ class _Exchange:
         for message in held:
             await self._send(message)
 
-    async def _refuse(self, refused: SluiceError) -> None:
+    async def refuse(self, refused: SluiceError) -> None:
         status, kind = status_of(refused)
         response = error_response(status.value, str(refused), kind)
         if isinstance(refused, AdmissionError):

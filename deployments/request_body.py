@@ -47,17 +47,17 @@ class RequestBodies:
             not whole yet is given up: whoever sends slowly, or much, gives way.
         timeout_s: from the first byte of a body to its last.
         """
-        self._limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
+        self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
         self._incoming: set[_Incoming] = set()
         self.buffered_bytes = 0
 
     @property
     def too_large(self) -> BodyError:
-        most = self._limits.max_body_bytes
+        most = self.limits.max_body_bytes
         return BodyError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {most} bytes (router.max_body_bytes)")
 
     def is_too_large(self, declared_bytes: float) -> bool:
-        return declared_bytes > self._limits.max_body_bytes
+        return declared_bytes > self.limits.max_body_bytes
 
     @contextlib.asynccontextmanager
     async def reading(self, receive: Receive) -> AsyncIterator[bytes]:
@@ -78,9 +78,9 @@ class RequestBodies:
 
     async def _judge(self, body: bytes) -> None:
         if len(body) < IN_A_THREAD_BYTES:
-            why = why_refused(body, self._limits)
+            why = why_refused(body, self.limits)
         else:
-            why = await asyncio.to_thread(why_refused, body, self._limits)
+            why = await asyncio.to_thread(why_refused, body, self.limits)
         if why is not None:
             raise BodyError(HTTPStatus.BAD_REQUEST, why)
 

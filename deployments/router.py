@@ -89,6 +89,7 @@ class Router:
             classes=self._config.classes,
             default_class=self._config.default_class,
             keys=await self._key_ring(),
+            charge=self._front_ends[0].charge,
         )
         return CORSMiddleware(served, **cors[0])
 

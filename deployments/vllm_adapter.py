@@ -387,9 +387,11 @@ class RoutedEngineCore(EngineCoreClient):
             raise GracefulHTTPError("streaming input is not supported: no router keeps it", HTTPStatus.NOT_IMPLEMENTED)
         now_s = time.monotonic()
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
+        _refuse_late(context)
+        if context.is_full:  # a route whose bodies `engine_requests` does not understand
+            raise _as_answer(InputError(f"it asks for more than {context.max_engine_requests} answers"), context)
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
-        _refuse_late(context)
         try:
             self._refuse_unsupported(request)
             await self._routed.submit(

@@ -36,8 +36,9 @@ class HttpContext:
 
     `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text that the
     chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may not
-    queue, `queued` that one could. `abort` ends engine requests by their ids, in the front end and on their replicas;
-    `is_over` says that nobody is left to read what another one would bring.
+    queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends engine
+    requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read what
+    another one would bring.
     """
 
     received_s: float
@@ -46,10 +47,17 @@ class HttpContext:
     refused: Refused | None = None
     queued: bool = False
     expected_tokens: int | None = None
+    max_engine_requests: int | None = None
     asked: dict[str | None, Asked] = field(default_factory=dict)
     timings: list[RequestTiming] = field(default_factory=list)
     abort: Callable[[list[str]], Awaitable[None]] | None = None
     is_over: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """The next engine request would be one too many."""
+        most = self.max_engine_requests
+        return most is not None and sum(timing.outcome is None for timing in self.timings) >= most
 
     async def end(self) -> None:
         """The HTTP exchange is over, however it came: what still runs for it gives its slot back."""

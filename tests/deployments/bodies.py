@@ -2,6 +2,11 @@
 
 from deployments.request_body import RequestBodies
 from deployments.request_limits import RequestLimits
+from router.admission import Tenant
+
+
+async def free(tenant: Tenant | None, tokens: float) -> None:
+    """In place of a charge."""
 
 
 def request_bodies(

@@ -20,8 +20,9 @@ from deployments import http_layer
 from deployments.http_layer import SluiceMiddleware, split_time
 from deployments.keys import KeyRing, digest
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
+from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
-from tests.deployments.bodies import request_bodies
+from tests.deployments.bodies import free, request_bodies
 
 LIMIT = 1000
 CLASSES = ("standard", "offline")
@@ -188,7 +189,9 @@ NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", c
 
 
 def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
-    return SluiceMiddleware(app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys)
+    return SluiceMiddleware(
+        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=free
+    )
 
 
 @asynccontextmanager
@@ -306,6 +309,51 @@ async def test_a_body_that_grows_beyond_the_limit_is_refused(app: Any) -> None:
         response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert "1000 bytes" in response.text
+
+
+async def test_a_body_that_is_late_is_told_so_and_its_connection_closed() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.sleep(60)
+
+    bodies = request_bodies(LIMIT, timeout_s=0.05)
+    app = SluiceMiddleware(
+        starlette_app(), bodies=bodies, classes=CLASSES, default_class="standard", keys=NO_KEYS, charge=free
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as client:
+        late = await client.post("/", content=slow())
+    assert (late.status_code, late.headers["connection"]) == (408, "close")
+    assert late.json()["error"]["type"] == "RequestTimeout"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render"])
+async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> None:
+    charged: list[float] = []
+
+    async def charge(tenant: Tenant | None, tokens: float) -> None:
+        assert tenant is not None
+        charged.append(tokens)
+        if len(charged) > 1:
+            raise AdmissionError("tokens_per_minute of all are spent", 6.5)
+
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
+    await keys.reload()
+    read: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        read.append(scope["path"])
+        await PlainTextResponse("1 token")(scope, receive, send)
+
+    served = SluiceMiddleware(
+        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=charge
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+        for expected in (200, 429):
+            answer = await client.post(path, content=b'"' + b"a" * 398 + b'"', headers=bearer("key-all"))
+            assert answer.status_code == expected
+        assert answer.headers["retry-after"] == "7"
+        assert (await client.post("/other", content=b"{}", headers=bearer("key-all"))).status_code == 200
+    assert (charged, read) == ([100.0, 100.0], [path, "/other"])
 
 
 async def test_a_length_of_thousands_of_digits_is_beyond_the_limit(client: httpx.AsyncClient) -> None:

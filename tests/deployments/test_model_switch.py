@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http_layer import SluiceMiddleware
 from deployments.keys import KeyRing
 from deployments.model_switch import ModelSwitch, _name
-from tests.deployments.bodies import request_bodies
+from tests.deployments.bodies import free, request_bodies
 
 LIMIT = 100_000
 
@@ -55,7 +55,9 @@ def three_models(**lists: str) -> SluiceMiddleware:
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
     bodies = request_bodies(LIMIT, context_tokens=8192)
-    return SluiceMiddleware(switch, bodies=bodies, classes=["standard"], default_class="standard", keys=keys)
+    return SluiceMiddleware(
+        switch, bodies=bodies, classes=["standard"], default_class="standard", keys=keys, charge=free
+    )
 
 
 @pytest.fixture

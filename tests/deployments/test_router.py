@@ -17,6 +17,7 @@ from deployments.logs import OUR_PACKAGES
 from deployments.router import Router
 from policies.errors import SluiceError, StateStoreAccessError
 from router.metrics import RouterMetrics
+from tests.deployments.bodies import free
 from tests.waiting import PATIENCE_S
 
 ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
@@ -88,7 +89,9 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
     async def start(resources: object) -> FastAPI:
         return app
 
-    router._front_ends = [SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False)]
+    router._front_ends = [
+        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free)
+    ]
     served = await router.__serve_build_asgi_app__()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
         response = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from deployments.router import Router
 from policies.errors import AdmissionError, InputError, StateStoreError
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, RequestTiming, current
-from tests.deployments.bodies import request_bodies
+from tests.deployments.bodies import free, request_bodies
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -121,7 +122,9 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
 @pytest.fixture
 def served(vllms: FastAPI) -> ASGIApp:
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    return SluiceMiddleware(vllms, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys)
+    return SluiceMiddleware(
+        vllms, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys, charge=free
+    )
 
 
 @pytest.fixture
@@ -281,6 +284,74 @@ async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_sl
     assert (len(routed.asked), routed.running) == (int(ends == "while it is queued"), set())
 
 
+def posted(vllms: FastAPI) -> dict[str, dict[str, Any]]:
+    """The fields of what every route takes, by its path: of whatever vLLM is installed."""
+    schemas = vllms.openapi()["components"]["schemas"]
+    fields: dict[str, dict[str, Any]] = {}
+    for path, methods in vllms.openapi()["paths"].items():
+        body = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        named = [ref.rsplit("/", 1)[-1] for ref in re.findall(r"'\$ref': '([^']*)'", str(body))]
+        fields[path] = {name: field for each in named for name, field in schemas[each].get("properties", {}).items()}
+    return {path: found for path, found in fields.items() if found}
+
+
+async def test_no_field_of_any_route_takes_more_than_a_request_may_hold(
+    vllms: FastAPI, client: httpx.AsyncClient, routed: Routed
+) -> None:
+    routes = posted(vllms)
+    assert {"/tokenize", "/generative_scoring", "/v1/chat/completions/batch", *BODIES} <= routes.keys()
+    for path, fields in routes.items():
+        for field in fields:
+            for large in (["a"] * 5000, "a" * 40_000, {str(n): "a" for n in range(5000)}, [[1] * 70_000]):
+                refused = await client.post(path, json={**BODIES.get(path, {}), field: large})
+                assert (refused.status_code, field in refused.text or "the body" in refused.text) == (400, True)
+    assert not routed.asked
+
+
+async def test_no_list_of_any_route_makes_more_engine_requests_than_one_may(
+    vllms: FastAPI, client: httpx.AsyncClient, routed: Routed
+) -> None:
+    """Lists of prompts of every form, in every field: of a route that comes with another vLLM too."""
+    texts, chats = ["a"] * 300, [[{"role": "user", "content": "a"}]] * 300
+    questions = {str(n): {"type": "boolean", "instructions": "a"} for n in range(300)}
+    for path, fields in posted(vllms).items():
+        for field in fields:
+            for many in (texts, [[300]] * 300, chats, questions):
+                routed.asked.clear()
+                others = {
+                    "messages": chats[0],
+                    "prompt": "a",
+                    "input": "a",
+                    "state": "a",
+                    "query": "a",
+                    "max_tokens": 1,
+                }
+                others |= {"model": str(DEMO_MODEL), "label_token_ids": [300, 301], "items": ["a"]}
+                asked = await client.post(path, json={**others, field: many})
+                assert len(routed.asked) <= 256, (path, field, asked.status_code)
+
+
+async def test_of_a_route_that_nobody_foresaw_the_engine_requests_are_counted(routed: Routed) -> None:
+    from vllm.exceptions import GracefulHTTPError
+
+    from deployments.vllm_adapter import RoutedEngineCore
+
+    core = RoutedEngineCore(routed, "m")  # type: ignore[arg-type]
+    context = HttpContext(0.0, "standard", max_engine_requests=2)
+    current.set(context)
+
+    async def ask(request_id: str) -> None:
+        request: Any = SimpleNamespace(request_id=request_id, resumable=False, sampling_params=None)
+        await core.add_request_async(request)
+
+    await asyncio.gather(ask("0"), ask("1"))
+    with pytest.raises(GracefulHTTPError, match="more than 2"):
+        await ask("2")
+    context.timings[0].outcome = "stop"
+    await ask("3")
+    assert [request.request_id for request in routed.asked] == ["0", "1", "3"]
+
+
 async def test_what_a_client_says_of_transfers_reaches_no_engine_and_no_count(
     client: httpx.AsyncClient, routed: Routed
 ) -> None:
@@ -334,7 +405,13 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     router._front_ends = [
         SimpleNamespace(
-            start=start, names=("m",), metrics=metrics, metrics_pages=pages, max_model_len=2048, takes_media=False
+            start=start,
+            names=("m",),
+            metrics=metrics,
+            metrics_pages=pages,
+            max_model_len=2048,
+            takes_media=False,
+            charge=free,
         )
     ]
     transport = httpx.ASGITransport(await router.__serve_build_asgi_app__(), root_path="/llm")
