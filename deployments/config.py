@@ -115,6 +115,10 @@ class RouterSection(Section):
     """The longest that a body may take to come; then it gets 408."""
     max_engine_requests: int = Field(default=256, ge=1)
     """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
+    max_prompt_logprobs: int = Field(default=1 << 14, ge=1)
+    """Values that `prompt_logprobs` (or `echo` with `logprobs`) may ask for: tokens of the prompt, times one more than
+    the logprobs of each. More get 400. vLLM's front end makes them while all streams of the router wait: a hundred
+    thousand take about a second."""
     grammar_timeout_s: Seconds = 5.0
     """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
     request gets 400."""

@@ -96,7 +96,12 @@ class FrontEnd:
         self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
-        self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
+        self._llm = RoutedAsyncLLM(
+            args,
+            self.routed,
+            unsupported if self._config.gang else None,
+            self._config.router.max_prompt_logprobs,
+        )
         if not self._config.gang:
             self._llm.compile_grammars_with(self._grammars(resources))
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)

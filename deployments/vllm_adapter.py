@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import entry_points
 from multiprocessing import connection, parent_process
@@ -360,6 +361,27 @@ class VllmCodec:
 prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """vLLM's front end makes objects and text of each on its event loop: a hundred thousand take a second, in which no
+    stream goes on."""
+
+    vocabulary: int
+    most: int
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Raises InputError for more than there may be."""
+        params = request.sampling_params
+        if params is None or params.prompt_logprobs is None:
+            return
+        of_each = 1 + (self.vocabulary if params.prompt_logprobs == -1 else params.prompt_logprobs)
+        found = of_each * len(request.prompt_token_ids or ())
+        if found > self.most:
+            raise InputError(
+                f"prompt_logprobs: {found} values, and {self.most} is the most (router.max_prompt_logprobs)"
+            )
+
+
 class RoutedEngineCore(EngineCoreClient):
     """vLLM's engine-core client interface over the routed client: the calls that serving needs.
 
@@ -374,11 +396,13 @@ class RoutedEngineCore(EngineCoreClient):
         routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
         model: str,
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
+        logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Args:
         unsupported: names what a request asks for that the engines do not do; None where they do all that vLLM does.
+        logprobs: bounds those of prompts; None does not.
         """
-        self._routed, self._model, self._unsupported = routed, model, unsupported
+        self._routed, self._model, self._unsupported, self._logprobs = routed, model, unsupported, logprobs
         # vLLM ends the front end for good when its engine is dead; ours has many, and new ones come.
         self.resources = SimpleNamespace(engine_dead=False)
 
@@ -394,6 +418,8 @@ class RoutedEngineCore(EngineCoreClient):
         context.timings.append(timing)
         try:
             self._refuse_unsupported(request)
+            if self._logprobs is not None:
+                self._logprobs.check(request)
             await self._routed.submit(
                 request,
                 slo_class=context.slo_class,
@@ -522,13 +548,16 @@ class RoutedAsyncLLM(AsyncLLM):
         args: Namespace,
         routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
+        max_prompt_logprobs: int | None = None,
     ) -> None:
         self._routed = routed
         self._grammars: Grammars | None = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = front_end_config(engine_args)
         model = (args.served_model_name or [args.model])[0]
-        core = RoutedEngineCore(routed, model, unsupported)
+        vocabulary = config.model_config.get_vocab_size()
+        logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
+        core = RoutedEngineCore(routed, model, unsupported, logprobs)
         # vLLM has no way to hand a client in; for this one call its factory yields ours.
         with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: core):
             super().__init__(

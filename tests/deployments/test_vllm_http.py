@@ -33,6 +33,7 @@ OF_THE_NODE = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RE
 PAGE = "https://page.example"
 # One that makes vLLM's front end tell its engine of transfers, counts of cached tokens, and a page that may ask.
 OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details", "--allowed-origins", f'["{PAGE}"]']
+MOST_LOGPROBS = 100
 ROOM = {"standard": 4096, "narrow": 50}
 
 
@@ -109,7 +110,7 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
     args.enable_offline_docs = True
-    llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
+    llm = RoutedAsyncLLM(args, routed, None, MOST_LOGPROBS)  # type: ignore[arg-type]
     llm.compile_grammars_with(Compiles())  # type: ignore[arg-type]
     made = build_app(args, ("generate",), llm.model_config)
     await init_app_state(llm, made.state, args, ("generate",))
@@ -282,6 +283,24 @@ async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_sl
     with pytest.raises(GracefulHTTPError):
         await RoutedEngineCore(routed, "m").add_request_async(request)
     assert (len(routed.asked), routed.running) == (int(ends == "while it is queued"), set())
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"prompt_logprobs": 4}, 200),
+        ({"prompt_logprobs": 5}, 400),
+        ({"echo": True, "logprobs": 5, "max_tokens": 1}, 400),
+        ({"prompt_logprobs": 5, "n": 2}, 400),
+    ],
+)
+async def test_logprobs_of_a_prompt_are_as_many_as_are_made_in_a_moment(
+    client: httpx.AsyncClient, routed: Routed, asked: dict[str, Any], status: int
+) -> None:
+    """All streams wait while they are made."""
+    answered = await client.post("/v1/completions", json={"prompt": [300] * 20, "max_tokens": 4, **asked})
+    assert (answered.status_code, "max_prompt_logprobs" in answered.text) == (status, status == 400)
+    assert len(routed.asked) == (status == 200)
 
 
 def posted(vllms: FastAPI) -> dict[str, dict[str, Any]]:
