@@ -36,7 +36,7 @@ def _metric_names() -> set[str]:
 
 def _names_in(text: str) -> set[str]:
     """As families: a histogram's buckets count as the histogram."""
-    return {name.removesuffix("_bucket") for name in re.findall(r"\bsluice_\w+", text)}
+    return {re.sub(r"_(bucket|count)$", "", name) for name in re.findall(r"\bsluice_\w+", text)}
 
 
 def test_the_dashboard_shows_metrics_that_there_are() -> None:
