@@ -97,6 +97,7 @@ _DEFAULTS = SamplingParams()
 # Threads of a front end that tokenize (vLLM has one), and the texts that all of them may be busy with: some 10 ms.
 TEXT_THREADS = 2
 SHORT_TEXT_CHARS = 32 << 10
+MAX_COPIED_TOKENS = 1 << 21  # of prompts, by the answers to them; vLLM takes some 30 ns for each, on the event loop
 GRAMMAR_THREADS = MAX_AT_ONCE + 1  # what a router lets through at once, and one
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
@@ -599,6 +600,7 @@ class RoutedAsyncLLM(AsyncLLM):
         """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""
         if isinstance(params, SamplingParams):
             params = _without_transfer(params)
+            _refuse_many_copies(prompt, params)
             if self._grammars is not None and params.structured_outputs is not None:
                 params = await _with_grammar(params, self._grammars)
         if (context := current.get()) is not None:
@@ -622,6 +624,14 @@ class RoutedAsyncLLM(AsyncLLM):
         await super().check_health()
         if not self._routed.snapshot.replicas:
             raise EngineDeadError("no engine replica is registered")
+
+
+def _refuse_many_copies(prompt: Any, params: SamplingParams) -> None:
+    """vLLM copies the prompt for each answer to it, all of them at once."""
+    tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
+    if params.n * tokens > MAX_COPIED_TOKENS:
+        why = f"n: {params.n} answers to {tokens} tokens are {params.n * tokens}, and {MAX_COPIED_TOKENS} is the most"
+        raise _as_answer(InputError(why), current.get())
 
 
 async def _with_grammar(params: SamplingParams, grammars: Grammars) -> SamplingParams:

@@ -33,11 +33,12 @@ INTERVAL_S = 0.02
 STREAMS = 24
 BEFORE_S = 0.6  # of a window, when the request is sent
 TIMEOUT_S = 120.0
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 SHOWN = 100  # characters of a refusal
 
 
 def application(context_tokens: int) -> AppConfig:
-    args = [*DEMO_ARGS, "--max-model-len", str(context_tokens)]
+    args = [*DEMO_ARGS, *TOOLS, "--max-model-len", str(context_tokens)]
     return AppConfig(model=str(DEMO_MODEL), served_model_name="m", vllm_args=tuple(args))
 
 

@@ -303,6 +303,16 @@ async def test_logprobs_of_a_prompt_are_as_many_as_are_made_in_a_moment(
     assert len(routed.asked) == (status == 200)
 
 
+async def test_answers_to_a_long_prompt_are_as_many_as_it_is_copied_in_a_moment(
+    client: httpx.AsyncClient, routed: Routed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.vllm_adapter.MAX_COPIED_TOKENS", 1000)
+    for answers, status in ((10, 200), (11, 400)):
+        body = {"prompt": [300] * 100, "max_tokens": 4, "n": answers}
+        assert (await client.post("/v1/completions", json=body)).status_code == status
+    assert len(routed.asked) == 10
+
+
 def posted(vllms: FastAPI) -> dict[str, dict[str, Any]]:
     """The fields of what every route takes, by its path: of whatever vLLM is installed."""
     schemas = vllms.openapi()["components"]["schemas"]
