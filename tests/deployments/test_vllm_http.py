@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -301,6 +302,40 @@ async def test_logprobs_of_a_prompt_are_as_many_as_are_made_in_a_moment(
     answered = await client.post("/v1/completions", json={"prompt": [300] * 20, "max_tokens": 4, **asked})
     assert (answered.status_code, "max_prompt_logprobs" in answered.text) == (status, status == 400)
     assert len(routed.asked) == (status == 200)
+
+
+async def test_a_long_text_leaves_a_thread_to_short_ones(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many long ones as there are threads, which go on until a short one has been answered."""
+    from vllm.renderers.base import BaseRenderer
+
+    may_end, begun = threading.Event(), []
+    get = BaseRenderer.get_tokenizer
+
+    class Waits:
+        def __init__(self, tokenizer: Any) -> None:
+            self._tokenizer = tokenizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def __call__(self, text: str, **settings: Any) -> Any:
+            if len(text) > 1000:
+                begun.append(text)
+                assert may_end.wait(60)
+            return self._tokenizer(text, **settings)
+
+    monkeypatch.setattr("deployments.vllm_adapter.SHORT_TEXT_CHARS", 1000)
+    monkeypatch.setattr(BaseRenderer, "get_tokenizer", lambda renderer: Waits(get(renderer)))
+    long = [asyncio.create_task(client.post("/tokenize", json={"prompt": "a" * 2000})) for _ in range(4)]
+    await until(lambda: bool(begun))
+    try:
+        async with asyncio.timeout(30):
+            short = await client.post("/tokenize", json={"prompt": "a"})
+    finally:
+        may_end.set()
+    assert {answer.status_code for answer in [short, *await asyncio.gather(*long)]} == {200}
 
 
 async def test_answers_to_a_long_prompt_are_as_many_as_it_is_copied_in_a_moment(
