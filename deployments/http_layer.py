@@ -9,6 +9,8 @@ own ids on it, so it stands in every log line and ticket.
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 import math
 import time
@@ -37,6 +39,7 @@ MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics")
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers, which have no key
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
+MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
@@ -88,9 +91,11 @@ class SluiceMiddleware:
         headers = Headers(scope=scope)
         tenant = self._tenant(headers)
         default_class = (tenant and tenant.default_class) or self._default_class
-        context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, default_class), tenant)
+        request_id = headers.get(REQUEST_ID_HEADER, "")
+        slo_class = headers.get(CLASS_HEADER, default_class)
+        context = HttpContext(time.monotonic(), slo_class, tenant, request_id=request_id)
         current.set(context)
-        exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
+        exchange = _Exchange(send, context)
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
             await _until_client_leaves(refusal or self._app, scope, self._limited(receive), exchange.send)
@@ -178,13 +183,13 @@ class _Exchange:
     stream for it already.
     """
 
-    def __init__(self, send: Send, context: HttpContext, request_id: str) -> None:
+    def __init__(self, send: Send, context: HttpContext) -> None:
         self._send = send
         self._start: Message | None = None
         self._held: list[Message] = []
         self._refused = False
-        self.context, self.request_id = context, request_id
-        self.status = 0
+        self.context, self.status = context, 0
+        self.error: str | None = None
 
     async def send(self, message: Message) -> None:
         if self._refused:
@@ -200,6 +205,7 @@ class _Exchange:
                 self._held.append(message)
                 return
             await self._begin(self._start)
+            self.error = _error_in(self.status, message)
         await self._send(message)
 
     async def broke_off(self) -> bool:
@@ -232,13 +238,23 @@ class _Exchange:
         response = error_response(status.value, str(refused), kind)
         if isinstance(refused, AdmissionError):
             response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
-        self._start, self._refused, self.status = None, True, response.status_code
+        self._start, self._refused, self.status, self.error = None, True, response.status_code, str(refused)
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
     def server_timing(self) -> str:
         return ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in split_time(self.context).items())
+
+
+def _error_in(status: int, message: Message) -> str | None:
+    """What a response that is an error says of itself, in OpenAI's shape or another."""
+    if status < HTTPStatus.BAD_REQUEST:
+        return None
+    text: str = message.get("body", b"")[:MAX_ERROR_BYTES].decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # another shape, or longer
+        return str(json.loads(text)["error"]["message"])
+    return text
 
 
 def split_time(context: HttpContext) -> dict[str, float]:
@@ -258,7 +274,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
     logger.info(
         "request",
         extra={
-            "request_id": exchange.request_id,
+            "request_id": exchange.context.request_id,
             "method": scope["method"],
             "path": scope["path"],
             "status": exchange.status or CLIENT_LEFT,
@@ -266,6 +282,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
             "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
             "output_tokens": tokens,
             "outcomes": [timing.outcome for timing in exchange.context.timings],
+            "error": exchange.error,
             **times,
         },
     )

@@ -43,6 +43,7 @@ class HttpContext:
     expected_tokens: int | None = None
     asked: dict[str | None, Asked] = field(default_factory=dict)
     timings: list[RequestTiming] = field(default_factory=list)
+    request_id: str = ""
 
     @property
     def refusal(self) -> AdmissionError | InputError | StateStoreError | ReplicaLostError | None:
