@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deployments import environment, one_machine
 from deployments.app import ROUTER_QUEUE, _router_deployment
@@ -142,18 +140,6 @@ def test_haproxy_waits_for_a_request_and_not_for_ever(tmp_path: Path) -> None:
         wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
         assert process.poll() is None, "it did not start"
     defaults = (tmp_path / "haproxy.cfg").read_text().partition("frontend")[0].splitlines()
-    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
-    assert "\n    option abortonclose\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
-
-
-def test_the_script_for_clusters_sets_the_same_limits(tmp_path: Path) -> None:
-    guide = (REPOSITORY / "docs/install.md").read_text()
-    script, file = tmp_path / "haproxy.sh", tmp_path / "haproxy.cfg"
-    script.write_text(textwrap.dedent(guide.partition("```sh\n")[2].partition("```")[0]))
-    file.write_text(CONFIG.format(connections=10, metrics_port=8001, stats_port=8002, port=8000))
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(["sh", str(script), "-c", "-f", str(file)], env=env, check=True, capture_output=True, timeout=30)
-    defaults = file.read_text().partition("frontend")[0].splitlines()
     assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
 
 
