@@ -47,6 +47,7 @@ RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
+ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
 
 
@@ -312,13 +313,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return None
 
     async def _ticket_into_a_store(self, ticket: Ticket, limits: Limits) -> list[Assignment] | Refusal:
-        """The shared one; while it is away our own, if a replica is connected."""
+        """The shared one; while it is away our own, if a replica is connected: then it has less time to answer."""
         if not self._local.in_use:
             try:
-                return await self._store.enqueue(ticket, limits)
+                async with asyncio.timeout(ENQUEUE_S if self._connections.all_open else None):
+                    return await self._store.enqueue(ticket, limits)
             except StateStoreError:
                 if not await self._goes_on_alone():
                     raise
+            except TimeoutError as error:
+                if not await self._goes_on_alone():  # the replica has left meanwhile
+                    raise StateStoreError("the shared state does not answer") from error
         return await self._local.enqueue(ticket, limits)
 
     async def _goes_on_alone(self) -> bool:
