@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config import AppConfig, PrefillSection, least_replicas
 from deployments.engine_metrics import engine_exposition
 from deployments.heavy_imports import heavy_imports
+from deployments.http_layer import log_causes
 from deployments.logs import vllm_logs_as_json
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
@@ -83,6 +84,7 @@ class FrontEnd:
         self._llm = RoutedAsyncLLM(args, self.routed, unsupported if self._config.gang else None)
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
+        log_causes(app)
         await init_app_state(self._llm, app.state, args, tasks)
         vllm_logs_as_json()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop

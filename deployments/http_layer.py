@@ -14,11 +14,15 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from http import HTTPStatus
+from inspect import isawaitable
+from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -69,6 +73,26 @@ def _number(text: str) -> float | None:
     if not text.isdecimal():
         return None
     return int(text) if len(text) <= MAX_DIGITS else math.inf
+
+
+def log_causes(app: Starlette) -> None:
+    """Of an application that has just been built: an exception that it answers with a server error reaches the log.
+    vLLM (0.32) says of most no more than the client gets, which may be nothing."""
+    for kind, handler in list(app.exception_handlers.items()):
+        app.exception_handlers[kind] = _with_cause_logged(handler)
+    app.middleware_stack = None  # building vLLM's makes it, with the handlers of then
+
+
+def _with_cause_logged(handler: Callable[[Request, Exception], Any]) -> Callable[[Request, Exception], Any]:
+    async def handle(request: Request, error: Exception) -> Any:
+        response = handler(request, error)
+        if isawaitable(response):
+            response = await response
+        if response is None or response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.error("%s failed", request.scope["path"], exc_info=error)
+        return response
+
+    return handle
 
 
 class SluiceMiddleware:

@@ -13,7 +13,7 @@ import pytest
 
 from deployments import app
 from deployments.config import DEMO_ARGS, DEMO_MODEL
-from deployments.http_layer import SluiceMiddleware
+from deployments.http_layer import SluiceMiddleware, log_causes
 from deployments.keys import KeyRing
 from policies.errors import AdmissionError, StateStoreError
 from router.timing import RequestTiming
@@ -82,6 +82,7 @@ async def client(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterat
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
     llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
     served = build_app(args, ("generate",), llm.model_config)
+    log_causes(served)
     await init_app_state(llm, served.state, args, ("generate",))
     served.state.server = SimpleNamespace()
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
@@ -108,6 +109,17 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         assert (full.status_code, full.headers["retry-after"]) == (429, "7")
         assert full.json()["error"]["message"] == "no room"
         assert vars(caplog.records[-1])["outcomes"] == ["refused"]
+
+
+@pytest.mark.parametrize("error", [UnicodeEncodeError("utf-8", "a", 0, 1, "no such letter"), TypeError("no such type")])
+async def test_what_is_answered_with_500_leaves_its_cause(
+    client: httpx.AsyncClient, routed: Routed, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    routed.raises = error
+    assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 500
+    (line,) = [record for record in caplog.records if record.message == "/v1/completions failed"]
+    assert line.levelname == "ERROR" and line.exc_text is not None
+    assert f"{type(error).__name__}: {error}" in line.exc_text
 
 
 BODIES = {
