@@ -19,7 +19,8 @@ done
 known=$file.known page=$file.503
 body='{"error": {"message": "no router can be reached", "type": "ServiceUnavailable", "param": null, "code": 503}}'
 
-printf 'HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nContent-Length: %d\r\n\r\n%s' \
+# What is written anew only where it must be, or beside and then moved, is whole also on a full disk.
+[ -s "$page" ] || printf 'HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nContent-Length: %d\r\n\r\n%s' \
     ${#body} "$body" > "$page"
 sed -i -E -e 's/^( *)option abortonclose$/&\n\1option http-buffer-request\n\1timeout http-request 30s/' \
     -e "s|^( *errorfile 503) .*|\1 $page|" "$file"
@@ -28,7 +29,7 @@ if [ -n "$SLUICE_HAPROXY_BIND" ]; then
         -e "s/^( *bind +)127\.0\.0\.1:$SLUICE_HAPROXY_PORT\$/\1$SLUICE_HAPROXY_BIND/" "$file"
 fi
 if grep -q '^ *use_backend ' "$file"; then
-    cp "$file" "$known"
+    cp "$file" "$known.new" && mv "$known.new" "$known"
 elif [ -f "$known" ] && [ -z "$reloads" ]; then
     cp "$known" "$file"
 else

@@ -27,9 +27,9 @@ MAX_GROWTH_BYTES = 64 << 20  # in LOAD_S; what is kept of each request grows by 
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def disk() -> Iterator[Path]:
     """A small one, where temporary files go."""
-    folder = Path("/tmp") / f"soak-{free_port()}"  # short: paths of Unix sockets begin with it
+    folder = Path("/tmp/soak")  # short: paths of Unix sockets begin with it
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(folder)], check=True)
     with pytest.MonkeyPatch.context() as environment:
