@@ -12,9 +12,10 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py)
 DEPLOYED := $(addprefix tests/integration/,test_serve_deploy.py test_refused_start.py)
 MANIFEST := tests/k8s/test_semantic.py
-OTHERS   := tests/ --dist worksteal $(addprefix --ignore=,$(APPS) $(DEPLOYED) $(MANIFEST))
+DEATHS   := tests/integration/test_deaths.py
+OTHERS   := tests/ --dist worksteal $(addprefix --ignore=,$(APPS) $(DEPLOYED) $(MANIFEST) $(DEATHS))
 
-.PHONY: help serve test test-deployed test-manifest test-unit check venv lock bench clean
+.PHONY: help serve test test-deployed test-manifest test-unit soak check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +26,7 @@ serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for a
 test: venv check ## check and test everything
 	$(PYTEST) $(OTHERS) -n 2
 	$(PYTEST) $(APPS)
+	$(PYTEST) $(DEATHS)
 	$(MAKE) --no-print-directory --jobs 2 test-deployed test-manifest
 
 test-deployed: venv
@@ -35,6 +37,9 @@ test-manifest: venv
 
 test-unit: venv ## the fast tests: no Ray, no engine, no chart
 	$(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
+
+soak: venv ## what takes minutes: a full disk, long deaths, memory under load; as root, some twenty minutes
+	$(PYTEST) tests/integration/test_soak.py -m soak -s
 
 check: venv ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -56,27 +56,7 @@ CONTROL_LOOP_S = 0.25
 # Its own 5 s are too short where something else has the cores.
 PROXY_READY_S = 20
 
-# Ray Serve runs this as its HAProxy binary. Its configuration binds the statistics and metrics ports on all interfaces
-# whatever host it was told, so those addresses are rewritten; it knows one host for HAProxy and for the replicas behind
-# it, which HAProxy asks on loopback, so that is what Serve is told and the public address comes in here; a client that
-# hangs up is not noticed before its response begins where its body came in a packet of its own, unless HAProxy waits
-# for the body; without a limit of its own, a request that comes byte by byte holds one of the connections for an hour;
-# it keeps the connection of a WebSocket that a router has refused, though the router has closed its own;
-# and a proxy actor that is killed would leave its HAProxy running, with the port, so the kernel is asked to end it with
-# its parent.
-_HAPROXY_ON_LOOPBACK = """\
-#!/bin/sh
-for argument; do
-    [ "$flag" = -f ] && sed -i -E -e 's/^( *bind +)\\*?:([0-9]+)/\\1127.0.0.1:\\2/' \\
-        -e 's/^( *bind +)127\\.0\\.0\\.1:PORT$/\\1PUBLIC/' \\
-        -e 's/^( *)option abortonclose$/&\\n\\1option http-buffer-request\\n\\1timeout http-request 30s/' \\
-        -e 's/^frontend http_frontend$/&\\
-    http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\\
-    http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$argument"
-    flag=$argument
-done
-exec setpriv --pdeathsig TERM BINARY "$@"
-"""
+_HAPROXY = Path(__file__).with_name("haproxy.sh")
 
 
 # What Ray's own processes would do for people whom nobody has told of them: look for new logs ten times a second, to
@@ -193,7 +173,8 @@ def serve_env() -> dict[str, str]:
     HAProxy in the place of Serve's own proxy saves about 4 ms of CPU a request. At every change of the routers it
     starts anew and ends the old process after HARD_STOP_AFTER_S, streams and all: so that is an hour. gRPC between
     replicas is off, for it listens on all interfaces and our tokens do not travel that way. Ray bounds the logs of its
-    workers, the request log among them, only where it is told a size.
+    workers, the request log among them, only where it is told a size. A HAProxy that has died is replaced when three
+    looks have found that, and Ray Serve's own time between two of them makes half a minute without service.
     """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -203,6 +184,7 @@ def serve_env() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(HAPROXY_BUFFER_BYTES),
         "RAY_SERVE_PORT_QUARANTINE_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ROTATION_MAX_BYTES": str(LOG_FILE_BYTES),
         "RAY_ROTATION_BACKUP_COUNT": str(OLD_LOG_FILES),
@@ -296,10 +278,15 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _haproxy_wrapper(host: str, port: int) -> str:
-    public = address(host, port) + (" v4v6" if host == "::" else "")
-    script = _HAPROXY_ON_LOOPBACK.replace("PUBLIC", public).replace("PORT", str(port))
-    return script.replace("BINARY", shlex.quote(get_haproxy_binary()))
+def _haproxy_on(host: str, port: int) -> str:
+    """A script for Ray Serve to run: `haproxy.sh`, told where clients come in."""
+    told = {
+        "SLUICE_HAPROXY": get_haproxy_binary(),
+        "SLUICE_HAPROXY_BIND": address(host, port) + (" v4v6" if host == "::" else ""),
+        "SLUICE_HAPROXY_PORT": str(port),
+    }
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+    return f'#!/bin/sh\nexec env {variables} sh {shlex.quote(str(_HAPROXY))} "$@"\n'
 
 
 def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) -> dict[str, str]:
@@ -315,7 +302,7 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
     haproxy.mkdir(mode=0o700)
     wrapper = haproxy / "haproxy.sh"
-    wrapper.write_text(_haproxy_wrapper(host, port))
+    wrapper.write_text(_haproxy_on(host, port))
     wrapper.chmod(0o700)
     return {
         # Off, Ray takes the loopback address for this node's own, and all its servers listen there.

@@ -17,6 +17,8 @@ from deployments.config import AppConfig, PrefillSection, least_replicas
 from deployments.engine_metrics import engine_exposition
 from deployments.grammars import Grammars
 from deployments.heavy_imports import heavy_imports
+from deployments.http_layer import log_causes
+from deployments.logs import vllm_logs_as_json
 from deployments.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.multi_bin import MultiBin
@@ -109,7 +111,9 @@ class FrontEnd:
         fetch_media_from_allowed_addresses(self._config.router.media_networks)
         args.enable_offline_docs = not args.disable_fastapi_docs
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
+        log_causes(app)
         await init_app_state(self._llm, app.state, args, tasks)
+        vllm_logs_as_json()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
 

@@ -9,13 +9,19 @@ own ids on it, so it stands in every log line and ticket.
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection
 from http import HTTPStatus
+from inspect import isawaitable
+from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -41,6 +47,7 @@ OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
+MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
@@ -78,6 +85,26 @@ def _number(text: str) -> float | None:
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 
+def log_causes(app: Starlette) -> None:
+    """Of an application that has just been built: an exception that it answers with a server error reaches the log.
+    vLLM (0.32) says of most no more than the client gets, which may be nothing."""
+    for kind, handler in list(app.exception_handlers.items()):
+        app.exception_handlers[kind] = _with_cause_logged(handler)
+    app.middleware_stack = None  # building vLLM's makes it, with the handlers of then
+
+
+def _with_cause_logged(handler: Callable[[Request, Exception], Any]) -> Callable[[Request, Exception], Any]:
+    async def handle(request: Request, error: Exception) -> Any:
+        response = handler(request, error)
+        if isawaitable(response):
+            response = await response
+        if response is None or response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.error("%s failed", request.scope["path"], exc_info=error)
+        return response
+
+    return handle
+
+
 class SluiceMiddleware:
     """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
 
@@ -107,10 +134,12 @@ class SluiceMiddleware:
         headers = Headers(scope=scope)
         tenant = self._tenant(headers)
         default_class = (tenant and tenant.default_class) or self._default_class
-        context = HttpContext(time.monotonic(), headers.get(CLASS_HEADER, default_class), tenant)
+        request_id = headers.get(REQUEST_ID_HEADER, "")
+        slo_class = headers.get(CLASS_HEADER, default_class)
+        context = HttpContext(time.monotonic(), slo_class, tenant, request_id=request_id)
         context.max_engine_requests = self._bodies.limits.max_engine_requests
         current.set(context)
-        exchange = _Exchange(send, context, headers.get(REQUEST_ID_HEADER, ""))
+        exchange = _Exchange(send, context)
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
         try:
             if refusal is not None or scope["method"] in WITHOUT_BODY:
@@ -230,13 +259,13 @@ class _Exchange:
     stream for it already.
     """
 
-    def __init__(self, send: Send, context: HttpContext, request_id: str) -> None:
+    def __init__(self, send: Send, context: HttpContext) -> None:
         self._send = send
         self._start: Message | None = None
         self._held: list[Message] = []
         self._is_over = False
-        self.context, self.request_id = context, request_id
-        self.status = 0
+        self.context, self.status = context, 0
+        self.error: str | None = None
 
     async def send(self, message: Message) -> None:
         if self._is_over:
@@ -252,6 +281,7 @@ class _Exchange:
                 self._held.append(message)
                 return
             await self._begin(self._start)
+            self.error = _error_in(self.status, message)
         await self._send(message)
 
     async def end(self) -> None:
@@ -289,13 +319,23 @@ class _Exchange:
         response = error_response(status.value, str(refused), kind)
         if isinstance(refused, AdmissionError):
             response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
-        self._start, self._is_over, self.status = None, True, response.status_code
+        self._start, self._is_over, self.status, self.error = None, True, response.status_code, str(refused)
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
     def server_timing(self) -> str:
         return ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in split_time(self.context).items())
+
+
+def _error_in(status: int, message: Message) -> str | None:
+    """What a response that is an error says of itself, in OpenAI's shape or another."""
+    if status < HTTPStatus.BAD_REQUEST:
+        return None
+    text: str = message.get("body", b"")[:MAX_ERROR_BYTES].decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # another shape, or longer
+        return str(json.loads(text)["error"]["message"])
+    return text
 
 
 def split_time(context: HttpContext) -> dict[str, float]:
@@ -315,7 +355,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
     logger.info(
         "request",
         extra={
-            "request_id": exchange.request_id,
+            "request_id": exchange.context.request_id,
             "method": scope["method"],
             "path": scope["path"],
             "status": exchange.status or CLIENT_LEFT,
@@ -323,6 +363,7 @@ def _log(scope: Scope, exchange: _Exchange) -> None:
             "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
             "output_tokens": tokens,
             "outcomes": [timing.outcome for timing in exchange.context.timings],
+            "error": exchange.error,
             **times,
         },
     )

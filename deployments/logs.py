@@ -1,5 +1,6 @@
 """Logs of our processes: one JSON object a line on standard error, with the request's id where there is one."""
 
+import builtins
 import logging
 import os
 import re
@@ -9,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pythonjsonlogger.json import JsonFormatter
+from ray.serve._private.logging_utils import SERVE_LOGGER_NAME, buildin_print
+
+from router.timing import current
 
 # vLLM puts the name of its process before a line.
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
@@ -17,15 +21,52 @@ OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 
 
 def log_as_json() -> None:
-    """Set up our packages' loggers in this process; other libraries' loggers stay as they are."""
-    # Not sys.stderr: Ray Serve puts its own logger there, which holds up to 1000 lines back, and they are lost with the
-    # process.
+    """Set up the loggers of our packages and of Ray Serve in this process; those of other libraries stay as they are.
+
+    Ray Serve holds its own records back, and all that is printed in a replica, until there are 1000; they are lost with
+    the process. `logging.config.dictConfig`, which vLLM calls, closes that buffer: it writes nothing any more, keeps
+    everything, and a new controller, which asks each replica for the buffer's file, gets an error and stops it.
+    """
+    builtins.print = buildin_print  # Ray Serve's (2.60) prints a tuple where it is given a file, as tracebacks do
+    for package in OUR_PACKAGES:
+        _write_to(_handler(), package)
+        logging.getLogger(package).setLevel(logging.INFO)
+    of_serve = _handler()
+    of_serve.addFilter(_is_news)
+    _write_to(of_serve, SERVE_LOGGER_NAME)
+
+
+def vllm_logs_as_json() -> None:
+    """The same for vLLM's front end, once it is made: that sets its handlers anew. A configuration of the user's own
+    stands."""
+    if not os.environ.get("VLLM_LOGGING_CONFIG_PATH"):
+        _write_to(_handler(), "vllm")
+
+
+def _handler() -> logging.Handler:
+    # Not sys.stderr: Ray Serve puts its own logger there.
     handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(JsonFormatter("{asctime}{levelname}{name}{message}{process}", style="{"))
-    for package in OUR_PACKAGES:
-        logger = logging.getLogger(package)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+    handler.addFilter(_with_request_id)
+    return handler
+
+
+def _write_to(handler: logging.Handler, name: str) -> None:
+    logger = logging.getLogger(name)
+    logger.handlers, logger.propagate = [handler], False
+
+
+def _with_request_id(record: logging.LogRecord) -> bool:
+    """Adds that of the HTTP request in whose task something is logged; nothing is filtered out."""
+    context = current.get()
+    if context is not None and context.request_id and not hasattr(record, "request_id"):
+        record.request_id = context.request_id
+    return True
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """No line of Ray Serve's for a request that went well: ours says more."""
+    return record.levelno >= logging.WARNING or not getattr(record, "serve_access_log", False)
 
 
 def last_error(log: Path, *, within_s: float = 2.0) -> str | None:

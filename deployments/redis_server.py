@@ -5,6 +5,7 @@ import asyncio
 from ray.serve.handle import DeploymentHandle
 
 from deployments.embedded_redis import EmbeddedRedis
+from deployments.logs import log_as_json
 from deployments.loopback import keep_to_loopback
 from policies.errors import StateStoreError
 
@@ -30,6 +31,7 @@ class RedisServer:
     """One replica, on the machine where the application runs."""
 
     def __init__(self, port: int, password: str) -> None:
+        log_as_json()
         keep_to_loopback()
         self._redis = EmbeddedRedis(port, password)
 

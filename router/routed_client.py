@@ -49,6 +49,7 @@ RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
+ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
 
 
@@ -368,17 +369,21 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return None
 
     async def _ticket_into_a_store(self, entry: Entry[RequestT], limits: Limits) -> list[Assignment] | Refusal:
-        """The shared one; while it is away our own, if a replica is connected.
+        """The shared one; while it is away our own, if a replica is connected: then it has less time to answer.
 
-        That one charges nothing, so that all that the request takes is settled: besides what the shared one charged,
+        Our own charges nothing, so that all that the request takes is settled: besides what the shared one charged,
         should it have obeyed without a reply.
         """
         if not self._local.in_use:
             try:
-                result = await self._store.enqueue(entry.ticket, limits)
+                async with asyncio.timeout(ENQUEUE_S if self._connections.all_open else None):
+                    result = await self._store.enqueue(entry.ticket, limits)
             except StateStoreError:
                 if not await self._goes_on_alone():
                     raise
+            except TimeoutError as error:
+                if not await self._goes_on_alone():  # the replica has left meanwhile
+                    raise StateStoreError("the shared state does not answer") from error
             else:
                 self._note_charge(entry, result, limits.quotas)
                 return result

@@ -52,6 +52,7 @@ class HttpContext:
     timings: list[RequestTiming] = field(default_factory=list)
     abort: Callable[[list[str]], Awaitable[None]] | None = None
     is_over: bool = False
+    request_id: str = ""
 
     @property
     def is_full(self) -> bool:

@@ -550,6 +550,16 @@ async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, 
     assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
 
 
+async def test_the_line_of_an_error_says_what_the_client_was_told(
+    client: httpx.AsyncClient, log: pytest.LogCaptureFixture
+) -> None:
+    await client.post("/", headers={"X-Sluice-Class": "nobody"})
+    await client.get("/nowhere")
+    await client.get("/served")
+    errors = [vars(record)["error"] for record in log.records if record.name == "deployments.http_layer"]
+    assert errors == ["X-Sluice-Class: no class 'nobody'; there are offline, standard", "Not Found", None]
+
+
 async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
     for path in ("/health", "/metrics"):
         await client.get(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.environment import serve_env
 from deployments.logs import last_error, last_line
 
 SCRIPT = """
@@ -25,6 +26,47 @@ def test_a_line_is_written_before_the_process_can_be_killed() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     line = json.loads(done.stderr)
     assert (line["levelname"], line["message"], line["request_id"]) == ("WARNING", "replica r1 lost", "q7")
+
+
+IN_A_REPLICA = """
+import logging, os, sys, tempfile
+from ray.serve._private.common import ServeComponentType
+from ray.serve._private.logging_utils import configure_component_logger, get_component_logger_file_path
+from ray.serve.schema import LoggingConfig
+configure_component_logger(
+    component_name="Router", component_id="r1", component_type=ServeComponentType.REPLICA, buffer_size=1000,
+    logging_config=LoggingConfig(logs_dir=tempfile.mkdtemp()), max_bytes=10**6, backup_count=1,
+)
+from deployments.logs import log_as_json, vllm_logs_as_json
+from router.timing import HttpContext, current
+log_as_json()
+from vllm.logger import init_logger
+vllm_logs_as_json()
+current.set(HttpContext(0.0, "standard", request_id="q7"))
+try:
+    raise RuntimeError("the cause")
+except RuntimeError:
+    init_logger("vllm.entrypoints.openai").exception("Error in chat completion stream generator.")
+logging.getLogger("ray.serve").warning("of Ray Serve")
+logging.getLogger("ray.serve").info("GET / 200", extra={"serve_access_log": True})
+print("printed")
+assert get_component_logger_file_path() is None  # what a new controller asks each replica
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_vllm_and_ray_serve_say_in_a_replica_is_written_at_once_with_the_cause_and_the_request() -> None:
+    env = {**os.environ, **serve_env(), "VLLM_TARGET_DEVICE": "cpu"}
+    command = [sys.executable, "-c", IN_A_REPLICA]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    of_vllm, of_serve, printed = lines[-3:]
+    assert (of_vllm["name"], of_vllm["request_id"]) == ("vllm.entrypoints.openai", "q7")
+    assert of_vllm["exc_info"].endswith("RuntimeError: the cause")
+    assert (of_serve["message"], of_serve["levelname"]) == ("of Ray Serve", "WARNING")
+    assert printed["message"].strip() == "printed"
 
 
 TRACEBACK = """Traceback (most recent call last):

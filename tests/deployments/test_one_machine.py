@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -165,20 +164,6 @@ def test_haproxy_closes_the_connection_of_a_refused_websocket(tmp_path: Path) ->
                 assert (b"connection: close" in answer) == closes
             assert kept.recv(10_000) == b""
     assert "\nfrontend http_frontend\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
-
-
-def test_the_script_for_clusters_sets_the_same_limits(tmp_path: Path) -> None:
-    guide = (REPOSITORY / "docs/install.md").read_text()
-    script, file = tmp_path / "haproxy.sh", tmp_path / "haproxy.cfg"
-    script.write_text(textwrap.dedent(guide.partition("```sh\n")[2].partition("```")[0]))
-    file.write_text(CONFIG.format(connections=10, metrics_port=8001, stats_port=8002, port=8000))
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(["sh", str(script), "-c", "-f", str(file)], env=env, check=True, capture_output=True, timeout=30)
-    defaults = file.read_text().partition("frontend")[0].splitlines()
-    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
-    of_websockets = [line.strip() for line in file.read_text().splitlines() if "txn.ws" in line]
-    wrapper = Path(one_machine_env(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]).read_text()
-    assert [line in wrapper for line in of_websockets] == [True, True]
 
 
 def test_nobody_is_given_the_chosen_ports_before_their_servers_come_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Scope
 from deployments import app
 from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig, RouterSection
 from deployments.grammars import Compiled
-from deployments.http_layer import SluiceMiddleware
+from deployments.http_layer import SluiceMiddleware, log_causes
 from deployments.keys import KeyRing, digest
 from deployments.router import Router
 from policies.errors import AdmissionError, InputError, StateStoreError
@@ -114,6 +114,7 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
     llm = RoutedAsyncLLM(args, routed, None, MOST_LOGPROBS)  # type: ignore[arg-type]
     llm.compile_grammars_with(Compiles())  # type: ignore[arg-type]
     made = build_app(args, ("generate",), llm.model_config)
+    log_causes(made)
     await init_app_state(llm, made.state, args, ("generate",))
     made.state.server = SimpleNamespace()
     yield made
@@ -152,6 +153,17 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         assert (full.status_code, full.headers["retry-after"]) == (429, "7")
         assert full.json()["error"]["message"] == "no room"
         assert vars(caplog.records[-1])["outcomes"] == ["refused"]
+
+
+@pytest.mark.parametrize("error", [UnicodeEncodeError("utf-8", "a", 0, 1, "no such letter"), TypeError("no such type")])
+async def test_what_is_answered_with_500_leaves_its_cause(
+    client: httpx.AsyncClient, routed: Routed, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    routed.raises = error
+    assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 500
+    (line,) = [record for record in caplog.records if record.message == "/v1/completions failed"]
+    assert line.levelname == "ERROR" and line.exc_text is not None
+    assert f"{type(error).__name__}: {error}" in line.exc_text
 
 
 BODIES = {

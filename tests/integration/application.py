@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import psutil
 
+from deployments.embedded_redis import embedded_url
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -82,24 +83,41 @@ class Sluice:
 
     def engine_replicas(self) -> list[psutil.Process]:
         """The relays' processes; each has its engine core as a child."""
-        return self._named("EngineReplica")
+        return self.named("EngineReplica")
 
     def engine_cores(self) -> list[psutil.Process]:
-        return self._named("VLLM::EngineCore")
+        return self.named("VLLM::EngineCore")
 
     def routers(self) -> list[psutil.Process]:
-        return self._named(":Router")
+        return self.named(":Router")
 
     def parents_of_new_replicas(self) -> Iterator[psutil.Process]:
         """The raylet, and what it has started by the time that it has been dealt with, but replicas: some of that waits
         to become one."""
-        (raylet,) = self._named("raylet/raylet")
+        (raylet,) = self.named("raylet/raylet")
         yield raylet
         yield from (p for p in raylet.children() if not any("ray::Serve" in part for part in command_of(p)))
 
     def redis(self) -> psutil.Process:
-        (found,) = self._named("redis-server")
+        (found,) = self.named("redis-server")
         return found
+
+    def haproxy(self) -> psutil.Process | None:
+        """The one that takes new connections, which is no child of the application's when its actor was killed."""
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (self.port,) and found.pid:
+                return psutil.Process(found.pid)
+        return None
+
+    @property
+    def logs(self) -> Path:
+        """The folder that it prints first."""
+        return Path(self.output().partition("logs: ")[2].splitlines()[0])
+
+    def redis_url(self) -> str:
+        """Its password is in a file for its user alone."""
+        config = dict(line.split(" ", 1) for line in Path(self.redis().cwd(), "redis.conf").read_text().splitlines())
+        return embedded_url(int(config["port"]), config["requirepass"])
 
     def listening(self) -> list[tuple[str, list[str]]]:
         """Every address that one of its processes listens on, and that process's command."""
@@ -107,7 +125,7 @@ class Sluice:
         found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
         return [(c.laddr[0], command_of(ours[c.pid])[:1]) for c in found]
 
-    def _named(self, name: str) -> list[psutil.Process]:
+    def named(self, name: str) -> list[psutil.Process]:
         """Not what one of them is about to start: between fork and exec that bears its parent's name."""
         found = [p for p in self.processes() if any(name in part for part in command_of(p))]
         return [p for p in found if parent_of(p) not in {each.pid for each in found}]

