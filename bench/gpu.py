@@ -68,7 +68,16 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     for size in options.sizes:
         model = model_folder(folder, size)
         profile = options.out / f"qwen3-{size}"
-        calibrate = ("-m", "deployments.cli", "calibrate", "--model", str(model), "--gpu", "--most-batch", "256")
+        calibrate = (
+            "-m",
+            "deployments.command.cli",
+            "calibrate",
+            "--model",
+            str(model),
+            "--gpu",
+            "--most-batch",
+            "256",
+        )
         written = ("-o", f"{profile}.csv", "--plot", f"{profile}.png")
         engine = ("--", "--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "8192")
         found.append(Part(f"calibrate-{size}", (sys.executable, *calibrate, *written, *engine), {}))

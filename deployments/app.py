@@ -14,16 +14,16 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from deployments.autoscaling import engines_config, routers_config
-from deployments.config import AppConfig, AutoscalingSection, Role
-from deployments.embedded_redis import embedded_url
-from deployments.engine_replica import EngineReplica
-from deployments.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env, free_port
-from deployments.header_check import CALLBACK_ENV
-from deployments.keys import KEYS_ENV
-from deployments.predictor import predictor_application
-from deployments.redis_server import RedisServer
-from deployments.router import Router
+from deployments.config.application import AppConfig, AutoscalingSection, Role
+from deployments.http.headers import CALLBACK_ENV
+from deployments.http.keys import KEYS_ENV
+from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env, free_port
+from deployments.serving.autoscaling import engines_config, routers_config
+from deployments.serving.embedded_redis import embedded_url
+from deployments.serving.engine_replica import EngineReplica
+from deployments.serving.predictor import predictor_application
+from deployments.serving.redis_server import RedisServer
+from deployments.serving.router import Router
 from policies.errors import ConfigError
 
 DRAIN_MARGIN_S = 5.0
@@ -39,7 +39,7 @@ ROUTER_ENV = {
     "VLLM_ENABLE_RESPONSES_API_STORE": "0",
     "VLLM_SERVER_DEV_MODE": "0",  # routes that reset and put to sleep an engine
     "VLLM_API_KEY": "",  # `keys` says who may ask: vLLM would refuse the keys that it names
-    CALLBACK_ENV: "deployments.header_check:middlewares",
+    CALLBACK_ENV: "deployments.http.headers:middlewares",
 }
 # Answers to a prompt, and prompts of a request, before vLLM refuses it: a router makes a state for each answer to each
 # prompt before the first of them meets a limit or a quota. vLLM allows 16 million of them.

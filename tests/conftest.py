@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 import uvloop
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 
 # An example takes what the machine needs for it. Fewer for the minute before a commit; `make test` runs them all.

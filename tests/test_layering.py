@@ -31,13 +31,13 @@ NOT_IN_POLICIES = {
     "uuid",
 }
 VLLM_PRIVATE = {
-    "deployments/grammar_child.py",
-    "deployments/scheduler_blocks.py",
-    "deployments/scheduler_queue.py",
-    "deployments/scheduler_snapshot.py",
-    "deployments/scheduler_steps.py",
-    "deployments/vllm_adapter.py",
-    "deployments/vllm_scheduler.py",
+    "deployments/engines/vllm/grammar_child.py",
+    "deployments/engines/vllm/scheduler/blocks.py",
+    "deployments/engines/vllm/scheduler/queue.py",
+    "deployments/engines/vllm/scheduler/snapshot.py",
+    "deployments/engines/vllm/scheduler/steps.py",
+    "deployments/engines/vllm/adapter.py",
+    "deployments/engines/vllm/scheduler/plug_in.py",
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments.environment import cpu_env
+from deployments.process.environment import cpu_env
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().items() if k != "LD_PRELOAD"}})
 
@@ -33,7 +33,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from deployments.vllm_scheduler import SluiceScheduler
+from deployments.engines.vllm.scheduler.plug_in import SluiceScheduler
 from policies.types import StepCoefficients, StepResult, StepTimes
 from tests.fakes import ManualClock
 

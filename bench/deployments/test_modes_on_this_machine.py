@@ -41,9 +41,9 @@ from bench.deployments.engine_steps import StepRecorder, law_of, seconds_by
 from bench.own_process import in_own_process
 from bench.random_model import write_config
 from bench.summary import Spread
-from deployments.calibrate import write_profile
-from deployments.environment import cpu_dtype, cpu_env
-from deployments.scheduler_settings import SCHEDULER_CLASS
+from deployments.command.calibrate import write_profile
+from deployments.config.scheduler import SCHEDULER_CLASS
+from deployments.process.environment import cpu_dtype, cpu_env
 from policies.types import StepResult, StepTimes
 from simulator.plots import figure, save
 

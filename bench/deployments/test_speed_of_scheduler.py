@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deployments.request_metadata import RequestMetadata
+from deployments.engines.vllm.request_metadata import RequestMetadata
 from tests.virtual_engine import VirtualEngine
 
 WINDOWS, WINDOW, REPEATS = 40, 10, 300

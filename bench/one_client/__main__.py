@@ -25,9 +25,9 @@ from bench.chat_client import ChatClient
 from bench.one_client.attacks import Attack, attacks
 from bench.one_client.servers import route
 from bench.summary import Spread
-from deployments.config import DEMO_ARGS, DEMO_MODEL, AppConfig
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
+from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 
 INTERVAL_S = 0.02
 STREAMS = 24
@@ -154,7 +154,7 @@ def main() -> None:
     redis = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the demo model is made for less
     from bench.one_client.null_engine import serve
-    from deployments.vllm_adapter import ENGINE_VERSION
+    from deployments.engines.vllm.adapter import ENGINE_VERSION
 
     namespace = config.namespace(ENGINE_VERSION)
     try:

@@ -10,9 +10,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bench.rig.null_engine import NullEngine, NullOutput, NullRequest
-from deployments.embedded_redis import die_with_parent
-from deployments.relay import Relay, RelayConfig
-from deployments.vllm_adapter import ENGINE_VERSION, VllmCodec
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.vllm.adapter import ENGINE_VERSION, VllmCodec
+from deployments.serving.embedded_redis import die_with_parent
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
 

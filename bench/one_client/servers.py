@@ -7,12 +7,12 @@ import uvicorn
 import uvloop
 
 from deployments.app import router_env
-from deployments.config import AppConfig
-from deployments.embedded_redis import die_with_parent
+from deployments.config.application import AppConfig
+from deployments.serving.embedded_redis import die_with_parent
 
 
 async def _route(config: AppConfig, redis_url: str, port: int) -> None:
-    from deployments.router import Router
+    from deployments.serving.router import Router
 
     router = Router(config, redis_url, None, [], None)
     app = await router.__serve_build_asgi_app__()

@@ -11,8 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from bench.rig.null_engine import NullBatch, NullCodec, NullEngine, NullRequest
-from deployments.embedded_redis import die_with_parent
-from deployments.relay import Relay, RelayConfig
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.serving.embedded_redis import die_with_parent
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig

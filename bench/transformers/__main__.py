@@ -28,8 +28,8 @@ from bench.transformers.decode import Decodes
 from bench.transformers.lengths import PUBLISHED, batches, from_file, published
 from bench.transformers.prefill import MODES, Prefills
 from bench.transformers.report import spread, write_runs, write_table
-from deployments.config import DEMO_MODEL
-from deployments.gang_model import PACKED_ROOM, GangModel, load
+from deployments.config.application import DEMO_MODEL
+from deployments.engines.transformers.model import PACKED_ROOM, GangModel, load
 from policies.prefill import PrefillConfig, decode_layout
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker

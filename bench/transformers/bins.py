@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
-from deployments.gang_batch import GangRunner, Row
-from deployments.gang_model import GangModel
-from deployments.gang_sampling import RowSampling
+from deployments.engines.transformers.batch import GangRunner, Row
+from deployments.engines.transformers.model import GangModel
+from deployments.engines.transformers.sampling import RowSampling
 from policies.gang import GangConfig, LaneView, first_formed
 from policies.multi_bin import MultiBin, MultiBinConfig
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from deployments.gang_cache import AHEAD_COLUMNS, RowsCache, RowsLayer
-from deployments.gang_model import PACKED_ROOM, GangCache, GangModel
-from deployments.gang_packed_cache import PackedCache
+from deployments.engines.transformers.cache import AHEAD_COLUMNS, RowsCache, RowsLayer
+from deployments.engines.transformers.model import PACKED_ROOM, GangCache, GangModel
+from deployments.engines.transformers.packed_cache import PackedCache
 from policies.packing import PackedBatch
 
 

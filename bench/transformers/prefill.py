@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from deployments.gang_model import GangModel
+from deployments.engines.transformers.model import GangModel
 from policies.prefill import PrefillConfig, PrefillMode, prefill_passes
 
 MODES: tuple[PrefillMode, ...] = get_args(PrefillMode)

@@ -4,7 +4,7 @@ import pytest
 
 from bench.compare import _parser, _specs, main
 from bench.servers import ENGINE_ARGUMENTS
-from deployments import cli
+from deployments.command import cli
 from tests.builds import install_build
 
 

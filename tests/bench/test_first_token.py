@@ -10,7 +10,7 @@ from aiohttp import web
 from bench.chat_client import Answer
 from bench.first_token import Pair, _parser, _specs, as_text, main, measure_pairs
 from bench.workload import LoadConfig
-from deployments import cli
+from deployments.command import cli
 from tests.bench.test_load import Handler, serving, whole_stream, write_in_pieces
 from tests.builds import install_build
 

@@ -22,7 +22,7 @@ from bench.servers import (
     sluice,
     vllm_is_for_gpus,
 )
-from deployments.environment import free_port, vllm_is_for_cpus
+from deployments.process.environment import free_port, vllm_is_for_cpus
 from tests.builds import install_build
 
 HEALTHY = """

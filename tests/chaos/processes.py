@@ -17,8 +17,8 @@ from collections import Counter
 
 import uvloop
 
-from deployments.embedded_redis import die_with_parent
-from deployments.relay import Relay, RelayConfig
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.serving.embedded_redis import die_with_parent
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.placement import PrefixIndex, PrefixIndexConfig

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import redis
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Snapshot
 

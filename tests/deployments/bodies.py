@@ -1,7 +1,7 @@
 """Bodies of requests as a router reads them."""
 
-from deployments.request_body import RequestBodies
-from deployments.request_limits import RequestLimits
+from deployments.http.bodies import RequestBodies
+from deployments.http.limits import RequestLimits
 from router.admission import Tenant
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import psutil
 
-from deployments.embedded_redis import embedded_url
+from deployments.serving.embedded_redis import embedded_url
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]

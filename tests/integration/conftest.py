@@ -16,8 +16,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.config import DEMO_MODEL
-from deployments.environment import cpu_env, free_port
+from deployments.config.application import DEMO_MODEL
+from deployments.process.environment import cpu_env, free_port
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice, is_free
 from tests.integration.several_models.models import KEY, settings
 from tests.integration.split import SPLIT_SETTINGS

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.environment import cores_beside_engines
+from deployments.process.environment import cores_beside_engines
 from tests.integration.application import Sluice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

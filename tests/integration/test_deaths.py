@@ -10,7 +10,7 @@ import psutil
 import pytest
 import redis
 
-from deployments.environment import free_port
+from deployments.process.environment import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.integration.traffic import Traffic
 from tests.waiting import wait_until

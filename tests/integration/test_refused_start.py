@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.environment import free_port
+from deployments.process.environment import free_port
 from tests.integration.application import SLUICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

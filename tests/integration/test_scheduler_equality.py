@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from deployments.scheduler_settings import SCHEDULER_CLASS
+from deployments.config.scheduler import SCHEDULER_CLASS
 from policies.types import StepResult
 from tests.virtual_engine import MODEL
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port, one_machine_env, serve_env
+from deployments.process.environment import free_port, one_machine_env, serve_env
+from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
 from tests.waiting import wait_until
 

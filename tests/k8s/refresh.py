@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
-from deployments import config, keys
-from deployments.config import AppConfig
-from deployments.keys import KeyEntry
+from deployments.config import application as config
+from deployments.config.application import AppConfig
+from deployments.http import keys
+from deployments.http.keys import KeyEntry
 from tests.k8s.cases import FILES, golden, values_of
 from tests.k8s.engines import CHART, Helm4, documents, start_helm4
 
@@ -84,7 +85,7 @@ def _draft_07(name: str, model: dict[str, Any], docs: dict[str, str]) -> dict[st
 
 
 def _words(key: str) -> str:
-    return f"{key.replace('_', ' ').capitalize()}; see deployments/config.py."
+    return f"{key.replace('_', ' ').capitalize()}; see deployments/config/application.py."
 
 
 def _clean(schema: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from deployments.config import AppConfig
+from deployments.config.application import AppConfig
 from tests.k8s.engines import CHART, Helm4, RefusedError, application, ray_service
 from tests.k8s.kuberay import ray_service_validator
 from tests.k8s.operator_rules import broken_rules

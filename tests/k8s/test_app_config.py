@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.config import AppConfig
+from deployments.config.application import AppConfig
 from tests.k8s.cases import FILES, named, values_of, with_password
 from tests.k8s.engines import Helm4, Manifest, RefusedError, application, ray_service, start_params
 from tests.k8s.schemas import templates_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.engine_metrics import engine_exposition
+from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
 from tests.k8s.engines import CHART, Helm3, Manifest, documents

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.environment import serve_env
+from deployments.process.environment import serve_env
 from tests.k8s.cases import FILES, golden, values_of, with_password
 from tests.k8s.engines import CHART, Engine, Helm3, Helm4, Manifest, documents, ray_service
 from tests.k8s.operator_rules import broken_rules

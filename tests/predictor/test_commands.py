@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments import cli
+from deployments.command import cli
 from predictor import evaluation
 from predictor.commands import training_config
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
-from deployments.relay import Relay, RelayConfig
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import AdmissionError, ConfigError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig

@@ -14,8 +14,8 @@ import redis as redis_sync
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.admission import Limits, Quota, Refusal, Settlement
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from predictor.learned import Scored

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from deployments import cli
-from deployments.environment import free_port
-from deployments.keys import digest
+from deployments.command import cli
+from deployments.http.keys import digest
+from deployments.process.environment import free_port
 from policies.errors import StateStoreAccessError, StateStoreError
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import Assignment, ReplicaInfo, Ticket

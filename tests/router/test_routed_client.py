@@ -19,9 +19,9 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
-from deployments.embedded_redis import EmbeddedRedis
-from deployments.environment import free_port
-from deployments.relay import Relay, RelayConfig
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.process.environment import free_port
+from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.multi_bin import MultiBin, MultiBinConfig
 from policies.order import VirtualDeadline, VirtualDeadlineConfig

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pytest
 
-from deployments import cli
-from deployments.calibrate import write_profile
-from deployments.config import AppConfig
-from deployments.scheduler_settings import SchedulerSettings
+from deployments.command import cli
+from deployments.command.calibrate import write_profile
+from deployments.config.application import AppConfig
+from deployments.config.scheduler import SchedulerSettings
 from policies.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.order import VirtualDeadlineConfig

@@ -1,4 +1,4 @@
-{{/* Ray Serve's high-throughput mode: deployments/environment.py, serve_env(). */}}
+{{/* Ray Serve's high-throughput mode: deployments/process/environment.py, serve_env(). */}}
 {{- define "sluice.env" -}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}

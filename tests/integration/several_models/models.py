@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from deployments.config import DEMO_MODEL
-from deployments.keys import digest, new_key
+from deployments.config.application import DEMO_MODEL
+from deployments.http.keys import digest, new_key
 from tests.adapters import write_adapter
 
 KEY, NIGHT_KEY = new_key(), new_key()

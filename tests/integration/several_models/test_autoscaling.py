@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import yaml
 
-from deployments.environment import free_port
-from deployments.one_machine import keep_to
+from deployments.command.one_machine import keep_to
+from deployments.process.environment import free_port
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until

@@ -1,0 +1,351 @@
+"""`sluice serve`: the whole application on this machine, from nothing to ready, and back to nothing."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from deployments.config.application import AppConfig
+from deployments.process.environment import address, cores_beside_engines, one_machine_env, serve_env
+from policies.errors import ApplicationStartError
+
+READY_TIMEOUT_S = 60.0
+ENDING_S = 5.0
+# A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
+# "/admin.sock.1234567.tmp".
+MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
+VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
+OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
+
+
+def check_address(host: str, port: int) -> str:
+    """Returns the host as a number, of IPv4 or IPv6.
+
+    Raises:
+        ApplicationStartError: this machine has no such address, or something listens there already; that is named
+            where the system tells.
+    """
+    try:
+        (family, _, _, _, found), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ApplicationStartError(
+            f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?"
+        ) from error
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(found)
+        except OSError as error:
+            raise ApplicationStartError(
+                f"cannot serve on {address(host, port)}: {error.strerror}{_holder(port)}. "
+                "Is Sluice running there already? Stop it, or choose another address with --port."
+            ) from error
+    return str(found[0])
+
+
+def _holder(port: int) -> str:
+    with contextlib.suppress(psutil.Error):  # seeing other users' sockets takes rights that we may not have
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" (by {psutil.Process(connection.pid).name()}, pid {connection.pid})"
+    return ""
+
+
+def fresh_run_dir(port: int) -> Path:
+    """A folder of this user and port, emptied: logs of the last run stay until the next one.
+
+    Raises:
+        ApplicationStartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or
+            another process that called this for the port lives.
+    """
+    run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")
+    if len(str(run_dir)) > MAX_RUN_DIR_CHARS:
+        raise ApplicationStartError(
+            f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
+        )
+    if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
+        raise ApplicationStartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
+    _claim(run_dir)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(mode=0o700)
+    return run_dir
+
+
+def _claim(run_dir: Path) -> None:
+    """For the life of this process, by a lock that the kernel lets go of and that no child of it inherits.
+
+    An address in use does not say it all: while Sluice starts it listens nowhere, and then on one of several hosts.
+
+    Raises:
+        ApplicationStartError: another process holds it, or its file is not ours.
+    """
+    file = run_dir.with_name(f"{run_dir.name}.lock")
+    try:
+        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ApplicationStartError(f"{file}: {error.strerror}. Remove it, or set TMPDIR to another folder") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ApplicationStartError(
+            f"Sluice is running there already, or starting: its files are in {run_dir}. "
+            "Stop it, or choose another port with --port."
+        ) from error
+
+
+def prepare(host: str, port: int) -> Path:
+    """Checks the address and sets the environment; returns the folder of this run.
+
+    Comes before anything that imports Ray, for Ray reads its environment when it is imported, and vLLM imports Ray: too
+    late, it would listen on every interface.
+
+    Raises:
+        ApplicationStartError: the address is taken, the folder is not ours or in use, or Ray has been imported.
+    """
+    if "ray" in sys.modules:
+        raise ApplicationStartError(
+            "Ray has been imported before its environment was set: it would listen on every interface"
+        )
+    number = check_address(host, port)
+    run_dir = fresh_run_dir(port)
+    say(f"logs: {run_dir}/ray/session_latest/logs")
+    env = {**serve_env(), **one_machine_env(run_dir, number, port)}
+    os.environ.update({name: value for name, value in env.items() if name not in os.environ})
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return run_dir
+
+
+@contextlib.contextmanager
+def running(
+    config: AppConfig, run_dir: Path, host: str, port: int, check: Callable[[], None] | None = None
+) -> Iterator[str]:
+    """The application, ready, for the time of the block, after `prepare`; yields its address.
+
+    check: waits for what must be known before anything is loaded; goes on while Ray starts.
+
+    Raises:
+        ApplicationStartError: it does not come up.
+    """
+    with _ray(run_dir, port):
+        if check:
+            check()
+        _deploy(config)
+        url = f"http://{address(host, port)}"
+        _wait_until_healthy(url)
+        with _engines_undisturbed(config):
+            yield url
+
+
+@contextlib.contextmanager
+def _ray(run_dir: Path, port: int) -> Iterator[None]:
+    import ray  # only now, see prepare
+    from ray import serve
+
+    here = psutil.Process()
+    before = set(here.children(recursive=True))
+    say("starting Ray ...")
+    try:
+        _start_ray(run_dir, port)
+        yield
+    finally:
+        started = set(here.children(recursive=True)) - before
+        try:
+            # Ray tells at every end that the controller, which it has just ended, cannot finish its task.
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                contextlib.redirect_stderr(nowhere),
+            ):
+                if ray.is_initialized():  # else Serve would start another Ray in order to shut down
+                    try:
+                        serve.shutdown()
+                    finally:  # also after a second Ctrl-C
+                        ray.shutdown()
+        finally:
+            end(started)
+
+
+def _start_ray(run_dir: Path, port: int) -> None:
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(run_dir / "ray"),
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+    except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
+        raise ApplicationStartError(
+            f"Ray did not start: {error}\nOn a machine that is busy with something else, try again when it is not; "
+            "what Ray says of it is in the folder of logs named above"
+        ) from error
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """Kill what has not ended by itself after ENDING_S.
+
+    Ray gives its raylet a second to end what that has started, and then kills the raylet alone: on a busy machine its
+    agents and workers would go on for up to a minute.
+    """
+    left = _living_after(processes, ENDING_S)
+    for process in left:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            process.kill()
+    for process in _living_after(left, ENDING_S):
+        say(f"process {process.pid} does not end")
+
+
+def _living_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Who lives then; at once when nobody does."""
+    give_up_s = time.monotonic() + timeout_s
+    while (left := [process for process in processes if _lives(process)]) and time.monotonic() < give_up_s:
+        time.sleep(0.05)
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A process that has ended, and that its parent has not asked about yet, does not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _deploy(config: AppConfig) -> None:
+    from ray import serve
+
+    from deployments.app import build
+
+    _check_resources(config)
+    models = config.each_model()
+    replicas = sum(each.engine_replicas for each in models)
+    names = ", ".join(each.public_name for each in models)
+    with _progress(f"loading {names} on {replicas} engine replica{'s' * (replicas > 1)}"):
+        try:
+            serve.run(build(config), name=config.name, route_prefix="/")
+        except RuntimeError as error:
+            raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
+
+
+def _check_resources(config: AppConfig) -> None:
+    """Ray would wait for ever for what this machine does not have."""
+    import ray
+
+    present = ray.cluster_resources()
+    lacking = [
+        f"{amount:g} of {name}, this machine has {present.get(name, 0.0):g}"
+        for name, amount in config.resources.items()
+        if amount > present.get(name, 0.0)
+    ]
+    if lacking:
+        raise ApplicationStartError(
+            f"the replicas need {'; '.join(lacking)}: set --engine-replicas, --num-gpus, or num_gpus, num_cpus and "
+            "resources of engine, router and predictor"
+        )
+
+
+def _why(name: str) -> str:
+    """The last lines of what each deployment says of its failure."""
+    from ray import serve
+
+    application = serve.status().applications[name]
+    messages = [application.message, *(d.message for d in application.deployments.values())]
+    return "\n".join("\n".join(message.strip().splitlines()[-12:]) for message in messages if message)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A line that counts the seconds on a terminal, a plain line elsewhere."""
+    if not sys.stderr.isatty():
+        say(f"{what} ...")
+        yield
+        return
+    done = threading.Event()
+    started_s = time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(0.2):
+            print(f"\r{what} ... {time.monotonic() - started_s:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+        print(file=sys.stderr)
+
+
+def _wait_until_healthy(url: str) -> None:
+    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        try:
+            with no_proxy.open(f"{url}/health", timeout=5) as response:
+                if response.status == 200:
+                    return
+                why = f"status {response.status}"
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() > give_up_s:
+            raise ApplicationStartError(f"{url}/health does not answer as it should: {why}")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
+    """For the time of the block, everything else keeps off one core for each of the engines of the start.
+
+    vLLM's on CPUs: the Transformers engine computes in its replica. Not while the application starts or ends, which
+    uses every core. Processes that come later have their parents' cores, but for engines (`take_all_cores`).
+    """
+    cores, models, here = os.sched_getaffinity(0), config.each_model(), psutil.Process()
+    if any(each.engine.num_gpus or each.gang for each in models):
+        yield
+        return
+    try:
+        beside = cores_beside_engines(cores, sum(each.engine_replicas for each in models))
+        keep_to(beside, (here, *here.children(recursive=True)))
+        yield
+    finally:
+        keep_to(cores, (here, *here.children(recursive=True)))
+
+
+def keep_to(cores: set[int], processes: Iterable[psutil.Process]) -> None:
+    """Move those of the processes that are no engines, thread by thread: each has its own cores."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if not " ".join(process.cmdline()).startswith(VLLM_TITLE):
+                for thread in process.threads():
+                    with contextlib.suppress(OSError):  # it too, or it may not be moved
+                        os.sched_setaffinity(thread.id, cores)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def wait_for_signal() -> None:
+    """Until SIGINT or SIGTERM."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()

@@ -1,0 +1,895 @@
+"""The application's configuration, as it stands in YAML: checked wholly before anything starts.
+
+    applications:
+      - name: sluice
+        import_path: deployments.app:build
+        args: <AppConfig>
+
+Unknown keys are refused with their path. Every default is what `sluice serve` uses.
+"""
+
+import hashlib
+import ipaddress
+import json
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
+
+from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
+from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
+from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang import GangConfig
+from policies.multi_bin import EdgeRule, MultiBinConfig
+from policies.order import VirtualDeadlineConfig
+from policies.placement import PrefixIndex, PrefixIndexConfig
+from policies.prefill import PrefillConfig, PrefillMode
+from policies.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.types import StepCoefficients, StepTimes
+from predictor.batching import BatchingConfig
+from router.admission import ClassLimits
+from router.classifier import Mode
+from router.redis_store import state_version
+from router.routed_client import RoutedClientConfig
+from simulator.profiles import calibrated
+
+Role = Literal["prefill", "decode"]
+"""Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
+
+DEMO = "demo"
+DEMO_NAME = "sluice-demo"
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+DEMO_ARGS = (
+    "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20),
+    # So small a model, left free to, would fill a JSON answer with blanks.
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)  # fmt: skip
+
+
+class Section(BaseModel):
+    """Refuses what it does not know; its errors do not show what was given, which may hold a password."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class ScalingSection(Section):
+    """Between which numbers of replicas, and how long a need must stand."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """Also at no traffic at all: from nothing, no replica would be there to report."""
+    max_replicas: int = Field(ge=1)
+    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """How long the need for more must stand."""
+    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    """How long the need for fewer must stand: longer than loading the model takes."""
+    interval_s: Seconds = 1.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+        return self
+
+
+class AutoscalingSection(ScalingSection):
+    """Shared engine replicas follow the predicted work."""
+
+    slot_use: float = Field(default=0.8, gt=0, lt=1)
+    """Fraction of all slots that should be in use."""
+    max_queue_s: Seconds = 5.0
+    """Longest time that working off the queue should take, by prediction."""
+
+
+class RouterAutoscalingSection(ScalingSection):
+    """Routers follow the CPU that they use."""
+
+    cpu_use: float = Field(default=0.6, gt=0, lt=1)
+    """Cores that a router should use on average; it cannot use much more than one."""
+
+
+class RouterSection(Section):
+    """The deployment that speaks HTTP."""
+
+    replicas: int = Field(default=1, ge=1)
+    """One front end handles about 13 000 tokens/s per core: several for each fast GPU."""
+    autoscaling: RouterAutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    num_cpus: float = Field(default=1, ge=0)
+    max_ongoing_requests: int = Field(default=10_000, ge=1)
+    """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
+    Retry-After."""
+    max_body_bytes: int | None = Field(default=None, ge=1024)
+    """Longer request bodies get 413. null goes by the model: 1 MiB, or 64 MiB where it takes images or sounds, and 32
+    bytes for each token of its context."""
+    max_buffered_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """Bodies of all requests that a router handles together. Beyond it the largest of those still on their way get
+    503."""
+    body_timeout_s: Seconds = 30.0
+    """The longest that a body may take to come; then it gets 408."""
+    max_engine_requests: int = Field(default=256, ge=1)
+    """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
+    max_prompt_logprobs: int = Field(default=1 << 14, ge=1)
+    """Values that `prompt_logprobs` (or `echo` with `logprobs`) may ask for: tokens of the prompt, times one more than
+    the logprobs of each. More get 400. vLLM's front end makes them while all streams of the router wait: a hundred
+    thousand take about a second."""
+    grammar_timeout_s: Seconds = 5.0
+    """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
+    request gets 400."""
+    media_networks: list[IPvAnyNetwork] = []
+    """Networks, as 10.1.0.0/16, from which images, audio and video that a request names by URL are fetched, besides
+    public addresses. Other private, loopback and link-local addresses are refused, also after a redirect. Where routers
+    reach the world by a proxy (HTTP_PROXY), its address must be in one of them; what it fetches is for itself to
+    check."""
+    max_wait_s: Seconds = 600.0
+    """The longest that a request may wait for a replica before it fails."""
+    heartbeat_s: Seconds = 1.0
+    silence_s: Seconds = 10.0
+    """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
+
+    @model_validator(mode="after")
+    def _beats_often_enough(self) -> "RouterSection":
+        if self.silence_s < 3 * self.heartbeat_s:
+            raise ValueError(f"silence_s ({self.silence_s}) must be at least three heartbeat_s ({self.heartbeat_s})")
+        return self
+
+    def build(self) -> RoutedClientConfig:
+        return RoutedClientConfig(
+            max_wait_s=self.max_wait_s,
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+        )
+
+
+class LoraSection(Section):
+    """LoRA adapters over the model, each served by a name of its own, on every replica."""
+
+    adapters: dict[str, str] = Field(min_length=1)
+    """By the name that clients use: a folder that every node has, or a name on the hub."""
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """The highest rank among the adapters; memory is set aside for it."""
+    max_in_step: int = Field(default=4, ge=1)
+    """Adapters that one engine step may use; the engine keeps that many on the device, requests for others wait."""
+
+    def vllm_argv(self) -> list[str]:
+        in_memory = max(len(self.adapters), self.max_in_step)  # all, so that none is read from disk while serving
+        modules = [json.dumps({"name": name, "path": path}) for name, path in self.adapters.items()]
+        limits = ["--max-loras", str(self.max_in_step), "--max-lora-rank", str(self.max_rank)]
+        return ["--enable-lora", *limits, "--max-cpu-loras", str(in_memory), "--lora-modules", *modules]
+
+
+class GangSection(Section):
+    """Batches of the Transformers engine: each runs until its longest request ends."""
+
+    batch_size: int = Field(default=8, ge=1, le=1024)
+    """Most requests of a batch; all are of one bin and class. What memory allows may be less."""
+    max_wait_s: float = Field(default=0.1, ge=0)
+    """How long a request waits for a full batch; 0 starts with what is there, .inf waits for ever."""
+    prefill: PrefillMode = "prepacked"
+    """`prepacked` puts short prompts into shared rows, `padded` gives each a row, `length_ordered` runs prompts of like
+    length together."""
+    max_pass_tokens: int = Field(default=8192, ge=1)
+    """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
+    row_tokens: int | None = Field(default=None, ge=1)
+    """Least tokens of a packed row; null is the longest prompt of the batch."""
+    pack_decode_from: float = Field(default=1.5, ge=1)
+    """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
+    cache) / (packed / padded tokens of a step) is at least this; .inf never."""
+    flash_attention: bool = True
+    """FlashAttention's kernels where they are installed and the model, in 16 bits, can use them; `row_tokens` and
+    `pack_decode_from` do nothing then. false is PyTorch's attention."""
+    shrink: bool = True
+    """Rows leave the batch as they end; false computes all of them until the longest ends."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a batch's cache may hold, padding included; null is by the memory that is free at the start."""
+    gather_s: Seconds = 0.01
+    """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
+
+    def prefill_config(self) -> PrefillConfig:
+        return PrefillConfig(
+            mode=self.prefill,
+            max_pass_tokens=self.max_pass_tokens,
+            row_tokens=self.row_tokens,
+            pack_decode_from=self.pack_decode_from,
+        )
+
+    @model_validator(mode="after")
+    def _is_valid(self) -> Self:
+        GangConfig(batch_size=self.batch_size, max_wait_s=self.max_wait_s)
+        return self
+
+
+class PrefillSection(Section):
+    """Replicas that only read prompts; `engine.replicas` then decode, and read what is not worth the way.
+
+    They are placed as those are, with the same GPUs, model and arguments.
+    """
+
+    replicas: int = Field(default=1, ge=1)
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    resources: dict[str, float] | None = None
+    """Custom Ray resources for each of them; null is those of `engine`."""
+    scheduler: SchedulerSettings = SchedulerSettings(mode="mixed", admission="slots")
+    """Their engine steps."""
+    connector: Literal["nixl", "file"] = "nixl"
+    """How KV caches travel: `nixl` from memory to memory (package nixl), `file` through a folder that both see."""
+    keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
+    """How long a cache is kept for a replica that has not begun to fetch it. It holds its blocks meanwhile."""
+    folder: Path | None = None
+    """Of connector `file`; null is a folder under the temporary ones of this machine."""
+    max_folder_bytes: int = Field(default=4 << 30, ge=1)
+    """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
+    split: Literal["auto", "always", "never"] = "auto"
+    """Which requests: `auto` where reading the prompt would break the class's `itl_s` for those that decode."""
+    min_prompt_tokens: int = Field(default=256, ge=1)
+    """Shorter prompts are never split."""
+    max_wait_s: Seconds = 2.0
+    """Prompts that would wait longer for these replicas go to the others."""
+    bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
+    """Seconds that moving a cache takes, whatever its size."""
+    transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
+    """And for each token; the default is 131 072 bytes over 25 GB/s."""
+
+    def policy(self, max_batch_tokens: int) -> PrefillDecodeConfig:
+        return PrefillDecodeConfig(
+            mode=self.split,
+            min_prompt_tokens=self.min_prompt_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_wait_s=self.max_wait_s,
+            transfer=TransferTimes(overhead_s=self.transfer_overhead_s, s_per_token=self.transfer_s_per_token),
+        )
+
+    def order(self) -> BucketOrderConfig:
+        return BucketOrderConfig(window_s=self.bucket_window_s)
+
+
+class EngineSection(Section):
+    """The deployment that runs the model."""
+
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
+    gang: GangSection = GangSection()
+    """Of the kind `transformers`."""
+    replicas: int = Field(default=1, ge=1)
+    prefill: PrefillSection | None = None
+    """A second group of replicas, which only reads prompts; see docs/prefill-decode.md."""
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs for each replica; 0 runs the CPU build."""
+    num_cpus: float = Field(default=1, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources for each replica, to place it."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of each replica, on top of what the CPU build needs."""
+    bind_host: str | None = None
+    """Numeric address on which a replica listens, and which routers call; None is the node's own in the cluster."""
+    credit_lookahead: int = Field(default=0, ge=0)
+    """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    lora: LoraSection | None = None
+    """Adapters served beside the model."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """What each engine step may do; `mode: stock` is plain vLLM."""
+    start_timeout_s: Seconds = 1800.0
+    """How long loading the model may take."""
+    hang_timeout_s: Seconds = 120.0
+    """An engine that hangs for so long is replaced: longer than its longest step."""
+    drain_timeout_s: Seconds = 3600.0
+    """How long running requests may go on when a replica is told to leave: at least the longest generation."""
+
+    @field_validator("bind_host")
+    @classmethod
+    def _can_be_called(cls, host: str | None) -> str | None:
+        try:
+            everywhere = host is not None and ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            raise ValueError(f"must be a numeric address, got {host!r}") from None
+        if everywhere:
+            raise ValueError(f"{host} is no address that routers on other nodes could call: name one, or leave it out")
+        return host
+
+
+def least_replicas(group: EngineSection | PrefillSection | RouterSection) -> int:
+    """How many there are at the start, and of a group that is scaled at any time."""
+    return group.autoscaling.min_replicas if group.autoscaling else group.replicas
+
+
+class BinsSection(Section):
+    """Bins of predicted output length."""
+
+    count: int = Field(default=4, ge=1, le=64)
+    seconds_per_token: Seconds | None = None
+    """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
+    moment: one while requests are few, for which batches of many bins would take too long to fill."""
+    rule: EdgeRule | None = None
+    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a gang batch), or
+    `fixed`, which keeps `edges`; null is `optimal` with engines of kind transformers, else `equal_mass`."""
+    edges: tuple[float, ...] | None = None
+    """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
+    refit_every: int = Field(default=64, ge=1)
+    window_requests: int = Field(default=4096, ge=8)
+    prompt_buckets: int = Field(default=1, ge=1, le=8)
+    """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
+    does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
+
+    def build(self, gang: GangSection | None = None) -> MultiBinConfig:
+        """Args:
+        gang: how engines take batches, None where they take single requests.
+        """
+        return MultiBinConfig(
+            bins=self.count,
+            seconds_per_token=self.seconds_per_token if gang else None,
+            batch_size=gang.batch_size if gang else GangSection().batch_size,
+            rule=self.rule or ("optimal" if gang else "equal_mass"),
+            initial_edges=self.edges,
+            refit_every=self.refit_every,
+            window_requests=self.window_requests,
+        )
+
+    def buckets(self) -> PromptBuckets | None:
+        """None where prompts are not told apart."""
+        if self.prompt_buckets == 1:
+            return None
+        return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+
+    @model_validator(mode="after")
+    def _is_valid(self) -> "BinsSection":
+        self.build()
+        return self
+
+
+class ClassSection(Section):
+    """A service class."""
+
+    ttft_s: Seconds = 1.0
+    """Target for the first token; smaller goes earlier in the queue."""
+    itl_s: Seconds | None = None
+    """Target between tokens; the engine keeps to the strictest among what it runs. None has no target."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests of this class that may wait; more get 429 with Retry-After."""
+    max_wait_s: Seconds | None = None
+    """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    """How much of `max_waiting`, and of `max_wait_s`, one API key may have; more of its requests get 429 with
+    Retry-After, and the rest stays for others. 1 sets no bound, and requests without a key have none."""
+    fills_idle: bool = False
+    """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
+    one of another class waits that is due earlier."""
+    own_replicas: int = Field(default=0, ge=0)
+    """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    def limits(self) -> ClassLimits:
+        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
+
+
+class PlacementSection(Section):
+    """Which replica takes a request: the one with the least predicted work."""
+
+    prefix_tie_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Replicas whose predicted work differs by less go by the longest known prefix of the prompt: about what reading a
+    typical prefix again would cost. 0 does without."""
+    prefix_entries: int = Field(default=65536, ge=1)
+    """(replica, block of 64 tokens) pairs that a router remembers, some 200 bytes each."""
+
+    def prefixes(self) -> PrefixIndex:
+        return PrefixIndex(PrefixIndexConfig(max_entries=self.prefix_entries))
+
+
+class KeysSection(Section):
+    """API keys. Without a source here and without SLUICE_API_KEYS in the environment, anyone may ask."""
+
+    file: Path | None = None
+    """YAML file of keys, see deployments/http/keys.py; read again when it changes."""
+    redis: bool = False
+    """Keys in Redis, written by `sluice keys new --store`."""
+
+
+class OrderSection(Section):
+    """Order of waiting requests: a virtual deadline, arrival + class target + weight x predicted work."""
+
+    work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Seconds of head start that one second less of predicted work is worth."""
+
+
+class WorkSection(Section):
+    """Step times by which predicted work is counted; only their ratios matter while all replicas are alike.
+
+    Defaults: Llama-3.1-8B in bf16 on an H100, beta at context 512, derived from AIConfigurator's kernel tables.
+    """
+
+    profile: Path | None = None
+    """A file that `sluice calibrate` wrote for this model and hardware, in the place of the three numbers below."""
+    prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
+    decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
+    decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
+    batch_size: int = Field(default=32, ge=1)
+    """Requests that usually share a decode step."""
+    default_output_tokens: int = Field(default=256, ge=1)
+    """Assumed until a class has been seen."""
+
+    def build(self) -> StepTimes:
+        """Raises ConfigError when the profile cannot be used."""
+        if self.profile is not None:
+            return calibrated(self.profile)
+        prefill = StepCoefficients(overhead_s=0.0, prefill_s=self.prefill_s_per_token)
+        decode = StepCoefficients(overhead_s=self.decode_step_s, decode_s=self.decode_s_per_request)
+        mixed = StepCoefficients(
+            overhead_s=self.decode_step_s, prefill_s=self.prefill_s_per_token, decode_s=self.decode_s_per_request
+        )
+        return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
+
+
+class PredictorSection(Section):
+    """What foresees the length of an answer."""
+
+    kind: Literal["histogram", "bert"] = "histogram"
+    """`histogram` knows classes only; `bert` reads prompts, and leaves the word to it when late or worse."""
+    place: Literal["replicas", "router"] = "replicas"
+    """In replicas of its own, or inside each router process."""
+    checkpoint: Path | None = None
+    """What `sluice predictor train` wrote; None is the one that comes with Sluice."""
+    replicas: int = Field(default=1, ge=1)
+    num_gpus: float = Field(default=0, ge=0)
+    num_cpus: float = Field(default=1, ge=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
+    deadline_s: Seconds = 0.015
+    """The longest that a request waits for its prediction."""
+    max_batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens scored together, at most: batches begin with 512 and become what the machine does in half the deadline."""
+    max_wait_s: float = Field(default=0.002, ge=0, le=0.1)
+    """How long an idle predictor waits for company for a prompt."""
+    max_waiting: int = Field(default=256, ge=1)
+    """Prompts that may wait for the predictor; for more the histogram stands in at once."""
+    cache_entries: int = Field(default=8192, ge=0)
+
+    @property
+    def own_replicas(self) -> int:
+        """Replicas that it has to itself; 0 inside the routers."""
+        return self.replicas if self.kind == "bert" and self.place == "replicas" else 0
+
+    def batching(self) -> BatchingConfig:
+        return BatchingConfig(
+            max_batch_tokens=self.max_batch_tokens,
+            max_wait_s=self.max_wait_s,
+            max_age_s=self.deadline_s,
+            max_waiting=self.max_waiting,
+            cache_entries=self.cache_entries,
+        )
+
+
+def _default_classes() -> dict[str, ClassSection]:
+    return {
+        "interactive": ClassSection(ttft_s=0.5),
+        "standard": ClassSection(ttft_s=2.0),
+        "offline": ClassSection(ttft_s=60.0, fills_idle=True),
+    }
+
+
+_LORA_ARGS = {"--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
+
+
+_SET_ELSEWHERE = {
+    "--model": "model",
+    "--served-model-name": "served_model_name",
+    "--host": "HTTP options of Serve",
+    "--port": "HTTP options of Serve",
+    "--api-server-count": "router.replicas",
+    "--api-key": "keys",
+    # Of such an engine routers would be offered the slots of one rank: relays ask rank 0.
+    "--data-parallel-size": "engine.replicas",
+    "-dp": "engine.replicas",
+}
+
+
+# Ray Serve and HAProxy listen in its place.
+_OF_VLLMS_SERVER = {
+    "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
+    "--uds", "--grpc", "--headless",
+}  # fmt: skip
+
+
+# What vLLM's front end does by statistics that are off here, or by a queue of its own.
+_NOT_IN_ROUTERS = {
+    "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
+    "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
+    "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
+    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
+}
+
+
+# The class in `deployments.engines.vllm.kv_files`.
+FILE_CONNECTOR = "FileConnector"
+
+
+# Each multiplies the GPUs of an engine.
+_PARALLEL = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+)
+
+
+# Whoever sets these counts on another placement, precision or adapters of the model than the Transformers engine has.
+_NOT_FOR_TRANSFORMERS = {
+    *(name for names in _PARALLEL for name in names),
+    "--enable-expert-parallel", "--quantization", "-q", "--speculative-config", "--scheduler-cls",
+    "--additional-config", "--kv-transfer-config", *_LORA_ARGS,
+}  # fmt: skip
+
+
+# With these the arguments do not say how many GPUs an engine has here.
+_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes"}
+
+
+# Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
+CPU_MEMORY_SHARE = 0.6
+_MEMORY = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
+
+
+def why_refused(option: str) -> str | None:
+    """Why `vllm_args` cannot have an option of vLLM's, with hyphens; None where they can."""
+    if option in _SET_ELSEWHERE:
+        return f"{option} is set by {_SET_ELSEWHERE[option]}, not by vllm_args"
+    if option in _OF_VLLMS_SERVER:
+        return f"{option} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
+    return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
+
+
+def why_one_worker(workers: int) -> str | None:
+    """Why engines that move caches through files cannot have so many workers; None where they can."""
+    if workers == 1:
+        return None
+    return (
+        f"engine.prefill.connector: file keeps one file for each prompt, and {workers} workers of an engine "
+        "would each write theirs into it: take nixl"
+    )
+
+
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    """Options of a command line, with hyphens, and their values; "" where none follows."""
+    found: dict[str, str] = {}
+    for arg, following in zip_longest(argv, argv[1:], fillvalue=""):
+        if arg.startswith("-"):
+            name, _, value = arg.partition("=")
+            found[name.replace("_", "-")] = value or following
+    return found
+
+
+def _gpus_used(argv: Sequence[str]) -> int | None:
+    """GPUs of one engine by vLLM's arguments; None where they do not say."""
+    return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
+
+
+def _workers(argv: Sequence[str]) -> int | None:
+    """Parts into which vLLM's arguments split one engine, wherever they run; None where it is for vLLM to complain."""
+    given = _options(argv)
+    sizes = [next((given[name] for name in names if name in given), "1") for names in _PARALLEL]
+    return prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else None
+
+
+class ModelSection(Section):
+    """A model and the engines that run it."""
+
+    model: str
+    """A local folder, the name of a model on the hub, or `demo` for the small model that comes with Sluice."""
+    served_model_name: str | None = None
+    """The name that clients use; None is `model`, and `sluice-demo` for `demo`."""
+    vllm_args: tuple[str, ...] = ()
+    """Further arguments as `vllm serve` takes them, one item each; those that suit `demo` go before them."""
+    engine: EngineSection = EngineSection()
+    work: WorkSection = WorkSection()
+
+    @property
+    def public_name(self) -> str:
+        return self.served_model_name or (DEMO_NAME if self.model == DEMO else self.model)
+
+    def sharing_memory(self, engines: int) -> Self:
+        """With a part of the machine's memory for each of so many engines on its processors, if nothing says how much:
+        vLLM would take nearly all of it for each."""
+        takes_what_it_needs = self.model == DEMO or self.engine.kind != "vllm" or self.engine.num_gpus
+        said = _options(self.vllm_args).keys() & _MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env
+        if takes_what_it_needs or said:
+            return self
+        share = ("--gpu-memory-utilization", f"{CPU_MEMORY_SHARE / engines:.3g}")
+        return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's own, and those of its adapters."""
+        return (self.public_name, *(self.engine.lora.adapters if self.engine.lora else ()))
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        if argv and not argv[0].startswith("-"):
+            raise ValueError(f"must begin with an option, got {argv[0]!r}")
+        for name in _options(argv):
+            if (why := why_refused(name)) is not None:
+                raise ValueError(why)
+        return argv
+
+    @model_validator(mode="after")
+    def _names_adapters_in_one_place(self) -> Self:
+        given = _options(self.vllm_args).keys()
+        if self.engine.lora and (clash := given & _LORA_ARGS):
+            raise ValueError(f"{sorted(clash)} in vllm_args: engine.lora sets what they say")
+        return self
+
+    @model_validator(mode="after")
+    def _asks_its_kind_of_engine(self) -> Self:
+        engine = self.engine
+        if engine.kind == "vllm" and engine.gang != GangSection():
+            raise ValueError("engine.gang: an engine of kind vllm takes single requests, set engine.kind: transformers")
+        if engine.kind == "vllm":
+            return self
+        if engine.prefill:
+            raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
+        if engine.lora:
+            raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
+        if engine.credit_lookahead:
+            raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
+        if engine.scheduler != SchedulerSettings():
+            raise ValueError("engine.scheduler: an engine of kind transformers has no scheduler, see engine.gang")
+        given = _options(self.vllm_args).keys()
+        if clash := given & _NOT_FOR_TRANSFORMERS:
+            raise ValueError(f"{sorted(clash)} in vllm_args: an engine of kind transformers runs on one device, as is")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_scheduler(self) -> Self:
+        given = _options(self.vllm_args).keys()
+        if self.engine.scheduler.mode != "stock" and (clash := given & {"--scheduler-cls", "--additional-config"}):
+            raise ValueError(f"{sorted(clash)} in vllm_args need engine.scheduler.mode: stock")
+        return self
+
+    @model_validator(mode="after")
+    def _uses_the_gpus_that_it_holds(self) -> Self:
+        gpus = self.engine.num_gpus
+        if self.engine.kind == "vllm" and gpus >= 1 and (used := _gpus_used(self.vllm_args)) not in (None, gpus):
+            raise ValueError(
+                f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: "
+                f"{' times '.join(name for name, _ in _PARALLEL)} must be as many"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _moves_caches_one_way(self) -> Self:
+        given = _options(self.vllm_args).keys()
+        clash = given & {"--kv-transfer-config", "--scheduler-cls", "--additional-config"}
+        if self.engine.prefill is not None and clash:
+            raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
+        by_file = self.engine.prefill is not None and self.engine.prefill.connector == "file"
+        if by_file and (why := why_one_worker(_workers(self.vllm_args) or 1)) is not None:
+            raise ValueError(why)
+        return self
+
+
+class AppConfig(ModelSection):
+    """One model behind one address, or several."""
+
+    more_models: tuple[ModelSection, ...] = ()
+    """Further models, each with engines and a key space of its own; everything else is shared."""
+    name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """Keeps the shared state of several applications apart in one Redis database."""
+    redis_url: SecretStr | None = None
+    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only.
+    One with a password is named by SLUICE_REDIS_URL instead: Ray logs what stands here."""
+    redis_ca_certs: str | None = None
+    """File of CA certificates for rediss://."""
+    mode: Mode = "full"
+    """`full` serves by the policies; `stock` first come, first served, to the replica with the fewest requests;
+    `shadow` serves as stock does and counts what the policies would have done."""
+    router: RouterSection = RouterSection()
+    bins: BinsSection = BinsSection()
+    order: OrderSection = OrderSection()
+    placement: PlacementSection = PlacementSection()
+    keys: KeysSection = KeysSection()
+    predictor: PredictorSection = PredictorSection()
+    classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
+    default_class: str = "standard"
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return url
+
+    @model_validator(mode="after")
+    def _knows_its_default_class(self) -> "AppConfig":
+        for name in self.classes:
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", name):
+                raise ValueError(f"class {name!r} must be a letter and up to 63 letters, digits, - and _")
+        if self.default_class not in self.classes:
+            raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _scales_what_it_counts(self) -> "AppConfig":
+        own = sorted(name for name, section in self.classes.items() if section.own_replicas)
+        if own and any(section.engine.autoscaling for section in (self, *self.more_models)):
+            raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
+        return self
+
+    @model_validator(mode="after")
+    def _predicts_waits_by_work(self) -> "AppConfig":
+        """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
+        if self.mode == "full":
+            return self
+        limited = sorted(name for name, section in self.classes.items() if section.max_wait_s is not None)
+        if limited:
+            raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
+        if any(section.engine.autoscaling for section in (self, *self.more_models)):
+            raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
+        return self
+
+    @model_validator(mode="after")
+    def _sets_what_its_engines_heed(self) -> "AppConfig":
+        kinds = {section.engine.kind for section in (self, *self.more_models)}
+        if "transformers" not in kinds:
+            for name in ("seconds_per_token", "prompt_buckets"):
+                if getattr(self.bins, name) != BinsSection.model_fields[name].default:
+                    raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
+        if "vllm" not in kinds:
+            held = sorted(name for name, section in self.classes.items() if section.itl_s is not None)
+            if held:
+                raise ValueError(f"itl_s (of {held}) is held by engines of kind vllm, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _splits_by_policy(self) -> "AppConfig":
+        if self.mode != "full" and any(section.engine.prefill for section in (self, *self.more_models)):
+            raise ValueError(f"engine.prefill is a policy of mode: full, not of mode: {self.mode}")
+        return self
+
+    @model_validator(mode="after")
+    def _tells_models_apart(self) -> "AppConfig":
+        names = [name for section in (self, *self.more_models) for name in section.served_names]
+        if len(set(names)) < len(names):
+            raise ValueError(f"names of models and adapters must differ, got {names}")
+        return self
+
+    def named_redis(self) -> str | None:
+        """The URL that stands here, or else in the environment of whoever starts the application; a secret."""
+        return self.redis_url.get_secret_value() if self.redis_url else os.environ.get(REDIS_URL_ENV)
+
+    def each_model(self) -> list["AppConfig"]:
+        """The configuration of every model by itself."""
+        own = {name: getattr(self, name) for name in ModelSection.model_fields}
+        sections = [own, *({name: getattr(each, name) for name in own} for each in self.more_models)]
+        return [self.model_copy(update={**section, "more_models": ()}) for section in sections]
+
+    @property
+    def engine_replicas(self) -> int:
+        """Shared ones and those of classes, at the start."""
+        groups = [group for group in (self.engine, self.engine.prefill) if group is not None]
+        return sum(map(least_replicas, groups)) + sum(section.own_replicas for section in self.classes.values())
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What all replicas of all models take at the start of Ray's resources, by their names."""
+        groups = [
+            (least_replicas(self.router), {"CPU": self.router.num_cpus}),
+            (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
+        ]
+        for each in self.each_model():
+            groups += each._engine_groups()
+        taken: defaultdict[str, float] = defaultdict(float)
+        for replicas, resources in groups:
+            for name, amount in resources.items():
+                taken[name] += replicas * amount
+        return dict(taken)
+
+    def _engine_groups(self) -> list[tuple[int, dict[str, float]]]:
+        """Of this model: how many replicas, and what each of them takes."""
+        engine, prefill = self.engine, self.engine.prefill
+        cores_and_gpus = {"CPU": engine.num_cpus, "GPU": engine.num_gpus}
+        reading = least_replicas(prefill) if prefill else 0
+        groups = [(self.engine_replicas - reading, cores_and_gpus | engine.resources)]
+        if prefill:
+            placed = engine.resources if prefill.resources is None else prefill.resources
+            groups.append((reading, cores_and_gpus | placed))
+        return groups
+
+    def namespace(self, engine_version: str) -> str:
+        """Where the shared state lives: apart for whatever makes answers different.
+
+        In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one,
+        and replicas that move KV caches in another way must not be paired with them. Nor may another version of Sluice
+        read tables that it would write otherwise.
+        """
+        kind = [self.engine.kind] if self.engine.kind != "vllm" else []
+        cache = [self.engine.prefill.connector] if self.engine.prefill else []
+        what = json.dumps([state_version(), engine_version, self.vllm_argv(), *kind, *cache])
+        return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+    def prefill_namespace(self, engine_version: str) -> str:
+        """Where the shared state of the replicas lives that only prefill."""
+        return f"{self.namespace(engine_version)}:prefill"
+
+    def vllm_argv(self) -> list[str]:
+        """The arguments for vLLM on both sides."""
+        model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
+        name = ["--served-model-name", self.public_name] if self.public_name != model else []
+        args = ("--disable-log-stats", "--no-enable-log-requests", *args, *self.vllm_args)
+        lora = self.engine.lora.vllm_argv() if self.engine.lora else []
+        return ["--model", model, *name, *args, *lora]
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether vLLM is told to compile nothing."""
+        return {"--enforce-eager", "--no-enforce-eager"} & _options(self.vllm_argv()).keys() == {"--enforce-eager"}
+
+    def engine_argv(self, role: Role = "decode") -> list[str]:
+        """The arguments for vLLM on an engine replica."""
+        prefill = self.engine.prefill
+        # What this machine's processor does well is no part of the model's identity: machines may differ in it.
+        dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in _options(self.vllm_args) else []
+        argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill, role) if prefill is not None else [])]
+        if (settings := self.scheduler_settings(role)) is None:
+            return argv
+        told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})
+        return [*argv, "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
+
+    def scheduler_settings(self, role: Role = "decode") -> SchedulerSettings | None:
+        """Of an engine replica; None where it runs vLLM's own scheduler, or none."""
+        prefill = self.engine.prefill
+        settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
+        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
+        if prefill is None and not planned:
+            return None
+        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
+        return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
+
+    def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
+        """Both sides get the same but for what they do: caches go from those that prefill to those that decode."""
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        settings: dict[str, Any] = {"kv_role": kv_role, "kv_load_failure_policy": "recompute"}
+        if prefill.connector == "nixl":
+            settings["kv_connector"] = "NixlConnector"
+            settings["kv_connector_extra_config"] = {"kv_lease_duration": int(prefill.keep_s)}
+        else:
+            folder = prefill.folder or Path(tempfile.gettempdir(), f"sluice-kv-{os.getuid()}-{self.name}")
+            settings["kv_connector"], settings["kv_connector_module_path"] = (
+                FILE_CONNECTOR,
+                "deployments.engines.vllm.kv_files",
+            )
+            settings["kv_connector_extra_config"] = {
+                "folder": str(folder),
+                "max_bytes": prefill.max_folder_bytes,
+                "keep_s": prefill.keep_s,
+            }
+        if self.engine.num_gpus == 0:
+            settings["kv_buffer_device"] = "cpu"
+        return ["--kv-transfer-config", json.dumps(settings)]
+
+    def itl_targets(self) -> dict[str, float | None]:
+        """Of every class, what decode replicas hold."""
+        settings = self.engine.scheduler
+        return {
+            name: settings.class_itl_targets_s.get(name, section.itl_s or settings.itl_target_s)
+            for name, section in self.classes.items()
+        }
+
+    @property
+    def gang(self) -> GangSection | None:
+        """How engines take batches, None where they take single requests."""
+        return self.engine.gang if self.engine.kind == "transformers" else None
+
+    def order_config(self) -> VirtualDeadlineConfig:
+        targets = {name: section.ttft_s for name, section in self.classes.items()}
+        return VirtualDeadlineConfig(
+            class_targets_s=targets,
+            default_target_s=targets[self.default_class],
+            work_weight=self.order.work_weight,
+        )

@@ -1,0 +1,146 @@
+"""Reads the bodies of requests, whole, before the application sees anything of them: each bounded, all together, and
+in a bounded time."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.types import Message, Receive
+
+from deployments.http.limits import RequestLimits, why_refused
+from policies.errors import SluiceError
+
+IN_A_THREAD_BYTES = 16 << 10  # what takes longer to judge than a thread takes to start
+RETRY_AFTER_S = 1
+
+
+class BodyError(SluiceError):
+    """A body that is not served, with the status that says why."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ClientLeftError(SluiceError):
+    """Before its body was whole."""
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A body that is not whole yet."""
+
+    deadline: asyncio.Timeout | None = None
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    gave_way: bool = False
+
+
+class RequestBodies:
+    """All bodies of one process."""
+
+    def __init__(self, limits: RequestLimits, *, max_buffered_bytes: int, timeout_s: float) -> None:
+        """Args:
+        max_buffered_bytes: of all bodies together, until their exchange ends. Beyond it the largest of those that are
+            not whole yet is given up: whoever sends slowly, or much, gives way.
+        timeout_s: from the first byte of a body to its last.
+        """
+        self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
+        self._incoming: set[_Incoming] = set()
+        self.buffered_bytes = 0
+
+    @property
+    def too_large(self) -> BodyError:
+        most = self.limits.max_body_bytes
+        return BodyError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {most} bytes (router.max_body_bytes)")
+
+    def is_too_large(self, declared_bytes: float) -> bool:
+        return declared_bytes > self.limits.max_body_bytes
+
+    @contextlib.asynccontextmanager
+    async def reading(self, receive: Receive) -> AsyncIterator[bytes]:
+        """One body, counted until the end of the block.
+
+        Raises:
+            BodyError: it is too large or late, asks for too much, or there is no room for it now.
+            ClientLeftError: nobody waits for an answer.
+        """
+        size = 0
+        try:
+            body = await self._read(receive)
+            size = len(body)
+            await self._judge(body)
+            yield body
+        finally:
+            self.buffered_bytes -= size
+
+    async def _judge(self, body: bytes) -> None:
+        if len(body) < IN_A_THREAD_BYTES:
+            why = why_refused(body, self.limits)
+        else:
+            why = await asyncio.to_thread(why_refused, body, self.limits)
+        if why is not None:
+            raise BodyError(HTTPStatus.BAD_REQUEST, why)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """Its size stays counted when it is whole, and only then."""
+        incoming = _Incoming()
+        try:
+            async with asyncio.timeout(self._timeout_s) as incoming.deadline:
+                return await self._whole(incoming, receive)
+        except BaseException as error:
+            self.buffered_bytes -= incoming.size
+            if isinstance(error, TimeoutError):
+                raise self._given_up(incoming) from error
+            raise
+        finally:
+            self._incoming.discard(incoming)
+
+    async def _whole(self, incoming: _Incoming, receive: Receive) -> bytes:
+        self._incoming.add(incoming)
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError("the client left before its body was whole")
+            self._take(incoming, message.get("body", b""))
+            if not message.get("more_body", False):
+                return incoming.parts[0] if len(incoming.parts) == 1 else b"".join(incoming.parts)
+
+    def _take(self, incoming: _Incoming, part: bytes) -> None:
+        incoming.parts.append(part)
+        incoming.size += len(part)
+        self.buffered_bytes += len(part)
+        if self.is_too_large(incoming.size):
+            raise self.too_large
+        if self.buffered_bytes > self._max_buffered_bytes:
+            largest = max(self._incoming, key=lambda each: each.size)
+            if largest is incoming:
+                raise self._no_room
+            assert largest.deadline is not None, "it has one from before its first byte"
+            largest.gave_way = True
+            largest.deadline.reschedule(0)
+
+    def _given_up(self, incoming: _Incoming) -> BodyError:
+        if incoming.gave_way:
+            return self._no_room
+        return BodyError(HTTPStatus.REQUEST_TIMEOUT, f"the body was not whole within {self._timeout_s:g} s")
+
+    @property
+    def _no_room(self) -> BodyError:
+        return BodyError(HTTPStatus.SERVICE_UNAVAILABLE, "no room for this body now (router.max_buffered_bytes)")
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """The body in one message, then what comes after it: that the client leaves."""
+    is_sent = False
+
+    async def receive_again() -> Message:
+        nonlocal is_sent
+        if is_sent:
+            return await receive()
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,0 +1,369 @@
+"""What Sluice adds around vLLM's HTTP application: keys, limits, classes, timing and the log of requests.
+
+`Server-Timing` splits a response's time so far, in milliseconds: `queue` is the wait for a replica's slot, `engine` the
+time from slot to the latest token, network included, `framework` the rest: parsing, tokenizing, formatting. A streamed
+response carries the times up to its first chunk.
+
+The request id is Ray Serve's work: it takes `X-Request-Id` from the client or makes one, and echoes it; vLLM builds its
+own ids on it, so it stands in every log line and ticket.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
+from inspect import isawaitable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from deployments.http.bodies import RETRY_AFTER_S, BodyError, ClientLeftError, RequestBodies, replay
+from deployments.http.keys import KeyRing
+from policies.errors import AdmissionError, InputError, SluiceError
+from router.admission import Tenant
+from router.timing import HttpContext, current
+
+logger = logging.getLogger(__name__)
+
+Charge = Callable[[Tenant | None, float], Awaitable[None]]
+
+REQUEST_ID_HEADER = "X-Request-Id"
+CLASS_HEADER = "X-Sluice-Class"
+EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
+MAX_EXPECTED_TOKENS = 10_000_000
+MAX_DIGITS = 18
+MAX_REQUEST_ID_CHARS = 128
+UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
+OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
+READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
+LEAVE_S = 5.0  # for whoever listens to see that its client has left
+MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
+HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
+WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
+CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
+
+
+def route_path(scope: Scope) -> str:
+    """The path without the `route_prefix` under which Ray Serve has the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def error_response(status: int, message: str, kind: str) -> JSONResponse:
+    """In the shape of OpenAI's errors."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+def status_of(error: SluiceError) -> tuple[HTTPStatus, str]:
+    """Of a request that may not queue, or waited in vain: the status, and its type in OpenAI's errors."""
+    if isinstance(error, AdmissionError):
+        return HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequests"
+    if isinstance(error, InputError):
+        return HTTPStatus.BAD_REQUEST, "BadRequest"
+    return HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable"
+
+
+def _only_reads(path: str) -> bool:
+    """It tokenizes what it is sent, and asks no engine: other requests are charged when they are queued."""
+    return path in READING_PATHS or path.endswith(("/render", "/derender"))
+
+
+def _number(text: str) -> float | None:
+    """A header's whole number; infinite beyond MAX_DIGITS, because `int` refuses thousands of digits."""
+    if not text.isdecimal():
+        return None
+    return int(text) if len(text) <= MAX_DIGITS else math.inf
+
+
+def log_causes(app: Starlette) -> None:
+    """Of an application that has just been built: an exception that it answers with a server error reaches the log.
+    vLLM (0.32) says of most no more than the client gets, which may be nothing."""
+    for kind, handler in list(app.exception_handlers.items()):
+        app.exception_handlers[kind] = _with_cause_logged(handler)
+    app.middleware_stack = None  # building vLLM's makes it, with the handlers of then
+
+
+def _with_cause_logged(handler: Callable[[Request, Exception], Any]) -> Callable[[Request, Exception], Any]:
+    async def handle(request: Request, error: Exception) -> Any:
+        response = handler(request, error)
+        if isawaitable(response):
+            response = await response
+        if response is None or response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.error("%s failed", request.scope["path"], exc_info=error)
+        return response
+
+    return handle
+
+
+class SluiceMiddleware:
+    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        bodies: RequestBodies,
+        classes: Collection[str],
+        default_class: str,
+        keys: KeyRing,
+        charge: Charge,
+    ) -> None:
+        """Args:
+        charge: takes tokens out of a key's allowance, or raises AdmissionError.
+        """
+        self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
+        self._classes, self._default_class = frozenset(classes), default_class
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket: nobody would ask it for a key
+            await WebSocketClose()(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        tenant = self._tenant(headers)
+        default_class = (tenant and tenant.default_class) or self._default_class
+        request_id = headers.get(REQUEST_ID_HEADER, "")
+        slo_class = headers.get(CLASS_HEADER, default_class)
+        context = HttpContext(time.monotonic(), slo_class, tenant, request_id=request_id)
+        context.max_engine_requests = self._bodies.limits.max_engine_requests
+        current.set(context)
+        exchange = _Exchange(send, context)
+        refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
+        try:
+            if refusal is not None or scope["method"] in WITHOUT_BODY:
+                await _until_it_is_over(refusal or self._app, scope, receive, exchange)
+            else:
+                async with self._bodies.reading(receive) as body:
+                    if _only_reads(route_path(scope)):
+                        await self._charge(tenant, len(body) / BYTES_PER_TOKEN)
+                    await _until_it_is_over(self._app, scope, replay(body, receive), exchange)
+        except BodyError as error:
+            await _refused_body(error)(scope, receive, exchange.send)
+        except ClientLeftError:
+            pass  # nobody is there to be told; it is logged as that
+        except AdmissionError as error:
+            await exchange.refuse(error)
+        except Exception:
+            if not await exchange.broke_off():
+                raise
+        finally:
+            if route_path(scope) not in UNLOGGED_PATHS:
+                _log(scope, exchange)
+
+    def _tenant(self, headers: Headers) -> Tenant | None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
+
+    def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
+        if tenant is not None or not self._keys.required or route_path(scope) in OPEN_PATHS:
+            return None
+        response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+    def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
+        if self._bodies.is_too_large(_number(headers.get("content-length", "")) or 0):
+            return _refused_body(self._bodies.too_large)
+        if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
+            return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
+        if context.slo_class not in self._classes:
+            known = ", ".join(sorted(self._classes))
+            return error_response(
+                400, f"{CLASS_HEADER}: no class {context.slo_class!r}; there are {known}", "BadRequest"
+            )
+        if context.tenant is not None and not context.tenant.may_use(context.slo_class):
+            return error_response(403, f"this key may not use class {context.slo_class!r}", "Forbidden")
+        expected = headers.get(EXPECTED_HEADER)
+        if expected is not None:
+            tokens = _number(expected) or 0
+            if not 0 < tokens <= MAX_EXPECTED_TOKENS:
+                return error_response(400, f"{EXPECTED_HEADER} must be a number of tokens", "BadRequest")
+            context.expected_tokens = int(tokens)
+        return None
+
+
+def _refused_body(error: BodyError) -> Response:
+    """What is left of it is read and thrown away, so that its client reads why; not of a body that is late."""
+    response = error_response(error.status.value, str(error), error.status.phrase.replace(" ", ""))
+    if error.status is HTTPStatus.REQUEST_TIMEOUT:
+        response.headers["Connection"] = "close"
+    if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+class _Incoming:
+    """What an application receives. Once the exchange is over that its client has left, also where it waits already."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._waits, self._is_over = receive, set[asyncio.Timeout](), False
+
+    async def receive(self) -> Message:
+        if not self._is_over:
+            try:
+                async with asyncio.timeout(None) as wait:
+                    self._waits.add(wait)
+                    try:
+                        return await self._receive()
+                    finally:
+                        self._waits.discard(wait)
+            except TimeoutError:
+                if not self._is_over:  # not ours
+                    raise
+        return {"type": "http.disconnect"}
+
+    def end(self) -> None:
+        self._is_over = True
+        for wait in self._waits:
+            wait.reschedule(-math.inf)
+
+
+async def _until_it_is_over(app: ASGIApp, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+    """Ray Serve says by the message that a client has left, and by cancelling us that this or a time limit ends it.
+
+    vLLM runs its handlers in tasks of their own, which end by the message and which a cancellation would not reach: so
+    we say it too, and end what the engines do for it ourselves. The application has the time to hear of it, and only
+    what does not listen is cancelled.
+    """
+    incoming = _Incoming(receive)
+    serving = asyncio.ensure_future(app(scope, incoming.receive, exchange.send))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        incoming.end()
+        try:
+            await exchange.end()
+            if not serving.done():
+                await asyncio.wait([serving], timeout=LEAVE_S)
+        finally:
+            serving.cancel()
+
+
+class _Exchange:
+    """One response on its way out: holds its start back until the first piece of body, of a stream until a request of
+    it is queued, then adds our headers.
+
+    So a request that was refused a place in the queue is answered as that, with its status, also where vLLM has begun a
+    stream for it already.
+    """
+
+    def __init__(self, send: Send, context: HttpContext) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._held: list[Message] = []
+        self._is_over = False
+        self.context, self.status = context, 0
+        self.error: str | None = None
+
+    async def send(self, message: Message) -> None:
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None:
+            if (refusal := self.context.refusal) is not None:
+                await self.refuse(refusal)
+                return
+            if self._may_be_refused(self._start, message):
+                self._held.append(message)
+                return
+            await self._begin(self._start)
+            self.error = _error_in(self.status, message)
+        await self._send(message)
+
+    async def end(self) -> None:
+        """Nothing more goes out, and no engine works for it any longer."""
+        self._is_over = True
+        await self.context.end()
+
+    async def broke_off(self) -> bool:
+        """The application has failed. True when its client got a refusal for that; else it got what was held."""
+        if self._start is None:
+            return False
+        if (refusal := self.context.refusal) is None:
+            if self._held:
+                await self._begin(self._start)
+            return False
+        await self.refuse(refusal)
+        return True
+
+    def _may_be_refused(self, start: Message, message: Message) -> bool:
+        """It is of a stream, and not its end, that no engine request stands behind yet."""
+        if self.context.queued or len(self._held) == HELD_PIECES or not message.get("more_body", False):
+            return False
+        return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+    async def _begin(self, start: Message) -> None:
+        self._start, self.status = None, start["status"]
+        MutableHeaders(scope=start)["Server-Timing"] = self.server_timing()
+        await self._send(start)
+        held, self._held = self._held, []
+        for message in held:
+            await self._send(message)
+
+    async def refuse(self, refused: SluiceError) -> None:
+        status, kind = status_of(refused)
+        response = error_response(status.value, str(refused), kind)
+        if isinstance(refused, AdmissionError):
+            response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
+        self._start, self._is_over, self.status, self.error = None, True, response.status_code, str(refused)
+        headers = response.raw_headers
+        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    def server_timing(self) -> str:
+        return ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in split_time(self.context).items())
+
+
+def _error_in(status: int, message: Message) -> str | None:
+    """What a response that is an error says of itself, in OpenAI's shape or another."""
+    if status < HTTPStatus.BAD_REQUEST:
+        return None
+    text: str = message.get("body", b"")[:MAX_ERROR_BYTES].decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # another shape, or longer
+        return str(json.loads(text)["error"]["message"])
+    return text
+
+
+def split_time(context: HttpContext) -> dict[str, float]:
+    """Seconds so far: queue, engine, framework; they add up to the time since the request came in."""
+    total_s = time.monotonic() - context.received_s
+    submitted_s = min((t.submitted_s for t in context.timings), default=None)
+    assigned_s = min((t.assigned_s for t in context.timings if t.assigned_s is not None), default=None)
+    last_s = max((t.last_token_s for t in context.timings if t.last_token_s is not None), default=None)
+    queue_s = assigned_s - submitted_s if assigned_s is not None and submitted_s is not None else 0.0
+    engine_s = last_s - assigned_s if last_s is not None and assigned_s is not None else 0.0
+    return {"queue": queue_s, "engine": engine_s, "framework": total_s - queue_s - engine_s}
+
+
+def _log(scope: Scope, exchange: _Exchange) -> None:
+    times = {f"{name}_s": round(seconds, 5) for name, seconds in split_time(exchange.context).items()}
+    tokens = sum(timing.output_tokens for timing in exchange.context.timings)
+    logger.info(
+        "request",
+        extra={
+            "request_id": exchange.context.request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": exchange.status or CLIENT_LEFT,
+            "slo_class": exchange.context.slo_class,
+            "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
+            "output_tokens": tokens,
+            "outcomes": [timing.outcome for timing in exchange.context.timings],
+            "error": exchange.error,
+            **times,
+        },
+    )

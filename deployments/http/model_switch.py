@@ -1,0 +1,157 @@
+"""Several models behind one address: each request goes to the front end of the model that it names.
+
+The name stands in the body, so the body is read before it is passed on. With one model none of this is in the way.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http.middleware import error_response, route_path
+
+logger = logging.getLogger(__name__)
+MODELS_PATH = "/v1/models"
+_OF_THE_BODY = (b"content-length", b"content-type")
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+class ModelSwitch:
+    """`apps` by every name that clients may use, of models and of their adapters. A request without a known name goes
+    to the first, which answers for itself: vLLM takes a missing name for its own model and answers 404 to another."""
+
+    def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
+        self._by_name, self._apps = apps, list(dict.fromkeys(apps.values()))
+        self._names = [next(name for name in apps if apps[name] is app) for app in self._apps]
+        self._first = self._apps[0]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._first(scope, receive, send)
+        elif scope["method"] == "GET" and route_path(scope) == MODELS_PATH:
+            await (await self._models(scope))(scope, receive, send)
+        elif scope["method"] == "GET" and route_path(scope) == "/health":
+            await (await self._health(scope))(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._first(scope, receive, send)
+        else:
+            try:
+                body, more = await _read(receive)
+            except HTTPException as error:  # too large
+                await error_response(error.status_code, error.detail, "BadRequest")(scope, receive, send)
+                return
+            app = self._by_name.get(_name(body) or "", self._first)
+            await app(scope, _replayed(body, more), send)
+
+    async def _models(self, scope: Scope) -> Response:
+        """Every model's own entry, but for those that answer with an error, under the headers of the first that does
+        not: they say which pages of other sites may read the list. Where all fail, the first one's answer."""
+        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
+        for name, reply in zip(self._names, replies, strict=True):
+            if reply.status != HTTPStatus.OK:
+                logger.error("%s is missing in %s: its front end answered %d", name, MODELS_PATH, reply.status)
+        listed = [reply for reply in replies if reply.status == HTTPStatus.OK]
+        if not listed:
+            return _passed_on(replies[0])
+        data = [model for reply in listed for model in json.loads(reply.body)["data"]]
+        response = JSONResponse({"object": "list", "data": data})
+        response.raw_headers += [(name, value) for name, value in listed[0].headers if name not in _OF_THE_BODY]
+        return response
+
+    async def _health(self, scope: Scope) -> Response:
+        """Well when every model is."""
+        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
+        return Response(status_code=max(reply.status for reply in replies))
+
+
+def _name(body: bytes) -> str | None:
+    try:
+        return _named.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _name_by_python(body)
+
+
+def _name_by_python(body: bytes) -> str | None:
+    """vLLM reads bodies as Python does, which allows NaN, half of a surrogate pair, a byte order mark."""
+    try:
+        read = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # whoever gets it says what is wrong with it
+    name = read.get("model") if isinstance(read, dict) else None
+    return name if isinstance(name, str) else None
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body; its size is limited further up."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts), _after(message, receive)
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts), receive
+
+
+def _after(first: Message, receive: Receive) -> Receive:
+    """That message once more, and then what follows."""
+    held = [first]
+
+    async def next_message() -> Message:
+        return held.pop() if held else await receive()
+
+    return next_message
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    return _after({"type": "http.request", "body": body, "more_body": False}, receive)
+
+
+@dataclass
+class _Reply:
+    """One application's answer, whole."""
+
+    status: int = 500
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    body: bytes = b""
+
+
+def _passed_on(reply: _Reply) -> Response:
+    response = Response(reply.body, reply.status)
+    response.raw_headers = reply.headers
+    return response
+
+
+async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
+    """One application's answer to a request without a body; 500 when it raises instead."""
+    reply = _Reply()
+
+    async def keep(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            reply.status, reply.headers = message["status"], list(message["headers"])
+        else:
+            reply.body += message.get("body", b"")
+
+    async def nothing_more() -> Message:
+        """Until the answer is there, and whoever listens for a disconnect is stopped."""
+        return await asyncio.Future()
+
+    try:
+        await app(dict(scope), _replayed(b"", nothing_more), keep)
+    except Exception:  # of whatever kind: the other models answer all the same
+        logger.exception("a front end failed on %s", scope["path"])
+        reply.status = HTTPStatus.INTERNAL_SERVER_ERROR
+    return reply

@@ -1,0 +1,182 @@
+"""The deployment that runs the model: an engine core and the relay in front of it."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.config.application import AppConfig, Role
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.process.environment import nixl_env, set_up_gpu_engine
+from deployments.process.logs import log_as_json
+from deployments.process.loopback import keep_to_loopback
+from deployments.serving.autoscaling import Stats, fleet_stats
+from deployments.serving.engine_start import started_engine
+from deployments.serving.lifetime import Lifetime
+from deployments.serving.live_control import LiveControl
+from deployments.serving.redis_server import redis_ready
+from policies.errors import ConfigError, ReplicaLostError
+from router.redis_store import RedisStateStore, check_access, connect
+from router.state_store import ReplicaInfo
+
+logger = logging.getLogger(__name__)
+
+
+def _require_nixl() -> None:
+    """Its backend is a package of its own, for one version of CUDA. Raises ConfigError where either does not import."""
+    try:
+        import nixl  # noqa: F401
+    except ImportError as error:
+        import torch
+
+        cuda = torch.version.cuda or "12"  # without CUDA either backend runs
+        raise ConfigError(
+            f"engine.prefill.connector: nixl needs the package of that name ({error}): pip install --no-deps "
+            f"nixl==1.5.1 nixl-cu{cuda.split('.')[0]}==1.5.1, or set connector: file"
+        ) from error
+
+
+def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
+    """A cache that is read with another layout is garbage, and nobody would notice.
+
+    Whoever registers second sees the other: so no unequal pair stays.
+
+    Raises:
+        ConfigError: a replica of the other group differs.
+    """
+    for other in others:
+        if other.kv_layout != mine.kv_layout:
+            raise ConfigError(
+                f"this {role} replica has {mine.kv_layout!r}, and {other.replica_id} of the other group has "
+                f"{other.kv_layout!r}: KV caches travel only between equals. Give both groups the same vllm_args, "
+                "model files and hardware, or name --block-size and --dtype in vllm_args"
+            )
+
+
+def _prepare_environment(config: AppConfig) -> str:
+    """For the engine, before anything of it is imported.
+
+    Returns:
+        The address to listen on.
+
+    Raises:
+        ConfigError: caches are to travel by NIXL, which is not installed.
+    """
+    if config.engine.num_gpus:
+        set_up_gpu_engine(config.engine.env)
+    host = config.engine.bind_host or ray.util.get_node_ip_address()
+    if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
+        os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
+        _require_nixl()  # it may read its environment when it is imported
+    return host
+
+
+class EngineReplica:
+    """One engine. Ray Serve places, watches, scales and ends it; requests reach it through the relay alone."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self,
+        config: AppConfig,
+        redis_url: str,
+        redis_server: DeploymentHandle | None,
+        classes: tuple[str, ...] = (),
+        role: Role = "decode",
+    ) -> None:
+        self._config, self._role, self._lifetime = config, role, Lifetime()
+        self._resources = self._lifetime.resources
+        log_as_json()
+        keep_to_loopback()
+        await self._lifetime.start(self._start(redis_url, redis_server, classes))
+        info = self._relay.info
+        logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
+
+    async def _start(self, redis_url: str, redis_server: DeploymentHandle | None, classes: tuple[str, ...]) -> None:
+        await redis_ready(redis_server)
+        await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
+        host = _prepare_environment(self._config)
+        self._engine = await started_engine(self._config, self._role)
+        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
+        self._connect(redis_url)
+        settings = self._config.scheduler_settings(self._role)
+        self._live_control = LiveControl(self._store, settings, self._engine.control)
+        self._relay = self._relay_at(host, classes)
+        self._resources.push_async_callback(self._relay.close)
+        check = None if self._config.engine.prefill is None else self._check_pairs
+        # Whoever has loaded a model does not throw it away for a moment without Redis.
+        await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
+        self._relay.repeat(self._live_control.follow, "live control")
+        self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
+
+    def _connect(self, redis_url: str) -> None:
+        """The tables of this group of replicas, and those of the other one."""
+        redis = connect(redis_url, self._config.redis_ca_certs)
+        self._resources.push_async_callback(redis.aclose)
+        version = self._engine.engine_version
+        decode = RedisStateStore(redis, self._config.namespace(version))
+        prefill = RedisStateStore(redis, self._config.prefill_namespace(version))
+        self._store, self._others = (prefill, decode) if self._role == "prefill" else (decode, prefill)
+
+    async def _check_pairs(self) -> None:
+        """To be called once the other group can see this replica.
+
+        Raises:
+            ConfigError: as `check_pairs`.
+            StateStoreError: the shared state does not answer.
+        """
+        check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
+
+    def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
+        """Of the engine that is loaded; it listens once it is started."""
+        config = self._config
+        return Relay(
+            engine=self._engine,
+            store=self._store,
+            info=ReplicaInfo(
+                replica_id=serve.get_replica_context().replica_id.unique_id,
+                host=host,
+                port=0,
+                max_model_len=self._engine.max_model_len,
+                max_batch_tokens=self._engine.max_batch_tokens,
+                classes=classes,
+                gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
+                silence_s=config.router.silence_s,
+                kv_layout=self._engine.kv_layout,
+            ),
+            config=RelayConfig(
+                credit_lookahead=config.engine.credit_lookahead,
+                heartbeat_s=config.router.heartbeat_s,
+                hang_timeout_s=config.engine.hang_timeout_s,
+                step_times=None if config.mode == "stock" else config.work.build(),
+                prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
+            ),
+        )
+
+    async def record_autoscaling_stats(self) -> Stats:
+        """Ray Serve asks for it where replicas are scaled."""
+        return fleet_stats(await self._store.snapshot())
+
+    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change settings of the engines' schedulers between two steps; see `LiveControl.change`."""
+        return await self._live_control.change(changes)
+
+    def check_health(self) -> None:
+        if not self._relay.healthy:
+            raise ReplicaLostError("the engine core has died, or hangs")
+
+    async def __del__(self) -> None:
+        """Ray Serve awaits this before it ends the replica, within the drain timeout."""
+        await self._lifetime.end()
+
+    async def _drain(self) -> None:
+        timeout_s = self._config.engine.drain_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                # What is taken until then has as long again, and what waits now waits no longer than max_wait_s.
+                await self._relay.drain(min(timeout_s / 2, self._config.router.max_wait_s))
+        except TimeoutError:
+            logger.warning("drain timed out, ending with requests running")

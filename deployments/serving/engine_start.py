@@ -1,0 +1,88 @@
+"""From an engine's settings to an engine that can serve, within the time that it has for that."""
+
+import asyncio
+import multiprocessing
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from ray._private.worker import global_worker
+
+from deployments.config.application import AppConfig, Role
+from deployments.process.environment import check_build
+from deployments.process.heavy_imports import heavy_imports
+from deployments.process.logs import last_error, last_line
+from policies.errors import EngineStartError
+
+
+async def started_engine(config: AppConfig, role: Role) -> Any:
+    """Loaded, asked once what it admits, with its adapters.
+
+    Of one that does not come so far no process is left.
+
+    Raises:
+        EngineStartError: it did not start, or not within `engine.start_timeout_s`, or does not take its adapters.
+        ConfigError: its settings are wrong.
+    """
+    try:
+        async with asyncio.timeout(config.engine.start_timeout_s) as limit:
+            engine = await _build(config, role)
+            await _make_ready(engine)
+            return engine
+    except asyncio.CancelledError:
+        _kill_engine_cores()
+        raise
+    except TimeoutError as error:
+        if not limit.expired():  # the engine's own, of something else
+            raise
+        _kill_engine_cores()
+        raise EngineStartError(await _too_late(config)) from error
+
+
+async def _build(config: AppConfig, role: Role) -> Any:
+    with heavy_imports():
+        from deployments.engines.vllm.adapter import parse_vllm_args
+
+    args = parse_vllm_args(config.engine_argv(role))
+    if config.gang is None:
+        check_build(config.engine.num_gpus)
+        return await _vllm(args)
+    from deployments.engines.transformers.engine import TransformersEngine
+
+    return await asyncio.to_thread(TransformersEngine, args, config.gang, asyncio.get_running_loop())
+
+
+async def _vllm(args: Namespace) -> Any:
+    from deployments.engines.vllm.adapter import VllmEngine
+
+    try:
+        return await asyncio.to_thread(VllmEngine, args)
+    except RuntimeError as error:  # it says "see above", and above is the log of this process
+        why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
+        raise EngineStartError(f"the engine did not start: {why or error}") from error
+
+
+async def _make_ready(engine: Any) -> None:
+    """An answer may never come where the engine hangs; the caller's deadline is for that."""
+    try:
+        await engine.status()  # from now on it knows what it would admit
+        await engine.load_adapters()
+    except Exception as error:  # of whatever kind: nobody will hear of this engine, so nobody else would end it
+        await asyncio.to_thread(engine.shutdown)
+        raise EngineStartError(
+            f"the engine has loaded, but cannot serve: {str(error) or type(error).__name__}"
+        ) from error
+
+
+def _kill_engine_cores() -> None:
+    """vLLM would wait for them without end, in a thread that nothing else ends."""
+    for engine_core in multiprocessing.active_children():
+        engine_core.kill()
+
+
+async def _too_late(config: AppConfig) -> str:
+    logs = [Path(path) for path in (global_worker.get_out_file_path(), global_worker.get_err_file_path())]
+    return (
+        f"the engine did not start within {config.engine.start_timeout_s:g} s (engine.start_timeout_s); "
+        f"its log ends with: {await asyncio.to_thread(last_line, logs)}"
+    )

@@ -1,0 +1,281 @@
+"""One model's front end in a router: vLLM's own OpenAI application over the routed engine client."""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import redis.asyncio as redis
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+
+from deployments.config.application import AppConfig, PrefillSection, least_replicas
+from deployments.engines.vllm.grammars import Grammars
+from deployments.http.middleware import log_causes
+from deployments.process.heavy_imports import heavy_imports
+from deployments.process.logs import vllm_logs_as_json
+from deployments.serving.engine_metrics import engine_exposition
+from deployments.serving.predictor import learned_predictor
+from policies.errors import ReplicaLostError, SluiceError, StateStoreError
+from policies.multi_bin import MultiBin
+from policies.order import VirtualDeadline
+from policies.prefill_decode import BucketOrder, PrefillDecode
+from predictor.histogram import HistogramPredictor
+from predictor.learned import LearnedPredictor
+from router.admission import Door, Tenant
+from router.background import BackgroundTasks
+from router.classifier import Classifier
+from router.clock import MonotonicClock, SharedClock
+from router.metrics import ProcessPage, RouterMetrics, SplitMetrics, shared_exposition
+from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.redis_store import RedisStateStore
+from router.routed_client import RoutedClient
+from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
+
+if TYPE_CHECKING:
+    from deployments.engines.vllm.adapter import VllmCodec
+
+REPLICA_POLL_S = 0.2
+
+
+class FrontEnd:
+    """Build it with `start`; what it opens is closed with `resources`."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        client: "redis.Redis",
+        predictor: DeploymentHandle | None,
+        *,
+        speaks_for_process: bool = True,
+    ) -> None:
+        """Args:
+        speaks_for_process: its page has what this process counts besides: one of several models' has.
+        """
+        self._config, self._redis, self._predictor = config, client, predictor
+        self.name, self.names = config.public_name, config.served_names
+        self.router_id = uuid.uuid4().hex[:12]
+        process = ProcessPage({"router": self.router_id}, MonotonicClock()) if speaks_for_process else bytes
+        self._of_model = {"model": self.name}
+        self._of_router = {**self._of_model, "router": self.router_id}
+        self.metrics = RouterMetrics(labels=self._of_router, process=process)
+
+    async def start(self, resources: AsyncExitStack) -> FastAPI:
+        """vLLM's application, once a replica of this model is there.
+
+        Raises:
+            ReplicaLostError: none registers within the time that loading a model may take.
+            StateStoreError: the shared state cannot be reached.
+        """
+        with heavy_imports():
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+
+            from deployments.engines.transformers.step import unsupported
+            from deployments.engines.vllm.adapter import (
+                ENGINE_VERSION,
+                RoutedAsyncLLM,
+                VllmCodec,
+                as_front_end_of_any_model,
+                has_logits_processors,
+                parse_vllm_args,
+            )
+            from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
+
+        self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
+        self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
+        args = parse_vllm_args(self._config.vllm_argv())
+        if self._config.gang:
+            args = as_front_end_of_any_model(args)
+        infos = await self._enough_replicas()
+        self.max_model_len = args.max_model_len = min(info.max_model_len for info in infos)
+        self._max_batch_tokens = min(info.max_batch_tokens for info in infos)
+        learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
+        self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
+        resources.push_async_callback(self.routed.close)
+        await self.routed.start()
+        self._llm = RoutedAsyncLLM(
+            args,
+            self.routed,
+            unsupported if self._config.gang else None,
+            self._config.router.max_prompt_logprobs,
+        )
+        if not self._config.gang:
+            self._llm.compile_grammars_with(self._grammars(resources))
+        self.takes_media = bool(self._llm.model_config.is_multimodal_model)
+        tasks = await self._llm.get_supported_tasks()
+        fetch_media_from_allowed_addresses(self._config.router.media_networks)
+        args.enable_offline_docs = not args.disable_fastapi_docs
+        app: FastAPI = build_app(args, tasks, self._llm.model_config)
+        log_causes(app)
+        await init_app_state(self._llm, app.state, args, tasks)
+        vllm_logs_as_json()
+        app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
+        return app
+
+    async def charge(self, tenant: Tenant | None, tokens: float) -> None:
+        """As `RoutedClient.charge`: a key's allowance is one for all models."""
+        await self.routed.charge(tenant, tokens)
+
+    def _grammars(self, resources: AsyncExitStack) -> Grammars:
+        failures = self.metrics.task_failures
+        background = BackgroundTasks(lambda task: failures.labels(task).inc())
+        resources.push_async_callback(background.close)
+        grammars = Grammars(self._llm.vllm_config, self._config.router.grammar_timeout_s, background)
+        resources.push_async_callback(grammars.close)
+        return grammars
+
+    def check_health(self) -> None:
+        """Raises SluiceError when vLLM's front end reads no more outputs, as it does after one that it cannot process.
+
+        It answers 500 from then on. What it says of engine replicas that are missing is no matter of this process.
+        """
+        if self._llm.errored:
+            raise SluiceError(f"the front end of {self.name} reads no more outputs")
+
+    def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> RoutedClient[Any, Any]:
+        config = self._config
+        options: dict[str, Any] = {
+            "router_id": self.router_id,
+            "door": Door({name: section.limits() for name, section in config.classes.items()}),
+            "clock": MonotonicClock(),
+            "config": config.router.build(),
+        }
+        answering = options | {
+            "store": self._store,
+            "classifier": self._classifier(learned),
+            "shared_clock": SharedClock(),
+            "metrics": self.metrics,
+        }
+        if config.engine.prefill is None:
+            return RoutedClient(codec=codec, **answering)
+        return self._split_client(config.engine.prefill, codec, options, answering)
+
+    def _split_client(
+        self, prefill: PrefillSection, codec: "VllmCodec", options: dict[str, Any], answering: dict[str, Any]
+    ) -> RoutedClient[Any, Any]:
+        """With a second pool of replicas, which reads prompts."""
+        metrics = SplitMetrics(self.metrics.registry)
+        policy = PrefillDecode(prefill.policy(self._max_batch_tokens), self._config.work.build())
+        reading: RoutedClient[Any, Any] = RoutedClient(
+            codec=codec,
+            store=self._prefill_store,
+            classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics),
+            shared_clock=SharedClock(),
+            metrics=RouterMetrics("prefill", self._of_router),
+            **options,
+        )
+        return SplitClient(
+            pool=PrefillPool(reading, codec, metrics),
+            policy=policy,
+            split_codec=codec,
+            split_metrics=metrics,
+            split_config=SplitConfig(
+                cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=self._config.itl_targets()
+            ),
+            **answering,
+        )
+
+    async def _enough_replicas(self) -> list[ReplicaInfo]:
+        """For what they settled on. Until enough of this model are there, a redeploy leaves the old routers on."""
+        start_timeout_s = self._config.engine.start_timeout_s
+        give_up_s = time.monotonic() + start_timeout_s
+        while not await self._are_enough(infos := await self._store.replica_infos()):
+            if time.monotonic() > give_up_s:
+                break
+            await asyncio.sleep(REPLICA_POLL_S)
+        if not infos:
+            raise ReplicaLostError(f"no engine replica of {self.name} within {start_timeout_s} s")
+        return infos
+
+    async def _are_enough(self, infos: Sequence[ReplicaInfo]) -> bool:
+        """Half of those that serve all classes, for every request comes to them from now on; one where other routers
+        send requests to it already."""
+        if (await self._store.snapshot()).routers:
+            return bool(infos)
+        return 2 * sum(not info.classes for info in infos) >= least_replicas(self._config.engine)
+
+    def _classifier(self, learned: LearnedPredictor | None) -> Classifier:
+        config = self._config
+        return Classifier(
+            predictor=HistogramPredictor(config.bins.window_requests),
+            bins=MultiBin(config.bins.build(config.gang)),
+            order=VirtualDeadline(config.order_config()),
+            step_times=config.work.build(),
+            shared_batch_size=config.work.batch_size,
+            default_output_tokens=config.work.default_output_tokens,
+            metrics=self.metrics,
+            prefixes=config.placement.prefixes(),
+            prefix_tie_s=config.placement.prefix_tie_s,
+            mode=config.mode,
+            learned=learned,
+            fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
+            buckets=config.bins.buckets() if config.gang else None,
+        )
+
+    async def metrics_pages(self) -> list[bytes]:
+        """Of all routers, as each published it last, and of the shared state; of this router alone while that is away.
+
+        Also this router's own: a page of now would show more than the next one, if that comes from another router.
+        """
+        try:
+            of_routers = await self._store.all_metrics()
+            pages = list(of_routers.values())
+            if self.router_id not in of_routers:
+                pages.append(self.metrics.exposition())
+            pages.append(shared_exposition(await self._store.snapshot(), self._of_model))
+            pages.append(engine_exposition(await self.routed.statuses(), self._of_model))
+            if isinstance(self.routed, SplitClient):
+                pages.append(shared_exposition(await self._prefill_store.snapshot(), self._of_model, "prefill"))
+                pages += (await self._prefill_store.all_metrics()).values()
+        except StateStoreError:
+            return [self.metrics.exposition()]
+        return pages
+
+    async def status(self) -> dict[str, Any]:
+        """Bins, replicas and what each engine says of itself.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        snapshot = await self._store.snapshot()
+        engines = await self.routed.statuses()
+        reading = await self._prefill_store.snapshot() if isinstance(self.routed, SplitClient) else None
+        return {
+            "model": self.name,
+            "routers": snapshot.routers,
+            **_pool(snapshot, engines),
+            "overtaken_s": round(snapshot.overtaken_s, 3),
+            "bin_edges_tokens": _as_json(self.routed.bin_edges),
+            "bucket_edges_tokens": _as_json(self.routed.bucket_edges),
+            **({} if reading is None else {"prefill": _pool(reading, engines)}),
+        }
+
+
+def _as_json(edges: Sequence[float]) -> list[float | None]:
+    return [edge if math.isfinite(edge) else None for edge in edges]
+
+
+def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
+        "waiting_s": round(snapshot.waiting_s, 4),
+        "replicas": {
+            replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
+            for replica_id, load in snapshot.replicas.items()
+        },
+    }
+
+
+def _load(load: ReplicaLoad) -> dict[str, float]:
+    return {
+        "slots": load.slots,
+        "running": load.running,
+        "credit": load.credit,
+        "outstanding_s": round(load.outstanding_s, 4),
+        "slowness": round(load.slowness, 3),
+    }

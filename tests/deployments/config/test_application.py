@@ -1,0 +1,471 @@
+"""The configuration as YAML gives it: plain mappings."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.app import engine_env
+from deployments.config import application as config_module
+from deployments.config.application import DEMO_ARGS, AppConfig
+from policies.multi_bin import MultiBin
+from policies.order import VirtualDeadline
+from tests.deployments.refused_args import REFUSED_ARGS
+
+
+def config(**settings: Any) -> AppConfig:
+    return AppConfig.model_validate({"model": "m", **settings})
+
+
+def refused(**settings: Any) -> dict[str, str]:
+    """What is wrong, by path."""
+    with pytest.raises(ValidationError) as caught:
+        config(**settings)
+    return {".".join(map(str, error["loc"])): error["msg"] for error in caught.value.errors()}
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    *sections, name = path.split(".")
+    settings: dict[str, Any] = {name: value}
+    for section in reversed(sections):
+        settings = {section: settings}
+    return settings
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["nonsense", "router.nonsense", "engine.nonsense", "bins.nonsense", "order.nonsense", "work.nonsense"],
+)
+def test_an_unknown_key_is_refused_with_its_path(path: str) -> None:
+    assert refused(**nested(path, 1)) == {path: "Extra inputs are not permitted"}
+
+
+def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
+    assert "classes.standard.nonsense" in refused(classes={"standard": {"nonsense": 1}})
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("router.replicas", [0, 1.5, "many"]),
+        ("router.num_cpus", [-1]),
+        ("router.max_ongoing_requests", [0]),
+        ("router.max_body_bytes", [1023]),
+        ("classes.standard.max_waiting", [0]),
+        ("classes.standard.max_key_share", [0, -0.1, 1.01, math.nan]),
+        ("router.max_wait_s", [0, -1, math.inf, math.nan]),
+        ("router.heartbeat_s", [0, math.inf]),
+        ("router.silence_s", [0, math.nan]),
+        ("engine.replicas", [0]),
+        ("engine.num_gpus", [-1]),
+        ("engine.num_cpus", [-1]),
+        ("engine.credit_lookahead", [-1]),
+        ("engine.bind_host", ["0.0.0.0", "::", "localhost", "10.0.0", ""]),
+        ("engine.kind", ["tgi"]),
+        ("engine.gang.batch_size", [0, 1025]),
+        ("engine.gang.max_wait_s", [-1, math.nan]),
+        ("engine.gang.prefill", ["packed"]),
+        ("engine.gang.max_pass_tokens", [0]),
+        ("engine.gang.row_tokens", [0]),
+        ("engine.gang.kv_cache_tokens", [0]),
+        ("engine.gang.gather_s", [0]),
+        ("engine.start_timeout_s", [0]),
+        ("engine.drain_timeout_s", [0, math.inf]),
+        ("bins.count", [0, 65]),
+        ("bins.rule", ["nonsense"]),
+        ("bins.refit_every", [0]),
+        ("bins.window_requests", [7]),
+        ("bins.prompt_buckets", [0, 9]),
+        ("order.work_weight", [-1, math.nan, math.inf]),
+        ("work.prefill_s_per_token", [-1, math.inf]),
+        ("work.decode_step_s", [-1, math.inf]),
+        ("work.decode_s_per_request", [-1, math.inf]),
+        ("work.batch_size", [0]),
+        ("work.default_output_tokens", [0]),
+        ("classes.standard.ttft_s", [0, -1, math.inf]),
+        ("name", ["", "a b", "x" * 65, "{brace}"]),
+        ("vllm_args", ["--max-model-len 8", ["stray"]]),
+        ("redis_url", [6379, "http://localhost:6379", "localhost"]),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_its_path(path: str, values: list[Any]) -> None:
+    for value in values:
+        assert path in refused(**nested(path, value)), value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fd00::7"])
+def test_an_engine_may_listen_on_an_address_of_its_own(host: str) -> None:
+    assert config(engine={"bind_host": host}).engine.bind_host == host
+
+
+def test_the_model_must_be_named() -> None:
+    with pytest.raises(ValidationError, match="model"):
+        AppConfig.model_validate({})
+
+
+def test_a_silence_shorter_than_three_heartbeats_is_refused() -> None:
+    wrong = refused(router={"heartbeat_s": 2.0, "silence_s": 5.0})
+    assert "silence_s (5.0) must be at least three heartbeat_s (2.0)" in wrong["router"]
+
+
+@pytest.mark.parametrize("edges", [[0, 10], [0, 10, 5], [0, 10, 10]])
+def test_edges_that_do_not_fit_the_bins_are_refused(edges: list[float]) -> None:
+    assert "ascending" in refused(bins={"count": 2, "edges": edges})["bins"]
+
+
+def test_a_default_class_that_does_not_exist_is_refused() -> None:
+    assert "'gold'" in refused(default_class="gold")[""]
+    assert config(classes={"gold": {}}, default_class="gold").default_class == "gold"
+
+
+@pytest.mark.parametrize(("argv", "where"), REFUSED_ARGS)
+def test_arguments_for_vllm_that_have_a_setting_of_their_own_or_no_effect_are_refused(
+    argv: list[str], where: str
+) -> None:
+    assert where in refused(vllm_args=argv)["vllm_args"]
+
+
+def test_other_arguments_for_vllm_come_after_ours() -> None:
+    argv = config(served_model_name="s", vllm_args=["--max-model-len", "8"]).vllm_argv()
+    assert argv[:4] == ["--model", "m", "--served-model-name", "s"]
+    assert argv[-2:] == ["--max-model-len", "8"]
+
+
+def test_another_model_argument_or_engine_version_keeps_its_shared_state_apart() -> None:
+    mine = config().namespace("vllm-1")
+    assert mine == config(redis_url="redis://elsewhere", engine={"replicas": 3}).namespace("vllm-1")
+    others = [config(model="n"), config(name="n"), config(vllm_args=["--dtype", "float32"])]
+    assert len({mine, config().namespace("vllm-2"), *(other.namespace("vllm-1") for other in others)}) == 5
+
+
+def test_another_version_of_the_tables_keeps_its_shared_state_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = config().namespace("vllm-1")
+    monkeypatch.setattr("deployments.config.application.state_version", lambda: "of tomorrow")
+    assert config().namespace("vllm-1") != mine
+
+
+def test_defaults_build_what_the_router_needs() -> None:
+    made = config()
+    assert len(MultiBin(made.bins.build()).edges) == made.bins.count + 1
+    assert made.work.build().decode.overhead_s == made.work.decode_step_s
+    order = VirtualDeadline(made.order_config())
+    keys = [order.key(0.0, slo_class, 1.0, 10) for slo_class in ("interactive", "standard", "offline")]
+    assert keys == sorted(keys)
+
+
+def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
+    plain, gangs = config(), config(engine={"kind": "transformers", "gang": {"batch_size": 16, "max_wait_s": math.inf}})
+    assert (plain.gang, plain.bins.build(plain.gang).rule) == (None, "equal_mass")
+    assert gangs.gang is not None
+    bins = gangs.bins.build(gangs.gang)
+    assert (bins.rule, bins.batch_size) == ("optimal", 16)
+    assert config(bins={"rule": "equal_mass"}).bins.build(gangs.gang).rule == "equal_mass"
+    assert plain.namespace("v") != gangs.namespace("v")
+    assert "--scheduler-cls" not in gangs.engine_argv()
+
+
+def test_a_replica_that_takes_whole_batches_has_no_use_for_a_lookahead() -> None:
+    assert "whole batches" in refused(engine={"kind": "transformers", "credit_lookahead": 1})[""]
+
+
+GANGS = {"kind": "transformers"}
+
+
+def test_an_engine_that_serves_no_adapters_refuses_their_names() -> None:
+    assert "--lora-modules" in refused(engine=GANGS, vllm_args=["--lora-modules", "a=/adapters/a"])[""]
+
+
+@pytest.mark.parametrize(("name", "value"), [("seconds_per_token", 0.01), ("prompt_buckets", 2)])
+def test_bins_that_only_gangs_fill_need_an_engine_that_takes_them(name: str, value: float) -> None:
+    assert f"bins.{name} is of gang batches" in refused(bins={name: value})[""]
+    mixed = config(bins={name: value}, more_models=[{"model": "n", "engine": GANGS}])
+    plain, gangs = mixed.each_model()
+    assert (plain.gang, plain.bins.build(plain.gang).seconds_per_token) == (None, None)
+    assert gangs.bins.build(gangs.gang).seconds_per_token == mixed.bins.seconds_per_token
+
+
+def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
+    assert config().bins.buckets() is None
+    buckets = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16}).bins.buckets()
+    assert buckets is not None
+    for _ in range(16):
+        for prompt_tokens in (10, 200, 900, 4000):
+            buckets.assign(prompt_tokens)
+    assert len(buckets.edges) == 4
+
+
+def test_an_engine_is_not_told_what_it_would_not_do() -> None:
+    assert "engine.gang" in refused(engine={"gang": {"batch_size": 4}})[""]
+    assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
+    assert "itl_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"itl_s": 0.05}})[""]
+    for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
+        assert "one device" in refused(engine=GANGS, vllm_args=[argument, "2"])[""]
+
+
+def test_every_setting_reaches_what_is_built() -> None:
+    made = config(
+        router={"max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
+        bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3, "window_requests": 11},
+        order={"work_weight": 2.5},
+        classes={"standard": {"ttft_s": 4.0}},
+    )
+    router, bins, order = made.router.build(), made.bins.build(), made.order_config()
+    assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.5, 9.0)
+    assert (bins.bins, bins.rule, bins.refit_every, bins.window_requests) == (2, "fixed", 3, 11)
+    assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
+    assert (order.work_weight, order.default_target_s, dict(order.class_targets_s)) == (2.5, 4.0, {"standard": 4.0})
+
+
+def test_the_password_of_redis_is_not_shown() -> None:
+    made = config(redis_url="redis://:hunter2@redis:6379/0")
+    assert "hunter2" not in f"{made!r} {made}"
+    for wrong in ({"default_class": "gold"}, {"redis_url": "http://:hunter2@redis"}, {"redis_url": ["hunter2"]}):
+        with pytest.raises(ValidationError) as caught:
+            config(**{"redis_url": "redis://:hunter2@redis:6379/0", **wrong})
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        config().router.replicas = 2
+
+
+@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2)])
+def test_the_examples_for_serve_deploy_are_valid(example: str, gpus: int) -> None:
+    text = (Path(config_module.__file__).parents[1] / "configs" / example).read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert application.import_path == "deployments.app:build"
+    assert AppConfig.model_validate(application.args).resources["GPU"] == gpus
+
+
+def test_every_model_has_its_own_engines_and_shares_the_rest() -> None:
+    made = config(
+        served_model_name="a",
+        more_models=[{"model": "n", "served_model_name": "b", "engine": {"replicas": 3}}],
+        router={"max_wait_s": 8.0},
+    )
+    first, second = made.each_model()
+    assert [each.public_name for each in (first, second)] == ["a", "b"]
+    assert [each.engine.replicas for each in (first, second)] == [1, 3]
+    assert second.router.max_wait_s == 8.0
+    assert first.namespace("v") == config(served_model_name="a").namespace("v") != second.namespace("v")
+    assert not first.more_models
+
+
+def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas_of_their_own() -> None:
+    large = {"model": "n", "engine": {"num_gpus": 4}, "vllm_args": ["--tensor-parallel-size", "4"]}
+    engines = {"engine": {"replicas": 2, "num_gpus": 1}, "more_models": [large]}
+    predictor = {"kind": "bert", "replicas": 3, "num_gpus": 0.5}
+    assert config(**engines).resources["GPU"] == 6
+    assert config(**engines, predictor=predictor).resources["GPU"] == 7.5
+    for elsewhere in ({"place": "router"}, {"kind": "histogram"}):
+        assert config(**engines, predictor=predictor | elsewhere).resources["GPU"] == 6
+
+
+def test_what_the_replicas_take_is_that_of_each_group_times_its_number_at_the_start() -> None:
+    made = config(
+        engine={
+            "replicas": 2,
+            "num_cpus": 3,
+            "resources": {"rack": 1},
+            "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}, "resources": {"other": 0.5}},
+        },
+        classes={"standard": {"own_replicas": 1}},
+        router={"num_cpus": 2, "autoscaling": {"min_replicas": 3, "max_replicas": 4}},
+        predictor={"kind": "bert", "num_cpus": 4},
+    )
+    assert made.resources == {"CPU": 3 * 2 + 4 + 5 * 3, "GPU": 0, "rack": 3, "other": 1}
+
+
+def test_vllm_gives_an_engine_up_only_after_the_replica_has() -> None:
+    """It knows no setting of ours to name, and half a second would be none at all."""
+    for seconds in (0.5, 1800.0):
+        assert int(engine_env(config(engine={"start_timeout_s": seconds}))["VLLM_ENGINE_READY_TIMEOUT_S"]) > seconds
+
+
+def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
+    for kind in ("vllm", "transformers"):
+        assert engine_env(config(engine={"kind": kind}))["CUDA_VISIBLE_DEVICES"] == ""
+        assert "CUDA_VISIBLE_DEVICES" not in engine_env(config(engine={"kind": kind, "num_gpus": 0.5}))
+    assert engine_env(config(engine={"env": {"CUDA_VISIBLE_DEVICES": "1"}}))["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("model", "argv", "compiles"),
+    [
+        ("demo", (), False),
+        ("demo", ("--no-enforce-eager",), True),
+        ("another", (), True),
+        ("another", ("--max-num-seqs", "4", "--enforce_eager"), False),
+    ],
+)
+def test_an_eager_engine_on_cpus_compiles_nothing_at_all(model: str, argv: tuple[str, ...], compiles: bool) -> None:
+    made = config(model=model, vllm_args=argv)
+    assert engine_env(made).get("TORCHDYNAMO_DISABLE") == (None if compiles else "1")
+    on_gpus = made.model_copy(update={"engine": made.engine.model_copy(update={"num_gpus": 1.0})})
+    assert "TORCHDYNAMO_DISABLE" not in engine_env(on_gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "used"),
+    [
+        (4, [], 1),
+        (1, ["--tensor-parallel-size", "2"], 2),
+        (2, ["-tp=2", "--pipeline_parallel_size", "2"], 4),
+        (2, ["-tp", "2", "--prefill-context-parallel-size", "2"], 4),
+        (2, ["-pcp", "4"], 4),
+    ],
+)
+def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv: list[str], used: int) -> None:
+    assert f"is {gpus}, and each engine uses {used}" in refused(engine={"num_gpus": gpus}, vllm_args=argv)[""]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv"),
+    [
+        (2, ["-tp", "2"]),
+        (4, ["--tensor-parallel-size=2", "-pp", "2"]),
+        (0.5, []),
+        (0, ["-tp", "2"]),
+        (8, ["--config", "vllm.yaml"]),
+        (1, ["-tp", "2", "--distributed-executor-backend", "ray"]),
+        (1, ["-tp", "nonsense"]),  # vLLM will say so
+    ],
+)
+def test_gpus_that_fit_or_that_the_arguments_do_not_tell_are_taken(gpus: float, argv: list[str]) -> None:
+    assert config(engine={"num_gpus": gpus}, vllm_args=argv).engine.num_gpus == gpus
+
+
+def test_the_demo_model_brings_its_name_and_its_arguments_wherever_it_stands() -> None:
+    first, second = config(more_models=[{"model": "demo", "vllm_args": ["--max-model-len", "512"]}]).each_model()
+    assert (first.public_name, second.public_name) == ("m", "sluice-demo")
+    argv = second.vllm_argv()
+    assert argv[argv.index("--served-model-name") + 1] == "sluice-demo"
+    assert argv[-len(DEMO_ARGS) - 2 :] == [*DEMO_ARGS, "--max-model-len", "512"]
+    assert config(model="demo", served_model_name="mine").public_name == "mine"
+
+
+def test_the_precision_of_the_demo_model_is_each_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, names = config(model="demo"), set()
+    for dtype in ("bfloat16", "float32"):
+        monkeypatch.setattr("deployments.config.application.cpu_dtype", lambda dtype=dtype: dtype)
+        argv = made.engine_argv()
+        assert argv[argv.index("--dtype") + 1] == dtype
+        names.add(made.namespace("v"))
+    assert len(names) == 1
+    assert config(model="demo", vllm_args=["--dtype=float16"]).engine_argv().count("--dtype") == 0
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    assert "must differ" in refused(more_models=[{"model": "m"}])[""]
+
+
+def test_adapters_reach_vllm_on_both_sides_and_all_stay_in_memory() -> None:
+    lora = {"adapters": {f"a{n}": f"/adapters/{n}" for n in range(6)}, "max_rank": 8, "max_in_step": 2}
+    made = config(engine={"lora": lora})
+    argv = made.vllm_argv()
+    assert argv[argv.index("--enable-lora") :][:7] == [
+        "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "6",
+    ]  # fmt: skip
+    assert json.loads(argv[argv.index("--lora-modules") + 1]) == {"name": "a0", "path": "/adapters/0"}
+    assert made.engine_argv()[: len(argv)] == argv
+    assert made.served_names == ("m", "a0", "a1", "a2", "a3", "a4", "a5")
+
+
+@pytest.mark.parametrize("name", ["m", "other"])
+def test_an_adapter_must_not_have_the_name_of_a_model(name: str) -> None:
+    engine = {"lora": {"adapters": {name: "/adapters/x"}}}
+    assert "must differ" in refused(engine=engine, more_models=[{"model": "other"}])[""]
+
+
+def test_adapters_are_named_in_one_place() -> None:
+    engine = {"lora": {"adapters": {"a": "/adapters/a"}}}
+    assert "engine.lora" in refused(engine=engine, vllm_args=["--enable-lora"])[""]
+
+
+def argv_of(section: dict[str, Any], role: config_module.Role) -> dict[str, Any]:
+    """What both sides of a pair are told about the connector, and the scheduler of one."""
+    argv = config(engine={"scheduler": {"mode": "auto"}, "prefill": section}).engine_argv(role)
+    transfer = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    scheduler = json.loads(argv[argv.index("--additional-config") + 1])["sluice"]
+    return {"transfer": transfer, "scheduler": scheduler, "argv": argv}
+
+
+def test_both_groups_get_the_same_connector_with_its_two_roles_and_schedulers_of_their_own() -> None:
+    reading, answering = (argv_of({"scheduler": {"mode": "stock"}, "keep_s": 12}, r) for r in ("prefill", "decode"))
+    assert reading["transfer"] == answering["transfer"] | {"kv_role": "kv_producer"}
+    assert answering["transfer"]["kv_role"] == "kv_consumer"
+    assert reading["transfer"]["kv_connector"] == "NixlConnector"
+    assert reading["transfer"]["kv_connector_extra_config"] == {"kv_lease_duration": 12}
+    assert (reading["scheduler"]["mode"], answering["scheduler"]["mode"]) == ("stock", "auto")
+
+
+def test_files_go_into_a_bounded_folder_of_this_user() -> None:
+    transfer = argv_of({"connector": "file", "max_folder_bytes": 5000}, "decode")["transfer"]
+    assert transfer["kv_connector_module_path"] == "deployments.engines.vllm.kv_files"
+    folder = transfer["kv_connector_extra_config"]
+    assert (folder["max_bytes"], folder["keep_s"]) == (5000, 30.0)
+    assert f"sluice-kv-{os.getuid()}" in folder["folder"]
+    named = argv_of({"connector": "file", "folder": "/mnt/kv"}, "decode")["transfer"]
+    assert named["kv_connector_extra_config"]["folder"] == "/mnt/kv"
+
+
+def test_without_a_prefill_group_engines_are_told_of_no_connector() -> None:
+    plain = config()
+    assert "--kv-transfer-config" not in plain.engine_argv()
+    assert plain.engine_replicas == 1
+    assert config(engine={"replicas": 3, "prefill": {"replicas": 2}}).engine_replicas == 5
+    assert plain.prefill_namespace("v") != plain.namespace("v")
+
+
+def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
+    prefill = {"prefill": {}}
+    assert "mode: stock" in refused(mode="stock", engine=prefill)[""]
+    for argument in ("--kv-transfer-config", "--scheduler-cls=x"):
+        assert "engine.prefill" in str(
+            refused(vllm_args=[argument], engine={**prefill, "scheduler": {"mode": "stock"}})
+        )
+    assert "engine.prefill.keep_s" in refused(engine={"prefill": {"keep_s": 1}})
+    assert "engine.prefill.connector" in refused(engine={"prefill": {"connector": "pigeon"}})
+
+
+@pytest.mark.parametrize(
+    "argv", [["-tp", "2"], ["--pipeline-parallel-size=2"], ["-tp", "2", "--distributed-executor-backend", "ray"]]
+)
+def test_workers_that_would_write_their_parts_of_a_cache_into_one_file_are_refused(argv: list[str]) -> None:
+    assert "2 workers" in refused(engine={"prefill": {"connector": "file"}}, vllm_args=argv)[""]
+    config(engine={"prefill": {"connector": "nixl"}}, vllm_args=argv)
+    config(engine={"prefill": {"connector": "file"}}, vllm_args=["-tp", "1"])
+
+
+def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
+    settings = {"scheduler": {"itl_target_s": 0.1, "class_itl_targets_s": {"c": 0.02}}, "prefill": {}}
+    classes = {"a": {}, "b": {"itl_s": 0.05}, "c": {"itl_s": 0.07}}
+    targets = config(engine=settings, classes=classes, default_class="a").itl_targets()
+    assert targets == {"a": 0.1, "b": 0.05, "c": 0.02}
+
+
+@pytest.mark.parametrize("mode", ["stock", "shadow"])
+def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> None:
+    assert "predicted work" in refused(mode=mode, classes={"standard": {"max_wait_s": 3}})[""]
+    assert "predicted work" in refused(mode=mode, engine={"autoscaling": {"max_replicas": 2}})[""]
+    assert (
+        "predicted work"
+        in refused(mode=mode, more_models=[{"model": "b", "engine": {"autoscaling": {"max_replicas": 2}}}])[""]
+    )
+
+
+def test_another_way_for_caches_is_another_key_space() -> None:
+    spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"connector": "file"}, {"keep_s": 9})}
+    assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
+
+
+@pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])
+def test_class_names_that_deployments_could_not_bear_are_refused(name: str) -> None:
+    assert "must be a letter" in refused(classes={"standard": {}, name: {}})[""]

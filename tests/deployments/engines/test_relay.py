@@ -1,0 +1,590 @@
+"""The relay as a router sees it, frame by frame, over real TCP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from deployments.engines import relay as relay_module
+from deployments.engines.relay import Relay, RelayConfig
+from deployments.process.environment import free_port
+from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
+from policies.types import StepCoefficients, StepTimes
+from router import wire
+from router.connection import ReplicaConnection
+from router.connections import STATUS_TIMEOUT_S
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo, Ticket
+from router.wire import Buffer
+from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.timeout(120)
+
+CODEC = FakeCodec()
+
+
+class Reader:
+    """One router's connection, and what came over it."""
+
+    def __init__(self, connection: ReplicaConnection) -> None:
+        self.connection = connection
+        self.outputs: list[FakeOutput] = []
+        self.ended = asyncio.create_task(connection.run(self._take))
+
+    async def _take(self, connection: ReplicaConnection, parts: Sequence[Buffer]) -> None:
+        self.outputs += CODEC.decode_outputs(parts).outputs
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for o in self.outputs if o.request_id == request_id for token in o.new_token_ids]
+
+    def add(self, request_id: str, max_tokens: int = 5) -> None:
+        asked = FakeRequest(request_id=request_id, prompt=[1, 2], max_tokens=max_tokens)
+        self.connection.add(CODEC.encode_request(asked))
+
+
+class Replica:
+    def __init__(self, store: RedisStateStore, gang_max_wait_s: float | None = None, **config: float) -> None:
+        self.engine = FakeEngine(slots=4)
+        info = ReplicaInfo(
+            replica_id="r",
+            host="127.0.0.1",
+            port=0,
+            max_model_len=64,
+            gang_max_wait_s=gang_max_wait_s,
+        )
+        self.store = store
+        self.relay = Relay(
+            engine=self.engine,
+            store=store,
+            info=info,
+            config=RelayConfig(**{"heartbeat_s": 0.02, **config}),  # type: ignore[arg-type]
+        )
+
+    async def reader(self, router_id: str = "a") -> Reader:
+        return Reader(await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1"))
+
+    async def running(self) -> int | None:
+        load = (await self.store.snapshot()).replicas.get("r")
+        return load.running if load else None
+
+    async def give_slot(self, request_id: str) -> None:
+        ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+        assert await self.store.enqueue(ticket)
+
+
+@pytest.fixture
+async def replica(new_store: Callable[[], RedisStateStore]) -> AsyncIterator[Replica]:
+    made = Replica(new_store())
+    await made.relay.start("127.0.0.1")
+    yield made
+    await made.relay.close()
+
+
+async def settled(call: Callable[[], Awaitable[object]], value: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await call() == value:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_each_router_gets_the_outputs_of_its_own_requests(replica: Replica) -> None:
+    readers = [await replica.reader(name) for name in ("a", "b")]
+    for number, reader in enumerate(readers):
+        reader.add(f"x{number}")
+    await until(lambda: all(reader.outputs and reader.outputs[-1].finish_reason for reader in readers))
+    for number, reader in enumerate(readers):
+        assert {output.request_id for output in reader.outputs} == {f"x{number}"}
+        assert reader.tokens(f"x{number}") == undisturbed([1, 2], 5)
+
+
+@pytest.mark.parametrize("context", [16, 4096, 16384])
+def test_an_engine_that_steps_as_predicted_is_not_slow_whatever_its_requests_hold(context: int) -> None:
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.005, prefill_s=2e-5),
+        decode=StepCoefficients(overhead_s=0.002, decode_s=5e-5, kv_s=3e-7),
+        mixed=StepCoefficients(overhead_s=0.003, prefill_s=4e-5, decode_s=2e-4, kv_s=3e-7),
+    )
+    clock = ManualClock()
+    steps = relay_module._Steps(times, clock)
+    for number in range(200):
+        content = {"prefill_tokens": 500 * (number % 4 == 0), "decode_requests": 32, "kv_tokens": 32 * context}
+        clock.advance_to(clock.now() + times.step_s(**content))
+        steps.ended(**content)
+        steps.ended(prefill_tokens=0, decode_requests=0, kv_tokens=0)
+    assert steps.slowness == pytest.approx(1.0)
+
+
+async def test_steps_are_compared_by_what_their_requests_hold(replica: Replica) -> None:
+    class Contents:
+        slowness = 1.0
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, ...]] = []
+
+        def ended(self, **content: int) -> None:
+            self.seen.append(tuple(content.values()))
+
+        def idle(self) -> None: ...
+
+    contents = Contents()
+    replica.relay._steps = contents  # type: ignore[assignment]
+    reader = await replica.reader()
+    reader.add("x", 5)
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    assert contents.seen == [(2, 0, 0), (0, 1, 3), (0, 1, 4), (0, 1, 5)]  # after the last one it is idle
+
+
+async def test_a_request_that_comes_again_gets_nothing_of_its_first_arrival(replica: Replica) -> None:
+    replica.engine.step_s = 0.05
+    first, second = [await replica.reader(name) for name in ("a", "b")]
+    first.add("x", 1000)
+    await until(lambda: len(first.tokens("x")) > 1)
+    second.add("x", 5)
+    await until(lambda: bool(second.outputs) and second.outputs[-1].finish_reason is not None)
+    assert second.tokens("x") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
+async def test_a_router_cannot_stop_the_requests_of_another(replica: Replica) -> None:
+    reader, other = [await replica.reader(name) for name in ("a", "b")]
+    reader.add("x", 20)
+    await until(lambda: bool(reader.outputs))
+    other.connection.abort(["x", "x", "never-heard-of"])
+    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    assert reader.tokens("x") == undisturbed([1, 2], 20)
+
+
+async def test_a_stopped_request_frees_its_slot_and_says_no_more(replica: Replica) -> None:
+    await replica.give_slot("x")
+    reader = await replica.reader()
+    reader.add("x", 10_000)
+    await until(lambda: bool(reader.outputs))
+    reader.connection.abort(["x", "x"])
+    await settled(replica.running, 0)
+    seen = len(reader.outputs)
+    reader.add("y")
+    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    assert {output.request_id for output in reader.outputs[seen:]} == {"y"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b"not msgpack"], [msgspec.msgpack.encode({"request_id": "x"})]],
+    ids=["not msgpack", "not a request"],
+)
+async def test_a_malformed_request_ends_that_connection_alone(replica: Replica, parts: list[bytes]) -> None:
+    good, bad = [await replica.reader(name) for name in ("a", "b")]
+    good.add("x", 20)
+    bad.connection.add(parts)
+    await bad.ended
+    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
+    assert replica.relay.healthy
+
+
+async def test_a_connection_that_fails_unforeseen_is_counted_and_costs_no_other(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = [await replica.reader(name) for name in ("a", "b")]
+    add = replica.engine.add
+
+    async def choke(request: FakeRequest) -> None:
+        if request.request_id.startswith("odd"):
+            raise KeyError("what nobody thought of")
+        await add(request)
+
+    monkeypatch.setattr(replica.engine, "add", choke)
+    bad.add("odd")
+    await bad.ended
+    good.add("x", 20)
+    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
+    status = await good.connection.call("status", timeout_s=30)
+    assert (status["background_failures"], status["held"]) == ({"serve": 1}, 0)
+    assert "what nobody thought of" in caplog.text
+
+
+async def test_a_frame_that_no_router_sends_ends_the_connection(replica: Replica) -> None:
+    reader = await replica.reader()
+    wire.write_frame(reader.connection._writer, wire.Kind.OUTPUTS, [b""])
+    await reader.ended
+
+
+async def test_outputs_too_large_for_a_frame_cost_their_connection_alone(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, few = [await replica.reader(name) for name in ("a", "b")]
+    replica.engine.pause()
+    for number in range(4):
+        many.add(f"a-rather-long-name-for-a-request-{number}", 10_000)
+    await until(lambda: replica.engine.held == 4)
+    few.add("x", 5)
+    replica.engine.slots = 8
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200)
+    replica.engine.resume()
+    await many.ended
+    await until(lambda: bool(few.outputs) and few.outputs[-1].finish_reason is not None)
+    assert few.tokens("x") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
+async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anything(replica: Replica) -> None:
+    dying, living = [await replica.reader(name) for name in ("a", "b")]
+    replica.engine.pause()
+    dying.add("x", 5)
+    living.add("y", 5)
+    await until(lambda: replica.engine.held == 2)
+    (router,) = [held.router for held in replica.relay._held.values() if held.request_id == "x"]
+    router.writer.transport.abort()
+    await asyncio.sleep(0)  # it is closed now, and whoever reads from it has not woken yet
+    assert "x" in router.request_ids
+    router.send(wire.Kind.OUTPUTS, [b"a step's"])
+    replica.engine.resume()
+    await until(lambda: bool(living.outputs) and living.outputs[-1].finish_reason is not None)
+    assert living.tokens("y") == undisturbed([1, 2], 5)
+    assert replica.relay.healthy
+
+
+async def test_a_router_that_does_not_read_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_UNSENT_BYTES", 1000)
+    replica.engine.step_s = 0.0
+    deaf = await replica.reader("deaf")
+    deaf.ended.cancel()
+    deaf.connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
+    reader = await replica.reader("b")
+    for number in range(3):
+        deaf.connection.add(
+            CODEC.encode_request(FakeRequest(request_id=f"{number}" * 100_000, prompt=[1], max_tokens=999))
+        )
+    await until(lambda: replica.engine.taken == 3 and replica.engine.held == 0)
+    reader.add("x")
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+
+
+async def test_an_assigned_request_that_never_comes_gives_its_slot_back(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), lease_s=0.1)
+    await replica.relay.start("127.0.0.1")
+    await replica.give_slot("x")  # it may be over before anybody has looked
+    await settled(replica.running, 0)
+    await replica.relay.close()
+
+
+class HoldsAnswers(RedisStateStore):
+    """A real store whose calls and answers can be held up on their way."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        super().__init__(connect(url), namespace)
+        self.beat_answers, self.releases = asyncio.Event(), asyncio.Event()
+        self.beat_answers.set()
+        self.releases.set()
+        self.named: list[list[str]] = []  # by the answers to heartbeats
+        self.heard = 0  # of those answers
+        self.released: list[list[str]] = []  # as they set out
+
+    async def beat_replica(self, *args: Any, **named: Any) -> list[str] | None:
+        answer = await super().beat_replica(*args, **named)
+        self.named.append(answer or [])
+        await self.beat_answers.wait()
+        self.heard += 1
+        return answer
+
+    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+        self.released.append(list(request_ids))
+        await self.releases.wait()
+        await super().release(replica_id, request_ids, lease_s)
+
+
+@pytest.fixture
+async def held_up(redis_url: str, namespace: str) -> AsyncIterator[Replica]:
+    """Each of its requests is older than the lease at once."""
+    store = HoldsAnswers(redis_url, namespace)
+    made = Replica(store, lease_s=1e-3)
+    await made.relay.start("127.0.0.1")
+    yield made
+    await made.relay.close()
+    await store.close()
+
+
+async def one_on_board(replica: Replica) -> tuple[Reader, HoldsAnswers]:
+    assert isinstance(replica.store, HoldsAnswers)
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    await replica.give_slot("x")
+    return reader, replica.store
+
+
+async def test_an_answer_to_a_heartbeat_that_is_older_than_an_end_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = await one_on_board(held_up)
+    await until(lambda: store.named[-1] == ["x"])
+    store.beat_answers.clear()
+    answers = len(store.named)
+    await until(lambda: len(store.named) > answers)  # this one names it, and is on its way
+    held_up.engine.resume()
+    await settled(held_up.running, 0)  # it ended, and its slot is free by now
+    heard = store.heard
+    store.beat_answers.set()
+    await until(lambda: store.heard > heard + 1)
+    assert (store.named[answers], store.released) == (["x"], [["x"]])
+    assert "never came" not in caplog.text
+
+
+async def test_a_heartbeat_while_a_release_is_on_its_way_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = await one_on_board(held_up)
+    store.releases.clear()
+    held_up.engine.resume()
+    await until(lambda: store.released == [["x"]])
+    heard = store.heard
+    await until(lambda: store.heard > heard + 3)
+    assert store.named[-1] == ["x"], "the shared state has not heard of its end"
+    store.releases.set()
+    await settled(held_up.running, 0)
+    heard = store.heard
+    await until(lambda: store.heard > heard + 1)
+    assert store.released == [["x"]]
+    assert "never came" not in caplog.text
+
+
+async def test_an_answer_that_is_older_than_a_recall_frees_nothing(
+    held_up: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, store = await one_on_board(held_up)
+    await until(lambda: store.named[-1] == ["x"])
+    store.beat_answers.clear()
+    answers = len(store.named)
+    await until(lambda: len(store.named) > answers)
+    await reader.connection.call("recall", msgspec.msgpack.encode(["x"]), timeout_s=30)
+    await store.cancel(["x"])  # as its router does, by queueing it again
+    heard = store.heard
+    store.beat_answers.set()
+    await until(lambda: store.heard > heard + 1)
+    assert (store.named[answers], store.released) == (["x"], [])
+    assert "never came" not in caplog.text
+
+
+async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), lease_s=0.05)
+    await replica.relay.start("127.0.0.1")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)  # before it has a slot: the way to it may take longer than the lease
+    await replica.give_slot("x")
+    await asyncio.sleep(0.2)
+    assert await replica.running() == 1
+    await replica.relay.close()
+
+
+async def test_a_replica_that_was_dropped_registers_again_with_what_it_runs(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    await replica.store.drop_replica("r")
+    await settled(replica.running, 1)
+    replica.engine.resume()
+    await settled(replica.running, 0)
+
+
+async def test_a_dead_engine_ends_the_connections_and_the_heartbeat(replica: Replica) -> None:
+    reader = await replica.reader()
+    reader.add("x", 10_000)
+    await until(lambda: bool(reader.outputs))
+    replica.engine.die()
+    await reader.ended
+    assert not replica.relay.healthy
+    with pytest.raises(ReplicaLostError):
+        await replica.reader()
+    await replica.store.drop_replica("r")
+    await asyncio.sleep(0.1)
+    assert await replica.running() is None
+
+
+async def test_an_engine_that_hangs_is_given_up_and_one_that_only_takes_long_is_not(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=0.2)
+    await replica.relay.start("127.0.0.1")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x", 10_000)
+    await asyncio.sleep(0.5)
+    assert replica.relay.healthy
+    replica.engine.hang()
+    await reader.ended
+    assert not replica.relay.healthy
+    await replica.relay.drain()
+    await replica.relay.close()
+
+
+async def test_an_engine_that_answers_beside_a_pass_without_end_is_given_up(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=5.0)
+    await replica.relay.start("127.0.0.1")
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x", 10_000)
+    replica.engine.pass_s = 4.9
+    await asyncio.sleep(0.2)
+    assert replica.relay.healthy
+    replica.engine.pass_s = 5.1
+    await until(lambda: not replica.relay.healthy)
+    await reader.ended
+    await replica.relay.drain()
+    await replica.relay.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "how"), [(True, "at one forward pass for 5.1 s"), (False, "no step and no answer for 0.2 s")]
+)
+async def test_whoever_gives_an_engine_up_says_why_and_which_setting_is_wrong_if_any(
+    new_store: Callable[[], RedisStateStore], caplog: pytest.LogCaptureFixture, answers: bool, how: str
+) -> None:
+    replica = Replica(new_store(), hang_timeout_s=5.0 if answers else 0.2)
+    replica.engine.pass_s, replica.engine.hangs = 5.1, not answers
+    await replica.relay.start("127.0.0.1")
+    await until(lambda: not replica.relay.healthy)
+    assert how in caplog.text and "raise engine.hang_timeout_s" in caplog.text
+    await replica.relay.close()
+
+
+async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fails(replica: Replica) -> None:
+    calls: list[int] = []
+
+    async def fail() -> None:
+        calls.append(len(calls))
+        raise ConfigError("this engine knows no such class")
+
+    replica.relay.repeat(fail, "live control")
+    await until(lambda: len(calls) > 2)
+    reader = await replica.reader()
+    assert (await reader.connection.call("status", timeout_s=30))["background_failures"]["live control"] > 2
+
+
+async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    draining = asyncio.create_task(replica.relay.drain())
+    await until(lambda: replica.relay.slots == 0)
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    replica.engine.resume()
+    await draining
+    await replica.relay.close()
+    await reader.ended
+    assert reader.tokens("x") == undisturbed([1, 2], 5)
+    assert await replica.running() is None
+
+
+async def test_status_counts_what_it_holds(replica: Replica) -> None:
+    reader = await replica.reader()
+    replica.engine.pause()
+    reader.add("x")
+    await until(lambda: replica.engine.held == 1)
+    counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
+    assert await reader.connection.call("status", timeout_s=30) == counted
+    questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=30) for _ in range(20)))
+    assert all(answer == questions[0] for answer in questions)
+
+
+async def test_status_counts_failures_also_of_an_engine_that_does_not_answer(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise ConfigError("this engine knows no such class")
+
+    replica.relay.repeat(fail, "live control")
+    reader = await replica.reader()
+    await until(lambda: replica.relay._failures["live control"] > 0)
+
+    async def refuse() -> dict[str, float]:
+        raise EngineCallError("not now")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(replica.engine, "status", refuse)
+        status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+    assert (status["error"], status["background_failures"]["live control"] > 0) == ("not now", True)
+    replica.engine.hang()
+    status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+    assert "does not answer" in status["error"] and status["background_failures"]["live control"] > 0
+
+
+async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:
+    reader = await replica.reader()
+    with pytest.raises(EngineCallError, match="replica r: .*'add_lora'"):
+        await reader.connection.call("add_lora", timeout_s=30)
+    reader.add("x")
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+
+
+async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
+    reader = await replica.reader()
+    asked = asyncio.create_task(reader.connection.call("status", timeout_s=30))
+    await asyncio.sleep(0)
+    reader.connection.close()
+    with pytest.raises(ReplicaLostError):
+        await asked
+
+
+async def test_a_stranger_without_the_secret_is_refused(replica: Replica) -> None:
+    forged = msgspec.structs.replace(replica.relay.info, secret=b"guessed")
+    with pytest.raises((ReplicaLostError, ProtocolError)):
+        await ReplicaConnection.open(forged, router_id="a", engine_version="fake-1")
+
+
+async def test_slots_are_offered_once_the_check_at_start_has_returned(new_store: Callable[[], RedisStateStore]) -> None:
+    replica = Replica(new_store())
+    seen: list[tuple[int, int | None]] = []
+
+    async def check() -> None:
+        await asyncio.sleep(0.1)  # some heartbeats
+        seen.append((replica.relay.slots, await replica.running()))
+
+    waiting = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+    assert await replica.store.enqueue(waiting) == []
+    await replica.relay.start("127.0.0.1", check=check)
+    assert seen == [(0, 0)]
+    assert (replica.relay.slots, await replica.running()) == (4, 1)
+    await replica.relay.close()
+
+
+@pytest.mark.slow
+async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace() -> None:
+    store = RedisStateStore(connect(f"redis://127.0.0.1:{free_port()}/0"), "nowhere")
+    replica = Replica(store)
+    with pytest.raises(StateStoreError):
+        await replica.relay.start("127.0.0.1")
+    await replica.relay.drain()
+    await replica.relay.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("wrong", [{"credit_lookahead": -1}, {"heartbeat_s": 0.0}, {"lease_s": 0.0}])
+def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RelayConfig(**wrong)  # type: ignore[arg-type]
+
+
+async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_batch_for_ever(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    replica = Replica(new_store(), gang_max_wait_s=0.1, heartbeat_s=60.0)
+    await replica.relay.start("127.0.0.1")
+    lonely = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
+    assert await replica.store.enqueue(lonely) == []
+    await settled(replica.running, 1)
+    await replica.relay.close()

@@ -1,0 +1,890 @@
+"""The scheduler plug-in on vLLM's real scheduler, with one step and with two steps in flight."""
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from deployments.engines.vllm.request_metadata import RequestMetadata
+from deployments.engines.vllm.scheduler.plug_in import _PlannedScheduler, core_control, core_status
+from policies.errors import ConfigError, SluiceError
+from policies.types import StepCoefficients, StepTimes
+from tests.slow_connector import arrive
+from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed": {"mode": "mixed"},
+    "exclusive k=1": {"mode": "exclusive", "refill": 1},
+    "exclusive k=4": {"mode": "exclusive", "refill": 4},
+    "exclusive k=16": {"mode": "exclusive", "refill": 16, "admission": "slots"},
+    "exclusive k*": {"mode": "exclusive", "max_wait_s": 0.5},
+    "auto": {"mode": "auto", "itl_target_s": 0.05},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "tight cache": {"blocks": 120},
+    "windows": {"blocks": 200, "windows": (48, 48)},
+    "states": {"blocks": 200, "states": 2},
+    "windows and states": {"blocks": 200, "windows": (48,), "states": 2},
+    "budget below most prompts": {"budget": 64},
+    "few slots": {"slots": 4},
+    "prefix cache": {"enable_prefix_caching": True},
+}
+both_depths = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "two steps in flight"])
+every_setting = pytest.mark.parametrize("settings", list(SETTINGS.values()), ids=list(SETTINGS))
+every_engine = pytest.mark.parametrize("args", list(ENGINES.values()), ids=list(ENGINES))
+
+
+def workload(count: int, seed: int = 1) -> list[tuple[int, int]]:
+    rng = random.Random(seed)
+    return [(rng.randint(8, 300), min(400, 1 + int(rng.expovariate(1 / 50)))) for _ in range(count)]
+
+
+def check_steps(engine: VirtualEngine, settings: dict[str, Any]) -> None:
+    """None empty while something could run, none over its budget, none mixed where phases are exclusive."""
+    assert not [log for log in engine.log if log.empty and log.runnable]
+    assert not [log for log in engine.log if log.prefill_tokens + log.decodes > log.budget]
+    if settings["mode"] == "exclusive":
+        assert not [log for log in engine.log if log.mixed]
+
+
+def check_answers(engine: VirtualEngine) -> None:
+    assert all(answer.aborted or (answer.ended and answer.whole) for answer in engine.answers.values())
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+@every_engine
+def test_every_answer_is_whole_and_every_step_as_planned(
+    depth: int, settings: dict[str, Any], args: dict[str, Any]
+) -> None:
+    engine = run_closed(VirtualEngine(settings, depth=depth, **args), workload(70), clients=48)
+    check_answers(engine)
+    check_steps(engine, settings)
+
+
+def run_by_stop_tokens(engine: VirtualEngine) -> None:
+    run_closed(engine, workload(200), clients=48)
+
+
+def run_to_limits(engine: VirtualEngine) -> None:
+    """Whole batches end together, whatever is in flight."""
+    for number, (prompt, _) in enumerate(workload(120)):
+        engine.add(f"r{number}", prompt, 10**6, max_tokens=(4, 40, 80)[number % 3])
+    engine.run()
+
+
+def run_with_one_prefix(engine: VirtualEngine) -> None:
+    run_closed(engine, [(1600, 6 + number % 15) for number in range(100)], clients=32)
+
+
+def run_second_turns(engine: VirtualEngine) -> None:
+    """Most of a prompt comes from the cache, more than any step computes, and the cache cannot hold all answers."""
+    run_closed(engine, [(60, 250 + number) for number in range(60)], clients=32)
+    prompts = [[1000 + 1237 * number + 3 * at for at in range(1200)] for number in range(25)]
+    for number, prompt in enumerate(prompts):
+        engine.add(f"first{number}", 1200, 2, prompt_token_ids=prompt, max_tokens=2)
+    engine.run()
+    while prompts:
+        for _ in range(3):
+            if prompts:
+                engine.add(f"second{len(prompts)}", 1220, 300, prompt_token_ids=[*prompts.pop(), *[7] * 20])
+        engine.step()
+    engine.run()
+
+
+def run_sessions_beside_answers(engine: VirtualEngine) -> None:
+    """Twelve of them send their next part at the same time, again and again."""
+    run_closed(engine, [(30, 30)] * 40, clients=40)
+    for wave in range(8):
+        for number in range(12):
+            engine.add(f"s{number}", 40, 5, resumable=True)
+        if wave == 1:
+            for number in range(20):
+                engine.add(f"long{number}", 40, 400)
+        for _ in range(31 + wave):
+            engine.step()
+    for number in range(12):
+        engine.abort(f"s{number}")
+    engine.run()
+
+
+def run_many_in_a_short_cache(engine: VirtualEngine) -> None:
+    """Some 170 run, and one or two of them end at each step."""
+    rng = random.Random(3)
+    jobs = [(rng.randint(8, 60), min(600, 1 + int(rng.expovariate(1 / 80)))) for _ in range(1200)]
+    run_closed(engine, jobs, clients=300)
+
+
+_STEEP = StepCoefficients(overhead_s=0.006, prefill_s=2e-5, decode_s=4e-4)
+STEEP = StepTimes(prefill=_STEEP, decode=_STEEP, mixed=_STEEP)
+
+
+def run_short_answers(engine: VirtualEngine) -> None:
+    rng = random.Random(2)
+    run_closed(engine, [(rng.randint(20, 200), 1 + int(rng.expovariate(1 / 30))) for _ in range(500)], clients=300)
+
+
+def run_sessions_of_queued_parts(engine: VirtualEngine) -> None:
+    """Every part is there before the one before it has been answered."""
+    run_closed(engine, [(30, 30)] * 40, clients=40)
+    for number in range(20):
+        engine.add(f"long{number}", 40, 300)
+    for number in range(12):
+        for _ in range(8):
+            engine.add(f"s{number}", 21, 21, resumable=True)
+    for _ in range(400):
+        engine.step()
+    for number in range(12):
+        engine.abort(f"s{number}")
+    engine.run()
+
+
+LOADS: dict[str, tuple[Callable[[VirtualEngine], None], dict[str, Any]]] = {
+    "stop tokens": (run_by_stop_tokens, {}),
+    "limits": (run_to_limits, {}),
+    "long prompts": (run_by_stop_tokens, {"budget": 128}),
+    "one prefix": (run_with_one_prefix, {"enable_prefix_caching": True}),
+    "second turns": (run_second_turns, {"enable_prefix_caching": True, "blocks": 2100, "budget": 1024}),
+    "sessions": (run_sessions_beside_answers, {}),
+    "queued parts": (run_sessions_of_queued_parts, {}),
+    "a short cache": (run_many_in_a_short_cache, {"slots": 256, "blocks": 1300}),
+    "a short cache and a target": (run_short_answers, {"slots": 256, "blocks": 700, "budget": 8192, "times": STEEP}),
+}
+KEPT: dict[str, dict[str, Any]] = {name: SETTINGS[name] for name in ("mixed", "exclusive k=4", "exclusive k=16")}
+KEPT["mixed with a target"] = {"mode": "mixed", "itl_target_s": 0.02}
+KEPT["mixed with a target of 26 ms"] = {"mode": "mixed", "itl_target_s": 0.026}
+
+
+@both_depths
+@pytest.mark.parametrize("name", list(KEPT))
+@pytest.mark.parametrize("load", list(LOADS))
+def test_a_plan_that_is_kept_makes_the_steps_that_were_planned_anew(
+    load: str, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive, args = LOADS[load]
+
+    def run() -> tuple[VirtualEngine, int]:
+        engine = VirtualEngine(KEPT[name], depth=depth, **args)
+        policy, plans = engine.scheduler._policy, []
+        monkeypatch.setattr(policy, "plan", lambda state, plan=policy.plan: plans.append(state) or plan(state))
+        drive(engine)
+        return engine, len(plans)
+
+    kept, few = run()
+    monkeypatch.setattr(_PlannedScheduler, "_may_keep", lambda self, plan: False)
+    asked, all_of_them = run()
+    assert few < (0.7 if load == "stop tokens" else 1.01) * all_of_them
+    assert kept.log == asked.log
+    # Times begin at the machine's; idle slots count in a cap that is kept.
+    same = {"now_s": 0.0, "step_s": 0.0, "kv_tokens": 0, "max_batch_size": 0}
+    assert [result._replace(**same) for result in kept.results] == [result._replace(**same) for result in asked.results]
+    reckoned, read = ([result.kv_tokens for result in engine.results] for engine in (kept, asked))
+    assert sum(reckoned) == pytest.approx(sum(read), rel=0.05)
+    assert [tokens > 0 for tokens in reckoned] == [tokens > 0 for tokens in read]
+
+
+@both_depths
+@pytest.mark.parametrize("name", list(KEPT))
+@pytest.mark.parametrize("load", list(LOADS))
+def test_a_batch_that_is_followed_from_step_to_step_is_the_one_that_vllm_has(
+    load: str, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive, args = LOADS[load]
+    engine = VirtualEngine(KEPT[name], depth=depth, **args)
+    taker, read = engine.scheduler._taker, list[None]()
+    followed = list[bool]()
+
+    def take(now_s: float, *, in_flight: bool, take: Callable[..., Any] = taker.take) -> Any:
+        reads = len(read)
+        snapshot = take(now_s, in_flight=in_flight)
+        followed.append(len(read) == reads)
+        decoding = snapshot.state.running.prefill_tokens_left == 0
+        requests, running = taker._batch.requests, snapshot.state.running
+        assert {*requests} | taker._ending == {*engine.scheduler.running}
+        assert list(running.prompt_tokens) == [one.num_prompt_tokens for one in requests]
+        has = [one.num_computed_tokens - one.num_prompt_tokens + 1 for one in requests]
+        assert list(running.output_tokens[decoding]) == [
+            output for output, decodes in zip(has, decoding, strict=True) if decodes
+        ]
+        return snapshot
+
+    monkeypatch.setattr(taker, "take", take)
+    monkeypatch.setattr(taker, "_read", lambda read_now=taker._read: read.append(None) or read_now())
+    drive(engine)
+    assert sum(followed) > 0.5 * len(followed)
+
+
+@both_depths
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+def test_the_queue_that_is_shown_is_the_one_that_vllm_has(
+    depth: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VirtualEngine({"mode": mode}, slots=8, blocks=60, depth=depth, budget=256)
+    taker, rng, made = engine.scheduler._taker, random.Random(5), list[None]()
+    snapshots = 0
+
+    def take(now_s: float, *, in_flight: bool, take: Callable[..., Any] = taker.take) -> Any:
+        nonlocal snapshots
+        snapshots += 1
+        snapshot = take(now_s, in_flight=in_flight)
+        queue = [request.request_id for request in engine.scheduler.waiting]
+        shown = [view.request_id for view in snapshot.state.waiting]
+        assert shown == queue[: len(shown)]
+        assert bool(shown) == bool(queue)
+        return snapshot
+
+    monkeypatch.setattr(taker, "take", take)
+    monkeypatch.setattr(taker, "_longer", lambda *args, longer=taker._longer: made.append(None) or longer(*args))
+    for number, (prompt, output) in enumerate(workload(300)):
+        due = RequestMetadata(deadline_s=number + rng.choice([0.0, 0.0, 0.0, -5.0])).as_extra_args()
+        engine.add(f"r{number}", prompt, output, extra_args=due)
+        for _ in range(rng.choice([0, 0, 3, 6])):
+            engine.step()
+        if rng.random() < 0.05:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+    engine.run()
+    check_answers(engine)
+    assert engine.preempted
+    assert len(made) < 0.8 * snapshots
+
+
+@both_depths
+def test_a_target_cuts_no_prompt_where_nobody_decodes(depth: int) -> None:
+    # With two steps in flight somebody always has its last token on the way.
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, slots=256, depth=depth)
+    for number in range(400):
+        engine.add(f"r{number}", 100, 1, max_tokens=1)
+    engine.run()
+    assert [step.prefill_tokens for step in engine.log][:19] == [2048] * 19
+
+
+def test_a_target_cuts_no_prompt_behind_a_last_token_of_a_plan_that_is_kept() -> None:
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots", "itl_target_s": 0.5}, depth=2)
+    engine.add("ends", 40, 10**6, max_tokens=3)
+    for _ in range(3):
+        engine.step()
+    engine.add("comes", 900, 4)
+    engine.run()
+    assert [step.prefill_tokens for step in engine.log if step.prefill_tokens] == [40, 900]
+
+
+@both_depths
+def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
+    # A long prompt ends, and another one begins, in a step whose plan is kept.
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots"}, depth=depth, budget=512)
+    engine.add("long", 1900, 30)
+    engine.add("short", 40, 60)
+    engine.run()
+    both = [result.kv_tokens for result in engine.results if result.decode_requests == 2]
+    assert both[0] == pytest.approx(1940, rel=0.01)
+    assert both[-1] == pytest.approx(1940 + 2 * len(both), rel=0.01)
+
+
+def test_aborted_requests_are_let_go_at_once() -> None:
+    engine = VirtualEngine({"mode": "mixed"})
+    requests = [weakref.ref(engine.add(f"r{number}", 50, 50)) for number in range(8)]
+    for _ in range(10):
+        engine.step()
+    for number in range(8):
+        engine.abort(f"r{number}")
+    engine.scheduler.status()
+    gc.collect()
+    assert [request() for request in requests] == [None] * 8
+
+
+def test_what_ended_before_a_change_of_mode_is_told() -> None:
+    engine = VirtualEngine({"mode": "mixed"})
+    for number in range(40):
+        engine.add(f"r{number}", 50, 20 + number)
+    for _ in range(50):
+        engine.step()
+    ended, steps = sum(answer.ended for answer in engine.answers.values()), len(engine.log)
+    assert ended
+    for mode in ("stock", "mixed"):
+        engine.scheduler.control({"mode": mode})
+    told = engine.scheduler.telemetry.of_steps()
+    assert (told["finished"], sum(told["steps"].values())) == (ended, steps)
+
+
+@both_depths
+@every_setting
+def test_aborts_at_any_moment_lose_nothing_of_the_others(depth: int, settings: dict[str, Any]) -> None:
+    rng = random.Random(3)
+    engine = VirtualEngine(settings, depth=depth, blocks=300, budget=256)
+    for number, (prompt, output) in enumerate(workload(100)):
+        engine.add(f"r{number}", prompt, output)
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+        alive = list(engine.scheduler.requests)
+        if alive and rng.random() < 0.5:
+            engine.abort(rng.choice(alive))
+    for _ in range(20):
+        engine.step()
+    for request_id in list(engine.scheduler.requests)[::2]:
+        engine.abort(request_id)
+    engine.run()
+    check_answers(engine)
+    check_steps(engine, settings)
+
+
+@both_depths
+@every_setting
+def test_aborting_everything_in_the_middle_of_a_prompt_frees_everything(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, budget=64)
+    for number in range(8):
+        engine.add(f"r{number}", 500, 20)
+    for _ in range(3):
+        engine.step()
+    for request_id in list(engine.scheduler.requests):
+        engine.abort(request_id)
+    engine.run()
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_holds_and_a_resume_goes_on(depth: int, settings: dict[str, Any], state: PauseState) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=8)
+    for number, (prompt, output) in enumerate(workload(40)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(30):
+        engine.step()
+    waiting = len(engine.scheduler.waiting)
+    engine.scheduler.set_pause_state(state)
+    for _ in range(2000):
+        engine.step()
+    assert len(engine.scheduler.waiting) == waiting > 0
+    assert len(engine.scheduler.running) == 0 or state is PauseState.PAUSED_ALL
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    check_answers(engine)
+
+
+@every_setting
+def test_a_cache_reset_that_preempts_everyone_loses_nothing(settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=1, enable_prefix_caching=True)
+    for number, (prompt, output) in enumerate(workload(60)):
+        engine.add(f"r{number}", prompt, output)
+    for turn in range(600):
+        engine.step()
+        if turn % 25 == 0:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@every_setting
+def test_requests_whose_grammar_is_not_ready_hold_nobody_up(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth)
+    late = engine.add("late", 50, 10)
+    late.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    late.structured_output_request = SimpleNamespace(grammar=None, reasoning_ended=True)
+    engine.scheduler.deferred_waiting.add(late)
+    for number, (prompt, output) in enumerate(workload(30)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(1000):
+        engine.step()
+    assert [request_id for request_id, answer in engine.answers.items() if not answer.ended] == ["late"]
+    late.structured_output_request.grammar = SimpleNamespace(accept_tokens=lambda *_: True)
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@every_setting
+def test_streaming_input_sessions_hold_their_slot_and_nobody_else(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=4)
+    for name in ("s0", "s1"):
+        engine.add(name, 40, 5, resumable=True)
+    for number, (prompt, output) in enumerate(workload(20)):
+        engine.add(f"r{number}", prompt, output)
+    for _ in range(1500):
+        engine.step()
+    assert all(answer.ended for answer in engine.answers.values())
+    assert engine.scheduler.status()["batch_size"] == 4  # a router counts the two that wait
+    for name in ("s0", "s1"):
+        tokens = engine.answers[name].tokens
+        engine.add(name, 30, 7, resumable=True)
+        for _ in range(40):
+            engine.step()
+        assert tokens == [*range(FIRST_TOKEN, FIRST_TOKEN + 4), STOP_TOKEN]
+        assert engine.answers[name].whole
+        engine.add(name, 1, 1, resumable=False)
+    engine.run()
+    assert engine.all_free
+    ended = [finished for result in engine.results for finished in result.finished]
+    assert sorted(one.output_tokens for one in ended if not one.aborted) == sorted(
+        [output for _, output in workload(20)] + [5, 5]
+    )
+    assert [one.output_tokens for one in ended if one.aborted] == [7, 7]
+
+
+@both_depths
+@every_setting
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_batch_that_ends_as_one_makes_room_for_no_more_than_the_slots(
+    depth: int, settings: dict[str, Any], slots: int
+) -> None:
+    """With two steps in flight all of them have their last token on the way while the next ones wait."""
+    engine = VirtualEngine(settings, depth=depth, slots=slots)
+    for number in range(12):
+        engine.add(f"r{number}", 20, 1000, max_tokens=6)
+    engine.run()
+    for answer in engine.answers.values():
+        assert answer.ended
+        assert answer.tokens == [*range(FIRST_TOKEN, FIRST_TOKEN + 6)]
+    assert engine.all_free
+
+
+@both_depths
+@every_setting
+def test_sessions_that_wait_in_every_slot_let_nobody_else_in(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=4)
+    for number in range(4):
+        engine.add(f"s{number}", 40, 5, resumable=True)
+    for _ in range(60):
+        engine.step()
+    engine.add("late", 20, 5)
+    for _ in range(60):
+        engine.step()
+    assert engine.scheduler.num_waiting_for_streaming_input == 4
+    assert not engine.answers["late"].tokens
+    engine.add("s0", 1, 1, resumable=False)
+    for _ in range(60):
+        engine.step()
+    assert engine.answers["late"].whole
+
+
+@both_depths
+@every_setting
+def test_more_adapters_than_a_batch_may_hold_take_turns(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=8, enable_lora=True, max_loras=2)
+    for number, (prompt, output) in enumerate(workload(60)):
+        adapter = 1 + number % 4
+        engine.add(
+            f"r{number}", prompt, output, lora_request=LoRARequest(f"a{adapter}", adapter, f"/adapters/{adapter}")
+        )
+    engine.run()
+    check_answers(engine)
+
+
+def test_a_prompt_whose_chunks_must_end_at_a_block_is_not_kept_out_by_a_small_budget() -> None:
+    """As hybrid models need it, whose state is kept at the ends of blocks: here by hand, on a model without one."""
+    engine = VirtualEngine({"mode": "mixed", "itl_target_s": 0.05}, slots=64)
+    engine.scheduler.need_mamba_block_aligned_split = True
+    engine.scheduler.cache_config.block_size = 544
+    for number in range(40):
+        engine.add(f"r{number}", 20, 1000)
+    for _ in range(30):
+        engine.step()
+    engine.add("late", 1500, 5)
+    for _ in range(10):
+        engine.step()
+    assert engine.answers["late"].tokens
+
+
+def test_batches_that_overlap_without_asynchronous_scheduling_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--async-scheduling"):
+        VirtualEngine({"mode": "mixed"}, depth=1, pipeline_parallel_size=2)
+
+
+@both_depths
+@every_setting
+def test_priorities_are_vllms_own(depth: int, settings: dict[str, Any]) -> None:
+    engine = VirtualEngine(settings, depth=depth, slots=2, scheduling_policy="priority")
+    for number in range(10):
+        engine.add(f"low{number}", 20, 20, priority=5)
+    engine.add("high", 20, 20, priority=0)
+    engine.run()
+    check_answers(engine)
+    first = sorted(engine.answers, key=lambda request_id: engine.answers[request_id].times_s[0])
+    assert first.index("high") <= 2
+
+
+def test_the_waiting_queue_goes_by_virtual_deadline() -> None:
+    engine = VirtualEngine({"mode": "mixed"}, slots=1)
+    for name, deadline_s in (("late", 300.0), ("soon", 100.0), ("middle", 200.0)):
+        engine.add(name, 20, 5, extra_args=RequestMetadata(deadline_s=deadline_s).as_extra_args())
+    engine.run()
+    assert sorted(engine.answers, key=lambda name: engine.answers[name].times_s[0]) == ["soon", "middle", "late"]
+
+
+def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
+    settings = {"mode": "exclusive", "refill": 12, "max_wait_s": 0.3}
+    new = run_closed(VirtualEngine(settings), workload(150), clients=40)
+    old = run_closed(VirtualEngine(settings), workload(150), clients=40, arrival_time=0.0)
+    assert old.log == new.log
+    impatient = run_closed(VirtualEngine(settings | {"max_wait_s": 0.01}), workload(150), clients=40)
+    assert impatient.log != new.log
+
+
+@pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"deadline_s": "soon"}}, {"sluice": {"odd": 1}}])
+def test_metadata_that_is_missing_or_wrong_harms_nobody(told: dict[str, Any] | None) -> None:
+    engine = VirtualEngine({"mode": "auto", "class_itl_targets_s": {"fast": 0.02}})
+    engine.add("r", 20, 5, extra_args=told)
+    engine.add("nan", 20, 5, extra_args=RequestMetadata(deadline_s=float("nan")).as_extra_args())
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+@pytest.mark.parametrize("settings", [SETTINGS["auto"], SETTINGS["exclusive k*"], SETTINGS["exclusive k=16"]])
+def test_at_light_load_a_request_starts_as_soon_as_under_stock(depth: int, settings: dict[str, Any]) -> None:
+    """One request runs, another comes: it must not wait for company."""
+    ttft_s = {}
+    for name, chosen in (("stock", {"mode": "stock"}), ("planned", settings)):
+        engine = VirtualEngine(chosen, depth=depth)
+        for number in range(60):
+            engine.add(f"r{number}", 100, 30)
+            for _ in range(12):
+                engine.step()
+        engine.run()
+        waits = [answer.times_s[0] - answer.asked_s for answer in engine.answers.values()]
+        ttft_s[name] = sum(waits) / len(waits)
+    assert ttft_s["planned"] <= 1.001 * ttft_s["stock"]
+
+
+@both_depths
+def test_live_control_may_change_anything_at_any_step(depth: int) -> None:
+    rng = random.Random(5)
+    engine = VirtualEngine({"mode": "auto"}, depth=depth, blocks=300, budget=256)
+    changes: list[dict[str, Any]] = [
+        {"mode": "stock"},
+        {"mode": "mixed", "max_batch_size": 5},
+        {"mode": "exclusive", "refill": 3, "max_batch_size": None},
+        {"mode": "exclusive", "refill": None},
+        {"mode": "auto", "itl_target_s": 0.02},
+        {"mode": "auto", "itl_target_s": None, "admission": "memory_aware"},
+    ]
+    for number, (prompt, output) in enumerate(workload(200)):
+        engine.add(f"r{number}", prompt, output)
+        for _ in range(5):
+            engine.step()
+        if number % 3 == 0:
+            engine.scheduler.control(rng.choice(changes))
+    engine.run()
+    check_answers(engine)
+
+
+@both_depths
+def test_settings_change_while_nothing_runs(depth: int) -> None:
+    engine = VirtualEngine({"mode": "auto"}, depth=depth)
+    for number, mode in enumerate(("mixed", "exclusive", "stock", "auto")):
+        engine.add(f"r{number}", 40, 5)
+        while engine.scheduler.has_unfinished_requests():  # and not the empty step after it
+            engine.step()
+        engine.scheduler.control({"mode": mode})
+        assert engine.scheduler.status()["mode"] == mode
+    engine.add("last", 40, 5)
+    engine.run()
+    check_answers(engine)
+
+
+def test_a_wrong_change_changes_nothing() -> None:
+    engine = VirtualEngine({"mode": "mixed", "refill": 2})
+    with pytest.raises(ConfigError, match=r"sluice\.speed"):
+        engine.scheduler.control({"speed": 11})
+    with pytest.raises(ConfigError, match=r"sluice\.mode"):
+        engine.scheduler.control({"mode": "fast"})
+    assert engine.scheduler.settings.mode == "mixed"
+
+
+def test_live_control_gives_no_class_the_lengths_of_another() -> None:
+    engine = VirtualEngine({"mode": "mixed", "class_itl_targets_s": {"chat": 0.05}})
+    with pytest.raises(ConfigError, match="chat.*reports"):
+        engine.scheduler.control({"class_itl_targets_s": {"reports": 0.2}})
+    assert engine.scheduler.settings.class_itl_targets_s == {"chat": 0.05}
+    engine.scheduler.control({"class_itl_targets_s": {"chat": 0.2}})
+    assert engine.scheduler.settings.class_itl_targets_s == {"chat": 0.2}
+
+
+def test_what_one_engine_accepts_bit_by_bit_another_accepts_at_once() -> None:
+    """Else a replica that comes later could not take over what the others go by."""
+    engine = VirtualEngine({"mode": "auto"})
+    engine.scheduler.control({"mode": "stock"})
+    with pytest.raises(ConfigError, match="chat"):
+        engine.scheduler.control({"class_itl_targets_s": {"chat": 0.2}})
+    engine.scheduler.control({"mode": "auto"})
+
+
+def test_steps_of_an_engine_that_speculates_are_not_counted_as_tokens() -> None:
+    plain, drafts = VirtualEngine({"mode": "mixed"}), VirtualEngine({"mode": "mixed"})
+    drafts.scheduler.num_spec_tokens = 3
+    drafts.scheduler.control({})
+    assert not plain.scheduler._policy.config.speculates
+    assert drafts.scheduler._policy.config.speculates
+
+
+def test_unknown_settings_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"sluice\.mood"):
+        VirtualEngine({"mood": "auto"})
+
+
+@pytest.mark.parametrize(("depth", "own"), [(1, Scheduler), (2, AsyncScheduler)])
+def test_stock_overrides_none_of_vllms_steps(depth: int, own: type[Scheduler]) -> None:
+    """Of the class that vLLM itself takes for such an engine."""
+    scheduler = VirtualEngine({"mode": "stock"}, depth=depth).scheduler
+    stock = type(scheduler)
+    for name in (
+        "schedule",
+        "update_from_output",
+        "_update_after_schedule",
+        "_update_request_with_output",
+        "_free_request",
+        "add_request",
+    ):
+        assert getattr(stock, name) is getattr(own, name)
+    scheduler.control({"mode": "mixed"})
+    assert type(scheduler).schedule is not own.schedule
+    scheduler.control({"mode": "stock"})
+    assert type(scheduler) is stock
+
+
+@both_depths
+def test_planned_steps_note_of_requests_what_vllm_notes(depth: int) -> None:
+    """Tokens in flight where steps overlap, and nothing of the kind where they do not."""
+    scheduler = VirtualEngine({"mode": "mixed"}, depth=depth).scheduler
+    own = AsyncScheduler if depth > 1 else Scheduler
+    assert type(scheduler)._update_request_with_output is own._update_request_with_output
+
+
+def test_stock_holds_no_request_that_has_ended() -> None:
+    engine = VirtualEngine({"mode": "auto"}, depth=2)
+    for number in range(8):
+        engine.add(f"r{number}", 40, 30)
+    for _ in range(5):
+        engine.step()
+    requests = [weakref.ref(request) for request in engine.scheduler.requests.values()]
+    engine.scheduler.control({"mode": "stock"})
+    engine.run()
+    gc.collect()
+    assert len(requests) == 8
+    assert not any(request() for request in requests)
+
+
+@both_depths
+def test_looking_for_prefills_alone_above_a_watermark_leaves_few_steps_empty(depth: int) -> None:
+    engine = VirtualEngine({"mode": "auto"}, slots=256, blocks=1200, depth=depth)
+    engine.scheduler.kv_cache_manager.watermark_blocks = 60
+    run_closed(engine, workload(1200), clients=300)
+    assert sum(step.empty and step.runnable for step in engine.log) < 0.03 * len(engine.log)
+
+
+@both_depths
+def test_mixed_without_limits_takes_the_very_steps_of_stock(depth: int) -> None:
+    logs = [
+        run_closed(VirtualEngine(settings, depth=depth, blocks=300), workload(150), clients=48).log
+        for settings in ({"mode": "stock"}, {"mode": "mixed", "admission": "slots"})
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_the_forecast_keeps_preemptions_near_zero_where_they_are_dear() -> None:
+    dear = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.003, prefill_s=1.5e-4),
+        decode=StepCoefficients(overhead_s=0.005, decode_s=2e-4, kv_s=8e-7),
+        mixed=StepCoefficients(overhead_s=0.005, prefill_s=1.5e-4, decode_s=2e-4, kv_s=8e-7),
+    )
+    took_s, preempted = {}, {}
+    for mode in ("stock", "mixed"):
+        engine = VirtualEngine({"mode": mode}, slots=128, blocks=600, times=dear)
+        run_closed(engine, workload(500), clients=128)
+        took_s[mode], preempted[mode] = engine.clock.now(), engine.preempted
+    assert preempted["mixed"] < preempted["stock"] / 5
+    assert took_s["mixed"] < took_s["stock"]
+
+
+def test_the_forecast_takes_windows_for_what_they_hold() -> None:
+    """Taken to grow with every token, three groups of a window would leave a quarter of the pool for the batch; kept
+    for everybody who waits, the windows would leave nothing of it."""
+    rng = random.Random(1)
+    jobs = [(rng.randint(8, 60), rng.randint(200, 900)) for _ in range(80)]
+    batch, preempted = {}, {}
+    for mode in ("stock", "mixed"):
+        engine = VirtualEngine({"mode": mode}, slots=64, blocks=900, windows=(64, 64, 64), budget=512)
+        run_closed(engine, jobs, clients=64)
+        batch[mode] = sum(log.decodes for log in engine.log) / len(engine.log)
+        preempted[mode] = engine.preempted
+    assert preempted["mixed"] < preempted["stock"] / 3
+    assert batch["mixed"] > 0.8 * batch["stock"]
+
+
+@pytest.mark.parametrize(("block_size", "states", "fit"), [(256, 3, 124), (256, 8, 55), (16, 3, 27)])
+def test_states_do_not_hold_the_batch_down_behind_a_queue(block_size: int, states: int, fit: int) -> None:
+    """Kept for everybody who waits, they would leave no room for a token, and one request would run after the other."""
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=block_size, states=states, budget=8192)
+    for number in range(40):
+        engine.add(f"early{number}", 30, 200)
+    engine.run()
+    assert engine.scheduler.status()["batch_size"] <= 499 // (states + 1), "no more than their states can start"
+    before = len(engine.log)
+    for number in range(256):
+        engine.add(f"r{number}", 30, 200)
+    for _ in range(400):
+        engine.step()
+    decodes = [log.decodes for log in engine.log[before:]]
+    assert sum(decodes) / len(decodes) > 0.5 * fit
+    assert engine.preempted < 256 / 3
+
+
+REMOTE = {
+    "kv_transfer_config": KVTransferConfig(
+        kv_connector="SlowConnector", kv_connector_module_path="tests.slow_connector", kv_role="kv_consumer"
+    )
+}
+
+
+def offer(engine: VirtualEngine) -> int:
+    """To routers, which send no more than that."""
+    return int(engine.scheduler.status()["batch_size"])
+
+
+def test_who_waits_with_states_of_their_own_is_offered_one_slot_each() -> None:
+    """Counted twice, those whose caches are on their way made the replica ask for as many again, and so on."""
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3, **REMOTE)
+    fit = 499 // 4  # three states and a block of tokens each
+    assert offer(engine) == fit
+    for number in range(60):
+        engine.add(f"r{number}", 30, 20)
+    engine.step()
+    assert (engine.free_blocks, offer(engine)) == (499 - 240, fit), "on their way"
+    arrive(engine.scheduler, *(f"r{number}" for number in range(30)))
+    assert offer(engine) == fit, "some have come"
+    state = engine.scheduler._taken(engine.clock.now()).state
+    assert (state.slots, state.free_blocks) == (30 + 64, 499 - 240), "who has begun needs no more states to start"
+    engine.step()
+    assert (len(engine.scheduler.running), offer(engine)) == (30, fit), "some run"
+    while len(engine.answers) < offer(engine):
+        engine.add(f"r{len(engine.answers)}", 30, 20)
+        engine.step()
+    assert len(engine.answers) == fit
+    arrive(engine.scheduler, *(f"r{number}" for number in range(30, fit)))
+    engine.run()
+    check_answers(engine)
+    assert engine.preempted == 0
+
+
+def test_sessions_that_wait_for_input_with_states_of_their_own_are_offered_one_slot_each() -> None:
+    engine = VirtualEngine({"mode": "mixed"}, slots=256, blocks=500, block_size=256, states=3)
+    for number in range(60):
+        engine.add(f"s{number}", 30, 5, resumable=True)
+    for _ in range(200):
+        engine.step()
+    assert (engine.free_blocks, offer(engine)) == (499 - 240, 499 // 4)
+    assert engine.scheduler._taken(engine.clock.now()).state.slots == 64, "a batch has none of them"
+
+
+def test_a_latency_target_bounds_whoever_is_on_the_way_too() -> None:
+    """Else a replica asked for more and more, which waited in its own queue."""
+    engine = VirtualEngine({"mode": "mixed", "itl_target_s": 0.03}, slots=192, **REMOTE)
+    offered = [offer(engine)]
+    for _ in range(6):
+        while len(engine.answers) < offered[-1]:
+            engine.add(f"r{len(engine.answers)}", 30, 20)
+        engine.step()
+        offered.append(offer(engine))
+    assert len(engine.scheduler.kv_holding_waiting) == offered[0] < 192
+    assert offered == offered[:1] * 7
+
+
+def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
+    slow = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.005, prefill_s=1e-4),
+        decode=StepCoefficients(overhead_s=0.01, decode_s=1e-3),
+        mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-3),
+    )
+    for mode in ("mixed", "exclusive"):
+        engine = VirtualEngine({"mode": mode, "itl_target_s": 0.03}, slots=64, times=slow)
+        run_closed(engine, workload(500), clients=64)
+        late = [a for a in engine.answers.values() if a.output_tokens > 20][100:-60]
+        gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
+        assert 0.5 * 0.03 < sum(gaps) / len(gaps) < 1.15 * 0.03
+
+
+@pytest.mark.parametrize(("slo_class", "held"), [("fast", True), ("patient", False)])
+def test_the_latency_target_is_that_of_the_class_that_runs(slo_class: str, held: bool) -> None:
+    slow = replace(TIMES, decode=StepCoefficients(overhead_s=0.01, decode_s=1e-3))
+    told = RequestMetadata(slo_class=slo_class).as_extra_args()
+    engine = VirtualEngine({"mode": "exclusive", "class_itl_targets_s": {"fast": 0.03}}, slots=64, times=slow)
+    run_closed(engine, workload(300), clients=64, extra_args=told)
+    late = [a for a in engine.answers.values() if a.output_tokens > 20][60:-40]
+    gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
+    assert (sum(gaps) / len(gaps) < 1.15 * 0.03) is held
+
+
+@both_depths
+def test_a_request_of_a_strict_class_starts_in_a_batch_that_its_class_would_not_have_let_grow(depth: int) -> None:
+    engine = VirtualEngine({"mode": "mixed", "class_itl_targets_s": {"chat": 0.011}}, slots=64, depth=depth)
+    for number in range(48):
+        engine.add(f"r{number}", 20, 300)
+    for _ in range(20):
+        engine.step()
+    engine.add("late", 20, 300)
+    chat = engine.add("chat", 20, 10, extra_args={"sluice": {"slo_class": "chat", "deadline_s": 0.0}})
+    while chat.request_id in engine.scheduler.requests:
+        engine.step()
+    assert not any(engine.answers[f"r{number}"].ended for number in range(48))
+    assert not engine.answers["late"].tokens
+    engine.run()
+    check_answers(engine)
+
+
+def test_the_status_says_what_it_does_and_why() -> None:
+    engine = run_closed(VirtualEngine({"mode": "exclusive", "refill": 4}, blocks=200), workload(150), clients=40)
+    core = SimpleNamespace(scheduler=engine.scheduler)
+    status = core_status(core)
+    assert status["mode"] == "exclusive"
+    assert status["refill"] == 4
+    assert status["preemptions"] == engine.preempted
+    assert status["steps"]["mixed"] == 0 < status["steps"]["prefill"] < status["steps"]["decode"]
+    assert status["limited_by"] in ("memory", "sla", "slots")
+    assert status["step_times"]["decode"]["overhead_s"] == pytest.approx(0.01, rel=0.2)
+    assert 10 < status["output_tokens"]["p50"] < 100
+    assert status["finished"] == 150
+    assert 0 < status["batch_size"] <= 32
+
+
+def test_live_control_of_plain_vllm_is_refused() -> None:
+    engine = VirtualEngine(scheduler=AsyncScheduler)
+    core = SimpleNamespace(scheduler=engine.scheduler)
+    assert "mode" not in core_status(core)
+    with pytest.raises(SluiceError, match="own scheduler"):
+        core_control(core, {"mode": "auto"})
+
+
+@both_depths
+def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(depth: int) -> None:
+    rng = random.Random(11)
+    engine = VirtualEngine({"mode": "auto"}, depth=depth, slots=64, blocks=500, enable_prefix_caching=True)
+    for number in range(10_000):
+        engine.add(f"r{number}", rng.randint(1, 120), 1 + int(rng.expovariate(1 / 12)))
+        while len(engine.scheduler.requests) > 90:
+            engine.step()
+        if rng.random() < 0.1:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        if number % 500 == 0:
+            engine.scheduler.control({"mode": rng.choice(["mixed", "exclusive", "auto"])})
+    engine.run()
+    check_answers(engine)
+    assert sum(answer.ended for answer in engine.answers.values()) > 8000
+    assert not [log for log in engine.log if log.empty and log.runnable]
+    engine.scheduler.report()
+    taker = engine.scheduler._taker
+    assert not len(taker._batch) and not taker._ending and not taker._known

@@ -1,0 +1,192 @@
+"""A router's front end around vLLM's own, mostly with a client that stands for the routed one."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
+from deployments.config.scheduler import SCHEDULER_CLASS
+from deployments.engines.vllm import adapter as vllm_adapter
+from deployments.engines.vllm.adapter import (
+    ENGINE_VERSION,
+    RoutedAsyncLLM,
+    VllmEngine,
+    calibration_engine,
+    front_end_config,
+    parse_vllm_args,
+)
+from deployments.serving.front_end import FrontEnd
+from deployments.serving.router import Router
+from policies.errors import ConfigError, SluiceError
+from router.redis_store import RedisStateStore, connect
+from router.state_store import ReplicaInfo
+from tests.deployments.refused_args import REFUSED_ARGS
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+class Outputs:
+    """What a routed client hands on."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        return await self.queue.get()
+
+
+async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
+    outputs = Outputs()
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
+    front_end = FrontEnd(AppConfig(model="demo"), connect("redis://127.0.0.1:1/0"), None)
+    front_end._llm = RoutedAsyncLLM(args, outputs, None)
+    router: Any = SimpleNamespace(_front_ends=[front_end])  # a whole one is made for a process of its own
+    front_end._llm._run_output_handler()
+    await outputs.queue.put(EngineCoreOutputs())
+    await until(lambda: outputs.queue.empty())
+    Router.check_health(router)
+    await outputs.queue.put(None)
+    await until(lambda: front_end._llm.output_handler.done())
+    with pytest.raises(SluiceError, match="demo"):
+        Router.check_health(router)
+
+
+def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's fallback for no use in particular is 128 slots and 2048 tokens on an H100, where `vllm serve` has 1024 and
+    8192. On CPUs the two differ from two workers on."""
+    argv = ["--tensor-parallel-size", "2", "--disable-log-stats"]
+
+    def engine_args() -> AsyncEngineArgs:
+        return AsyncEngineArgs.from_cli_args(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+
+    def limits(config: Any) -> tuple[int, int]:
+        return config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
+
+    served = limits(engine_args().create_engine_config(UsageContext.OPENAI_API_SERVER))
+    assert served != limits(engine_args().create_engine_config())
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
+    monkeypatch.setattr(LLMEngine, "from_vllm_config", lambda config: config)
+    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+    assert (engine.slots, engine.max_batch_tokens) == served
+    assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
+
+
+async def test_nobody_waits_for_an_answer_of_an_engine_core_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = SimpleNamespace(
+        call_utility_async=lambda *_: asyncio.Event().wait(), resources=SimpleNamespace(engine_dead=False)
+    )
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
+    monkeypatch.setattr(vllm_adapter, "DEAD_LOOK_S", 0.01)
+    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
+    asked = asyncio.create_task(engine.control({"mode": "mixed"}))
+    await asyncio.sleep(0.1)
+    assert not asked.done()
+    core.resources.engine_dead = True
+    with pytest.raises(EngineDeadError):
+        await asked
+
+
+async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_url: str, namespace: str) -> None:
+    """vLLM's arguments mostly leave that to the hardware, which a router has not."""
+    config = AppConfig(model="demo", name=namespace, engine=EngineSection(prefill=PrefillSection()))
+    async with AsyncExitStack() as resources:
+        redis = connect(redis_url)
+        resources.push_async_callback(redis.aclose)
+        info = ReplicaInfo(
+            replica_id="r",
+            host="127.0.0.1",
+            port=1,
+            max_model_len=2048,
+            max_batch_tokens=300,
+            silence_s=600.0,
+        )
+        await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
+        front_end = FrontEnd(config, redis, None)
+        await front_end.start(resources)
+        assert front_end.routed._policy.config.max_batch_tokens == 300
+
+
+DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--enable-sleep-mode"],
+        ["--enable-cumem-allocator"],
+        ["-tp", "4", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 4}'],
+        ["-tp", "4", "-dcp", "2"],
+        ["-tp", "2", "--speculative-config", json.dumps(DRAFT)],
+        ["--nnodes", "2", "-tp", "16"],
+        ["-tp", "2", "--enable-batch-sharded-sampling"],
+        ["--enable-fault-tolerance"],
+    ],
+    ids=" ".join,
+)
+def test_a_router_without_a_gpu_takes_arguments_that_only_engines_with_one_do(argv: list[str]) -> None:
+    args = AsyncEngineArgs.from_cli_args(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, *argv]))
+    assert front_end_config(args).parallel_config.world_size == 1
+
+
+@pytest.mark.parametrize(("argv", "where"), REFUSED_ARGS)
+def test_a_file_of_arguments_holds_none_that_are_refused_elsewhere(argv: list[str], where: str, tmp_path: Path) -> None:
+    given = AppConfig(model="m", vllm_args=("--config", in_file(argv, tmp_path))).vllm_argv()
+    with pytest.raises(ConfigError, match=where):
+        parse_vllm_args(given)
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help", "--help=all"])
+def test_whoever_asks_for_help_is_not_served(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="help"):
+        parse_vllm_args(["--model", "m", asked])
+
+
+def in_file(argv: list[str], folder: Path) -> str:
+    """The same arguments for `--config`, which knows no short names."""
+    items: dict[str, Any] = {}
+    for arg in argv:
+        if arg.startswith("-"):
+            name, _, value = arg.partition("=")
+            name = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size"}.get(name, name.lstrip("-"))
+            items[name] = value or True
+        else:
+            items[name] = arg
+    file = folder / "args.yaml"
+    file.write_text(yaml.safe_dump(items))
+    return str(file)
+
+
+def test_a_short_form_of_a_refused_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^vllm_args: unrecognized arguments: --otlp-traces-end"):
+        parse_vllm_args(["--model", "m", "--otlp-traces-end", "http://collector:4317"])
+
+
+def test_a_file_of_arguments_gives_engines_that_share_cache_files_one_worker(tmp_path: Path) -> None:
+    given = ("--config", in_file(["-tp", "2"], tmp_path))
+    engine = EngineSection(prefill=PrefillSection(connector="file"))
+    with pytest.raises(ConfigError, match=r"^engine.prefill.connector: .* 2 workers"):
+        parse_vllm_args(AppConfig(model="m", engine=engine, vllm_args=given).engine_argv())
+
+
+def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_args: .*No such file"):
+        parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
+
+
+def test_a_model_that_embeds_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="is a pooling model"):
+        VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--runner", "pooling"]))

@@ -1,0 +1,109 @@
+"""Grammars compile out of the way, in the real process, with vLLM's own checks and backends."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+from deployments.engines.vllm import adapter as vllm_adapter
+from deployments.engines.vllm.adapter import front_end_config, parse_vllm_args
+from deployments.engines.vllm.grammars import Grammars
+from policies.errors import InputError, ReplicaLostError
+from router.background import BackgroundTasks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TIMEOUT_S = 2.0
+SMALL = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
+LATE = "grammar_timeout_s|timed out"  # vLLM has a limit of its own for regular expressions, by the clock
+ENDLESS = "(" + "|".join("a" * n for n in range(1, 800)) + ")+"
+
+
+@asynccontextmanager
+async def compiling(*argv: str) -> AsyncIterator[Grammars]:
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *argv])
+    background = BackgroundTasks(lambda task: pytest.fail(f"{task} failed"))
+    grammars = Grammars(front_end_config(AsyncEngineArgs.from_cli_args(args)), TIMEOUT_S, background)
+    try:
+        yield grammars
+    finally:
+        await grammars.close()
+        await background.close()
+
+
+AS_VLLM = {
+    "a schema": (SMALL, None),
+    "any object": ({"json_object": True}, None),
+    "choices": ({"choice": ["a", "b"]}, 'root ::= "a" | "b"'),
+    "a regular expression": ({"regex": "[a-z]+"}, None),
+}
+REFUSED = {
+    "a grammar that begins with itself": ({"grammar": 'root ::= root "a"'}, "no first token"),
+    "a schema that is itself": ({"json": '{"$ref": "#"}'}, "no first token"),
+    "a schema that names what is not there": ({"json": '{"$ref": "#/definitions/x"}'}, "definitions"),
+    "an open parenthesis": ({"regex": "(a"}, "not closed"),
+    "two at once": ({"regex": "a", "choice": ["a"]}, "one kind"),
+    "optionals of optionals": ({"regex": "(a" * 2000 + ")?" * 2000}, "Nest layer"),
+    "alternatives without end": ({"regex": ENDLESS}, LATE),
+}
+
+
+async def test_what_compiles_is_as_vllm_leaves_it_and_what_does_not_is_refused_in_words() -> None:
+    async with compiling() as grammars:
+        for fields, grammar in AS_VLLM.values():
+            both = await asyncio.gather(grammars.compiled(fields), grammars.compiled(fields))
+            assert (both[0].backend, both[0].grammar) == ("xgrammar", grammar)
+            assert both[0] is both[1] is await grammars.compiled(fields), "compiled more than once"
+        for name, (fields, why) in REFUSED.items():
+            with pytest.raises(InputError, match=why):
+                await grammars.compiled(fields)
+                pytest.fail(f"{name} was not refused")
+
+
+async def test_a_grammar_without_end_holds_up_no_other() -> None:
+    async with compiling() as grammars:
+        await grammars.compiled(SMALL)
+        endless = [asyncio.create_task(grammars.compiled({"regex": ENDLESS + "b" * n})) for n in range(3)]
+        await asyncio.sleep(0.2)
+        await grammars.compiled({"json": json.dumps({"type": "string", "maxLength": 5})})
+        assert not any(each.done() for each in endless)
+        for each in endless:
+            with pytest.raises(InputError, match=LATE):
+                await each
+
+
+async def test_after_the_end_of_its_process_the_next_grammar_starts_another() -> None:
+    async with compiling() as grammars:
+        await grammars.compiled(SMALL)
+        endless = asyncio.create_task(grammars.compiled({"regex": ENDLESS}))
+        await asyncio.sleep(0.2)
+        assert grammars._process is not None
+        child = psutil.Process(grammars._process.result()._child.pid)
+        forks = child.children()
+        child.kill()
+        with pytest.raises(ReplicaLostError, match="try again"):
+            await endless
+        gone, _ = psutil.wait_procs(forks, timeout=10)
+        assert gone == forks, "a compilation goes on without anybody to read it"
+        await grammars.compiled({"regex": "[0-9]"})
+
+
+def test_an_engine_compiles_more_than_one_grammar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1 import structured_output
+
+    def start(manager: Any, config: Any) -> None:
+        manager.executor = SimpleNamespace(shutdown=lambda: None)
+
+    monkeypatch.setattr(structured_output.StructuredOutputManager, "__init__", start)
+    vllm_adapter.compile_grammars_side_by_side()
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
+    manager = structured_output.StructuredOutputManager(config)
+    assert manager.executor._max_workers == vllm_adapter.GRAMMAR_THREADS
+    manager.executor.shutdown()

@@ -1,0 +1,65 @@
+"""In front of Ray Serve's own layers, as a router's HTTP server puts them together."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from ray.serve._private.http_util import _apply_middlewares, configure_http_middlewares, parse_session_id_header
+from ray.serve.config import HTTPOptions
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from deployments.app import router_env
+from deployments.http.headers import CALLBACK_ENV, MAX_HEADER_BYTES
+from deployments.process.environment import serve_env
+
+
+async def served(scope: Scope, receive: Receive, send: Send) -> None:
+    parse_session_id_header(dict(scope["headers"]))
+    await PlainTextResponse("served")(scope, receive, send)
+
+
+@pytest.fixture
+async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    monkeypatch.setattr(
+        "ray.serve._private.http_util.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", router_env()[CALLBACK_ENV]
+    )
+    app = _apply_middlewares(served, configure_http_middlewares(HTTPOptions(middlewares=[])).middlewares)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "X-Request-Id",
+        "X-Request-Timeout-Seconds",
+        "X-Request-Disconnect-Disabled",
+        "X-Session-Id",
+        "x_session-id",
+        "Serve-Multiplexed-Model-Id",
+        "serve_multiplexed_model_id",
+        "Traceparent",
+        "Tracestate",
+    ],
+)
+async def test_a_header_that_ray_cannot_read_gets_400_by_its_name(client: httpx.AsyncClient, name: str) -> None:
+    refused = await client.get("/", headers={name: b"caf\xe9"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"{name.lower()} is not UTF-8"
+    assert (await client.get("/", headers={name: "café".encode()})).text == "served"
+
+
+async def test_what_ray_does_not_read_may_hold_any_bytes(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/", headers={"Cookie": b"caf\xe9"})).text == "served"
+
+
+async def test_headers_beyond_the_limit_get_400_with_their_size(client: httpx.AsyncClient) -> None:
+    refused = await client.get("/", headers={"Cookie": "x" * MAX_HEADER_BYTES})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequest")
+    assert str(MAX_HEADER_BYTES) in refused.json()["error"]["message"]
+    assert (await client.get("/", headers={"Cookie": "x" * (MAX_HEADER_BYTES - 1000)})).text == "served"
+
+
+def test_haproxy_passes_on_what_routers_refuse_in_words() -> None:
+    assert int(serve_env()["RAY_SERVE_HAPROXY_TUNE_BUFSIZE"]) >= 2 * MAX_HEADER_BYTES

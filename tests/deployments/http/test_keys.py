@@ -1,0 +1,258 @@
+"""API keys: their files, and the command that makes them."""
+
+import asyncio
+import json
+import os
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from deployments.command import cli
+from deployments.http.keys import KeyRing, digest, new_key, parse_entries, redis_hash
+from policies.errors import ConfigError, StateStoreError
+from router.redis_store import connect
+
+CLASSES = ("interactive", "offline")
+
+
+def ring(file: Path | None = None, environment: str | None = None) -> KeyRing:
+    return KeyRing(file=file, environment=environment, client=None, application="app", classes=CLASSES)
+
+
+def written(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(list(entries)))
+    return path
+
+
+async def test_a_key_is_found_by_its_hash_alone(tmp_path: Path) -> None:
+    key = new_key()
+    keys = ring(written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(key), "classes": ["offline"]}))
+    await keys.reload()
+    tenant = keys.find(key)
+    assert tenant is not None
+    assert (tenant.name, tenant.classes) == ("a", frozenset({"offline"}))
+    assert keys.find(key + "x") is None
+    assert keys.find("") is None
+    assert keys.required
+
+
+async def test_keys_change_without_a_restart_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    old, new = new_key(), new_key()
+    file = written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(old)})
+    keys = ring(file, json.dumps([{"name": "b", "sha256": digest("from the environment")}]))
+    await keys.reload()
+    written(file, {"name": "a", "sha256": digest(new)})
+    await keys.reload()
+    assert keys.find(old) is None
+    assert keys.find(new) is not None
+    file.write_text("- name: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        await keys.reload()
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"keys\.yaml"):
+        await keys.reload()
+    assert keys.find(new) is not None
+    assert keys.find("from the environment") is not None
+
+
+async def test_a_file_is_parsed_again_when_it_has_changed_and_not_before(tmp_path: Path) -> None:
+    old, new = new_key(), new_key()
+    file = written(tmp_path / "one.yaml", {"name": "a", "sha256": digest(old)})
+    os.utime(file, (0, 0))
+    link = tmp_path / "keys.yaml"
+    link.symlink_to(file)
+    keys = ring(link)
+    await keys.reload()
+    file.write_text("[" * file.stat().st_size)
+    os.utime(file, (0, 0))
+    await keys.reload()
+    assert keys.find(old) is not None
+    other = written(tmp_path / "two.yaml", {"name": "a", "sha256": digest(new)})
+    os.utime(other, (0, 0))
+    link.unlink()
+    link.symlink_to(other)  # as Kubernetes changes a Secret
+    await keys.reload()
+    assert keys.find(old) is None and keys.find(new) is not None
+
+
+async def test_tokens_go_on_while_keys_are_read(tmp_path: Path) -> None:
+    file, went_on = tmp_path / "keys.yaml", threading.Event()
+    os.mkfifo(file)  # whoever reads it waits for whoever writes it
+
+    def write() -> bool:
+        did = went_on.wait(60)
+        file.write_text("[]")
+        return did
+
+    writing = asyncio.get_running_loop().run_in_executor(None, write)
+    reading = asyncio.create_task(ring(file).reload())
+    await asyncio.sleep(0)
+    went_on.set()
+    await reading
+    assert await writing
+
+
+def test_without_a_source_no_key_is_required() -> None:
+    assert not ring().required
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("- {name: a, sha256: short}", "0.sha256"),
+        ("- {name: a}", "0.sha256"),
+        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", "0.colour"),
+        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "0.requests_per_minute"),
+        ("just text", "list"),
+    ],
+)
+def test_a_wrong_entry_is_named_by_its_place(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_entries(text, "a file")
+
+
+async def test_one_key_twice_is_refused(tmp_path: Path) -> None:
+    entries = [{"name": name, "sha256": digest("one")} for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="'a' and 'b' are one key"):
+        await ring(written(tmp_path / "keys.yaml", *entries)).reload()
+
+
+@pytest.mark.parametrize("named", [{"classes": ["offline", "gold"]}, {"default_class": "gold"}])
+async def test_a_class_that_is_not_there_is_named_with_its_entry_and_without_the_key(
+    tmp_path: Path, named: dict[str, Any]
+) -> None:
+    key = new_key()
+    known = {"name": "a", "sha256": digest(key), "classes": ["offline"], "default_class": "offline"}
+    file = written(tmp_path / "keys.yaml", known)
+    keys = ring(file)
+    await keys.reload()
+    written(file, known, {"name": "b", "sha256": digest("another"), **named})
+    with pytest.raises(
+        ConfigError, match=r"key 'b' names classes \['gold'\]; there are interactive, offline"
+    ) as caught:
+        await keys.reload()
+    assert digest("another") not in str(caught.value)
+    assert keys.find(key) is not None and keys.find("another") is None
+
+
+def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6"])
+    key, entry = capsys.readouterr().out.strip().split("\n", 1)
+    (made,) = parse_entries(entry, "what it printed")
+    assert made.sha256 == digest(key)
+    assert (made.classes, made.tokens_per_minute) == (frozenset({"offline"}), 1e6)
+
+
+async def test_keys_in_redis_are_made_listed_used_and_removed(
+    redis_url: str,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    key = capsys.readouterr().out.strip()
+    cli.main(["keys", "list", "--application", namespace])
+    assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
+    client = connect(redis_url)
+    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    cli.main(["keys", "new", "--name", "b", "--classes", "ofline", "--store", "--application", namespace])
+    mistyped = capsys.readouterr().out.strip()
+    await keys.reload()
+    assert keys.find(key) is not None and keys.find(mistyped) is None
+    assert "the key 'b' names classes ['ofline']" in caplog.text
+    cli.main(["keys", "remove", "a", "--application", namespace])
+    await keys.reload()
+    assert keys.find(key) is None
+    await client.aclose()
+
+
+async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(redis_url)
+    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    stored = {digest(name): json.dumps({"name": name, "sha256": digest(name)}) for name in ("a", "b")}
+    await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff"})
+    for _ in range(2):
+        await keys.reload()
+    assert caplog.text.count("a key in Redis is not YAML") == 1
+    first = keys.find("a")
+    await client.hdel(redis_hash(namespace), digest("b"))
+    await keys.reload()
+    assert first is not None and keys.find("a") is first
+    assert keys.find("b") is None
+    await client.aclose()
+
+
+async def test_a_malformed_key_in_redis_does_not_keep_others_from_being_listed_and_removed(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    capsys.readouterr()
+    client = connect(redis_url)
+    await client.hset(redis_hash(namespace), mapping={"x": "{name: [", "y": b"\xff"})
+    cli.main(["keys", "list", "--application", namespace])
+    assert json.loads(capsys.readouterr().out)["name"] == "a"
+    cli.main(["keys", "remove", "a", "--application", namespace])
+    assert set(await client.hkeys(redis_hash(namespace))) == {b"x", b"y"}
+    await client.aclose()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://127.0.0.1:port/0", "redis://:secret/x@127.0.0.1:1/0"])
+def test_what_is_no_url_of_a_redis_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", url)
+    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL is not a Redis URL") as caught:
+        cli.main(["keys", "list"])
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+async def test_a_redis_that_goes_away_between_two_calls_is_an_error_in_words(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise redis.ConnectionError("broken")
+
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    monkeypatch.setattr(redis.Redis, "hdel", away)
+    with pytest.raises(SystemExit, match="Redis: broken"):
+        cli.main(["keys", "remove", "a", "--application", namespace])
+
+
+def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://127.0.0.1:1/0")
+    with pytest.raises(SystemExit, match="Redis"):
+        cli.main(["keys", "list"])
+    monkeypatch.delenv("SLUICE_REDIS_URL")
+    with pytest.raises(SystemExit, match="SLUICE_REDIS_URL"):
+        cli.main(["keys", "list"])
+
+
+async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> None:
+    client = connect("redis://127.0.0.1:1/0")
+    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
+    with pytest.raises(StateStoreError):
+        await keys.reload()
+    await client.aclose()
+
+
+async def test_a_connection_that_broke_a_moment_ago_leaves_the_keys_as_they_are(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(name: str) -> None:  # as uvloop refuses it
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    client = connect(redis_url)
+    monkeypatch.setattr(client, "hvals", write)
+    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
+    with pytest.raises(StateStoreError, match="keys in Redis: unable to perform"):
+        await keys.reload()
+    await client.aclose()

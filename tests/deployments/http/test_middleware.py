@@ -1,0 +1,588 @@
+"""The middleware around a small application of the kind that vLLM's is."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http import middleware as http_layer
+from deployments.http.keys import KeyRing, digest
+from deployments.http.middleware import SluiceMiddleware, split_time
+from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
+from router.admission import Tenant
+from router.timing import HttpContext, RequestTiming, current
+from tests.deployments.bodies import free, request_bodies
+
+LIMIT = 1000
+CLASSES = ("standard", "offline")
+
+
+async def leave(app: ASGIApp) -> None:
+    """Asks, and when the application waits for what comes next, leaves in Ray Serve's way."""
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    body: Message = {"type": "http.request", "body": b"", "more_body": False}
+    asked_again = asyncio.Event()
+
+    async def receive() -> Message:
+        if asked_again.is_set():
+            return await messages.get()
+        asked_again.set()
+        return body
+
+    async def send(message: Message) -> None:
+        raise AssertionError(f"nobody is there for {message}")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    request = asyncio.create_task(wrapped(app)(scope, receive, send))
+    await asked_again.wait()
+    messages.put_nowait({"type": "http.disconnect"})
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_a_handler_in_a_task_of_its_own_hears_that_its_client_has_left() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """As vLLM's `with_cancellation`: a cancellation of `wait` leaves its tasks alone."""
+        await receive()
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        handler, listener = asyncio.create_task(work()), asyncio.create_task(listen())
+        _, pending = await asyncio.wait([handler, listener], return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+
+    await asyncio.wait_for(leave(app), 30)
+    assert ended == ["work"]
+
+
+async def test_an_application_that_does_not_listen_is_cancelled_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_layer, "LEAVE_S", 0.0)
+    ended = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    await asyncio.wait_for(leave(app), 30)
+    await asyncio.wait_for(ended.wait(), 30)
+
+
+def context() -> HttpContext:
+    found = current.get()
+    assert found is not None
+    return found
+
+
+async def what_it_got(request: Request) -> JSONResponse:
+    return JSONResponse(
+        {
+            "bytes": len(await request.body()),
+            "slo_class": context().slo_class,
+            "expected_tokens": context().expected_tokens,
+        }
+    )
+
+
+async def served(request: Request) -> PlainTextResponse:
+    """As if an engine had done it: 0.2 s after its arrival it was queued, 0.3 s later assigned, 0.5 s later done."""
+    made = context()
+    made.received_s -= 1.5
+    submitted_s = made.received_s + 0.2
+    made.timings.append(
+        RequestTiming(
+            received_s=made.received_s,
+            submitted_s=submitted_s,
+            assigned_s=submitted_s + 0.3,
+            last_token_s=submitted_s + 0.8,
+            output_tokens=7,
+            outcome="stop",
+        )
+    )
+    return PlainTextResponse("done")
+
+
+async def broken(request: Request) -> PlainTextResponse:
+    raise RuntimeError("broken")
+
+
+async def refused_in_a_stream(request: Request) -> StreamingResponse:
+    """As vLLM does: the stream has begun when the engine refuses."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        context().refused = AdmissionError("no room", 6.2)
+        yield b'data: {"error": ...}'
+        yield b"data: [DONE]"
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+async def queued_in_vain(request: Request) -> StreamingResponse:
+    """As a request for which no replica came."""
+    unserved = ReplicaLostError("no replica took it")
+
+    async def stream() -> AsyncIterator[bytes]:
+        context().timings.append(RequestTiming(received_s=0.0, submitted_s=0.0, unserved=unserved))
+        yield b'data: {"error": ...}'
+
+    context().queued = True
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+async def state_away(request: Request) -> JSONResponse:
+    context().refused = StateStoreError("Redis is away")
+    return JSONResponse({}, 500)
+
+
+PATHS = {
+    "/": what_it_got,
+    "/served": served,
+    "/broken": broken,
+    "/refused": refused_in_a_stream,
+    "/in-vain": queued_in_vain,
+    "/state-away": state_away,
+    "/health": what_it_got,
+}
+
+
+def starlette_app() -> ASGIApp:
+    return Starlette(routes=[Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in PATHS.items()])
+
+
+def fastapi_app() -> ASGIApp:
+    app = FastAPI()
+
+    @app.post("/")
+    async def typed(body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    return app
+
+
+NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", classes=CLASSES)
+
+
+def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
+    return SluiceMiddleware(
+        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=free
+    )
+
+
+@asynccontextmanager
+async def client_of(app: ASGIApp, keys: KeyRing = NO_KEYS, prefix: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """Args:
+    prefix: as Ray Serve's `route_prefix`, which stands in the path and in the root path.
+    """
+    transport = httpx.ASGITransport(wrapped(app, keys), raise_app_exceptions=False, root_path=prefix)
+    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+        yield client
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(starlette_app()) as made:
+        yield made
+
+
+async def chunks(total: int) -> AsyncIterator[bytes]:
+    """A body that does not say its length."""
+    for _ in range(total // 100):
+        yield b"x" * 100
+
+
+def durations(response: httpx.Response) -> dict[str, float]:
+    """Milliseconds by name."""
+    parts = (part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    return {name: float(value) for name, value in parts}
+
+
+# Keys
+
+ENTRIES = [
+    {"name": "all", "sha256": digest("key-all")},
+    {"name": "night", "sha256": digest("key-night"), "classes": ["offline"], "default_class": "offline"},
+]
+
+
+@pytest.fixture
+async def locked() -> AsyncIterator[httpx.AsyncClient]:
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
+    await keys.reload()
+    async with client_of(starlette_app(), keys) as made:
+        yield made
+
+
+def bearer(key: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **headers}
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("key-al"), bearer(""), {"Authorization": "Basic key-all"}])
+async def test_without_a_known_key_nothing_is_served(locked: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    response = await locked.post("/", headers=headers)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_probes_need_no_key(locked: httpx.AsyncClient) -> None:
+    assert (await locked.get("/health")).status_code == 200
+
+
+async def test_probes_need_no_key_under_a_prefix_either(log: pytest.LogCaptureFixture) -> None:
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
+    await keys.reload()
+    async with client_of(starlette_app(), keys, "/llm") as client:
+        assert (await client.get("/llm/health")).status_code == 200
+        assert not [record for record in log.records if record.name == "deployments.http.middleware"]
+        for path in ("/llm/", "/llm/llm/health"):
+            assert (await client.get(path)).status_code == 401
+
+
+async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None:
+    assert (await locked.post("/", headers=bearer("key-all"))).json()["slo_class"] == "standard"
+    assert (await locked.post("/", headers=bearer("key-night"))).json()["slo_class"] == "offline"
+
+
+async def test_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
+    response = await locked.post("/", headers=bearer("key-night", **{"X-Sluice-Class": "standard"}))
+    assert response.status_code == 403
+
+
+# What is let in
+
+
+async def test_a_refusal_is_a_refusal_also_where_a_stream_had_begun(client: httpx.AsyncClient) -> None:
+    response = await client.post("/refused")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["error"]["message"] == "no room"
+
+
+@pytest.mark.parametrize(("path", "why"), [("/in-vain", "no replica took it"), ("/state-away", "Redis is away")])
+async def test_what_cannot_be_served_now_gets_503_in_words(client: httpx.AsyncClient, path: str, why: str) -> None:
+    response = await client.post(path)
+    assert (response.status_code, response.json()["error"]["message"]) == (503, why)
+
+
+async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/", content=b"x" * LIMIT)).json()["bytes"] == LIMIT
+    assert (await client.post("/", content=chunks(LIMIT))).json()["bytes"] == LIMIT
+
+
+async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=b"x" * (LIMIT + 1))
+    assert response.status_code == 413
+    assert response.json()["error"] == {
+        "message": "the body exceeds 1000 bytes (router.max_body_bytes)",
+        "type": "RequestEntityTooLarge",
+        "param": None,
+        "code": 413,
+    }
+
+
+@pytest.mark.parametrize("app", [starlette_app, fastapi_app])
+async def test_a_body_that_grows_beyond_the_limit_is_refused(app: Any) -> None:
+    async with client_of(app()) as client:
+        response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert "1000 bytes" in response.text
+
+
+async def test_a_body_that_is_late_is_told_so_and_its_connection_closed() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.sleep(60)
+
+    bodies = request_bodies(LIMIT, timeout_s=0.05)
+    app = SluiceMiddleware(
+        starlette_app(), bodies=bodies, classes=CLASSES, default_class="standard", keys=NO_KEYS, charge=free
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as client:
+        late = await client.post("/", content=slow())
+    assert (late.status_code, late.headers["connection"]) == (408, "close")
+    assert late.json()["error"]["type"] == "RequestTimeout"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render"])
+async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> None:
+    charged: list[float] = []
+
+    async def charge(tenant: Tenant | None, tokens: float) -> None:
+        assert tenant is not None
+        charged.append(tokens)
+        if len(charged) > 1:
+            raise AdmissionError("tokens_per_minute of all are spent", 6.5)
+
+    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
+    await keys.reload()
+    read: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        read.append(scope["path"])
+        await PlainTextResponse("1 token")(scope, receive, send)
+
+    served = SluiceMiddleware(
+        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=charge
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+        for expected in (200, 429):
+            answer = await client.post(path, content=b'"' + b"a" * 398 + b'"', headers=bearer("key-all"))
+            assert answer.status_code == expected
+        assert answer.headers["retry-after"] == "7"
+        assert (await client.post("/other", content=b"{}", headers=bearer("key-all"))).status_code == 200
+    assert (charged, read) == ([100.0, 100.0], [path, "/other"])
+
+
+async def test_a_length_of_thousands_of_digits_is_beyond_the_limit(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=b"x", headers={"content-length": "9" * 5000})
+    assert response.status_code == 413
+
+
+async def test_an_understated_length_does_not_help(client: httpx.AsyncClient) -> None:
+    response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-length": "10"})
+    assert response.status_code == 413
+
+
+async def test_a_class_is_taken_from_its_header(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/")).json()["slo_class"] == "standard"
+    assert (await client.get("/", headers={"x-sluice-class": "offline"})).json()["slo_class"] == "offline"
+
+
+async def test_an_unknown_class_is_refused_and_the_known_are_named(client: httpx.AsyncClient) -> None:
+    response = await client.get("/", headers={"X-Sluice-Class": "gold"})
+    assert response.status_code == 400
+    assert "'gold'" in response.json()["error"]["message"]
+    assert "offline, standard" in response.json()["error"]["message"]
+
+
+async def test_a_long_request_id_is_refused(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/", headers={"X-Request-Id": "x" * 128})).status_code == 200
+    assert (await client.get("/", headers={"X-Request-Id": "x" * 129})).status_code == 400
+
+
+# Timing
+
+
+async def test_every_response_says_where_its_time_went(client: httpx.AsyncClient) -> None:
+    for path in ("/", "/broken", "/not-there"):
+        assert set(durations(await client.get(path))) == {"queue", "engine", "framework"}
+
+
+async def test_queue_and_engine_are_what_the_engine_requests_say(client: httpx.AsyncClient) -> None:
+    before_s = time.monotonic()
+    shown = durations(await client.get("/served"))
+    took_s = time.monotonic() - before_s
+    assert shown["queue"] == pytest.approx(300.0, abs=0.01)
+    assert shown["engine"] == pytest.approx(500.0, abs=0.01)
+    assert 700.0 - 0.05 <= shown["framework"] <= 700.0 + took_s * 1e3 + 0.05
+
+
+def test_the_times_add_up_to_all_that_has_passed() -> None:
+    now_s = time.monotonic()
+    timings = [
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 9, assigned_s=now_s - 7, last_token_s=now_s - 1),
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8, assigned_s=now_s - 6, last_token_s=now_s - 2),
+        RequestTiming(received_s=now_s - 10, submitted_s=now_s - 8),
+    ]
+    split = split_time(HttpContext(now_s - 10, "standard", timings=timings))
+    assert split["queue"] == pytest.approx(2.0)
+    assert split["engine"] == pytest.approx(6.0)
+    assert 10.0 <= sum(split.values()) <= 10.0 + (time.monotonic() - now_s) + 1e-6
+    assert min(split.values()) >= 0.0
+
+
+def test_a_request_that_never_got_a_replica_has_only_framework_time() -> None:
+    now_s = time.monotonic()
+    split = split_time(HttpContext(now_s - 1, "standard", [RequestTiming(received_s=now_s - 1, submitted_s=now_s)]))
+    assert (split["queue"], split["engine"]) == (0.0, 0.0)
+    assert split["framework"] >= 1.0
+
+
+# Streams, message by message
+
+
+SCOPE: Scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+
+
+async def nothing_more() -> Message:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+async def test_a_stream_starts_with_its_first_chunk_and_not_later() -> None:
+    go_on, sent = asyncio.Event(), asyncio.Queue[Message]()
+
+    async def two_chunks(scope: Scope, receive: Receive, send: Send) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            yield b"first"
+            await go_on.wait()
+            yield b"second"
+
+        await StreamingResponse(body())(scope, receive, send)
+
+    serving = asyncio.create_task(wrapped(two_chunks)(dict(SCOPE), nothing_more, sent.put))
+    async with asyncio.timeout(30):
+        start, first = await sent.get(), await sent.get()
+    assert (start["type"], start["status"], first["body"]) == ("http.response.start", 200, b"first")
+    assert [name for name, _ in start["headers"]].count(b"server-timing") == 1
+    go_on.set()
+    await serving
+    assert [sent.get_nowait()["body"] for _ in range(sent.qsize())] == [b"second", b""]
+
+
+def events(pieces: list[bytes], *, then: str) -> ASGIApp:
+    """Pieces that vLLM sends before it asks the engine, and what that says `then`."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+            if then == "refused":
+                context().refused = AdmissionError("no room", 6.2)
+            if then == "queued":
+                context().queued = True
+                yield b"first token"
+                yield b"second token"
+            elif then != "ended":
+                raise RuntimeError("the response has started already")
+
+        await StreamingResponse(body(), media_type="text/event-stream")(scope, receive, send)
+
+    return app
+
+
+async def sent_by(app: ASGIApp) -> list[Message]:
+    """What its client gets, whether it ends with an error or not."""
+    sent = list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await asyncio.gather(wrapped(app)(dict(SCOPE), nothing_more, send), return_exceptions=True)
+    return sent
+
+
+async def test_a_stream_that_is_refused_after_its_first_events_is_answered_as_that() -> None:
+    start, body = await sent_by(events([b"created", b"in progress"], then="refused"))
+    assert start["status"] == 429
+    assert dict(start["headers"])[b"retry-after"] == b"7"
+    assert json.loads(body["body"])["error"]["message"] == "no room"
+
+
+@pytest.mark.parametrize(
+    ("then", "rest"), [("queued", [b"first token", b"second token", b""]), ("ended", [b""]), ("broken", [])]
+)
+async def test_what_was_held_of_a_stream_comes_once_it_is_known_how_it_goes_on(then: str, rest: list[bytes]) -> None:
+    start, *pieces = await sent_by(events([b"created", b"in progress"], then=then))
+    assert start["status"] == 200
+    assert [piece["body"] for piece in pieces] == [b"created", b"in progress", *rest]
+
+
+async def test_no_more_than_a_few_events_are_held() -> None:
+    start, *pieces = await sent_by(events([b"event"] * 9, then="refused"))
+    assert (start["status"], len(pieces)) == (200, 9)
+
+
+async def test_the_start_and_the_end_of_the_server_pass_untouched_and_websockets_do_not() -> None:
+    seen: list[Scope] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {"type": "lifespan"}
+    await wrapped(app)(scope, nothing_more, send)
+    assert (seen, sent) == ([scope], [])
+    await wrapped(app)({"type": "websocket", "path": "/v1/realtime", "headers": []}, nothing_more, send)
+    assert seen == [scope]
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+# The log
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="deployments.http.middleware"):
+        yield caplog
+
+
+async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
+    await client.get("/served", headers={"X-Request-Id": "mine"})
+    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
+    names = ("request_id", "method", "path", "status", "slo_class", "output_tokens", "outcomes")
+    shown = {name: line[name] for name in names}
+    assert shown == {
+        "request_id": "mine",
+        "method": "GET",
+        "path": "/served",
+        "status": 200,
+        "slo_class": "standard",
+        "output_tokens": 7,
+        "outcomes": ["stop"],
+    }
+    assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
+
+
+async def test_the_line_of_an_error_says_what_the_client_was_told(
+    client: httpx.AsyncClient, log: pytest.LogCaptureFixture
+) -> None:
+    await client.post("/", headers={"X-Sluice-Class": "nobody"})
+    await client.get("/nowhere")
+    await client.get("/served")
+    errors = [vars(record)["error"] for record in log.records if record.name == "deployments.http.middleware"]
+    assert errors == ["X-Sluice-Class: no class 'nobody'; there are offline, standard", "Not Found", None]
+
+
+async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
+    for path in ("/health", "/metrics"):
+        await client.get(path)
+    assert not [record for record in log.records if record.name == "deployments.http.middleware"]
+
+
+async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_layer, "LEAVE_S", 0.05)
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3600)
+
+    serving = asyncio.create_task(wrapped(waits)(dict(SCOPE), nothing_more, nothing_more))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
+    assert line["status"] == 499
+
+
+async def test_a_client_may_say_how_long_an_answer_it_expects(client: httpx.AsyncClient) -> None:
+    for wrong in ("0", "-3", "many", "1" * 12, "1" * 5000):
+        assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": wrong})).status_code == 400
+    assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": "250"})).json()["expected_tokens"] == 250

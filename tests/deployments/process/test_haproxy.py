@@ -1,0 +1,176 @@
+"""HAProxy as the script of a cluster starts it, with configurations that Ray Serve itself writes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.serve._private.common import RequestProtocol
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from deployments.process.environment import free_port
+from tests.integration.application import REPOSITORY
+from tests.waiting import wait_until
+
+SCRIPT = REPOSITORY / "deployments/process/haproxy.sh"
+ENV = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+# Starts HAProxy, prints its process, and waits to be killed.
+ACTOR = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(300)"
+
+
+class Serve:
+    """What Ray Serve knows of one application, and the file that it writes for HAProxy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.file = free_port(), folder / "haproxy.cfg"
+        self._config = HAProxyConfig(
+            socket_path=str(folder / "admin.sock"),
+            server_state_base=str(folder),
+            server_state_file=str(folder / "server-state"),
+            metrics_socket_path=str(folder / "metrics.sock"),
+            metrics_port=free_port(),
+            stats_port=free_port(),
+            http_options=HTTPOptions(host="127.0.0.1", port=self.port),
+            maxconn=100,
+        )
+
+    def writes(self, *routers: int) -> None:
+        servers = [ServerConfig(name=f"r{port}", host="127.0.0.1", port=port) for port in routers]
+        backend = BackendConfig(
+            name="http-sluice", path_prefix="/", app_name="sluice", servers=servers, protocol=RequestProtocol.HTTP
+        )
+        api = HAProxyApi(self._config, {"http-sluice": backend} if routers else {}, str(self.file))
+        api._generate_config_file_internal()
+
+    def answer(self) -> tuple[int, str | None]:
+        """The status of a request, and its Retry-After."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=30) as response:
+                return response.status, response.headers["Retry-After"]
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["Retry-After"]
+
+    @contextmanager
+    def running(self, *arguments: str) -> Iterator[psutil.Process]:
+        process = psutil.Popen([str(SCRIPT), "-db", "-f", str(self.file), *arguments], env=ENV)
+        try:
+            wait_until(lambda: process.poll() is not None or self.is_open(), 30, "it listens")
+            assert process.poll() is None, "it did not start"
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30)
+
+    def is_open(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    return Serve(tmp_path)
+
+
+@pytest.fixture
+def router() -> Iterator[int]:
+    class Here(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Here) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_request_has_so_long_to_come(serve: Serve, router: int) -> None:
+    serve.writes(router)
+    with serve.running():
+        defaults = serve.file.read_text().partition("frontend")[0].splitlines()
+    assert {"    option abortonclose", "    option http-buffer-request", "    timeout http-request 30s"} <= set(
+        defaults
+    )
+
+
+def test_a_haproxy_that_ray_serve_has_told_nothing_says_when_to_come_back(serve: Serve) -> None:
+    serve.writes()
+    with serve.running():
+        assert serve.answer() == (503, "5")
+
+
+def test_so_does_one_whose_routers_are_all_out_of_reach(serve: Serve) -> None:
+    serve.writes(free_port())
+    with serve.running():
+        assert serve.answer() == (503, "5")
+
+
+def test_one_that_comes_after_a_killed_one_begins_with_the_routers_that_that_one_knew(
+    serve: Serve, router: int
+) -> None:
+    serve.writes(router)
+    with serve.running() as first:
+        assert serve.answer()[0] == 200
+        first.kill()
+        first.wait(30)
+        serve.writes()
+        with serve.running():
+            assert serve.answer()[0] == 200
+
+
+def test_an_application_that_is_gone_is_not_kept(serve: Serve, router: int) -> None:
+    serve.writes(router)
+    with serve.running() as first:
+        assert serve.answer()[0] == 200
+        serve.writes()
+        with serve.running("-sf", str(first.pid)) as second:
+            wait_until(lambda: serve.answer() == (503, "5"), 30, "the new one answers")
+            assert second.is_running()
+
+
+def test_what_streams_ends_whole_when_the_actor_that_started_it_is_killed_with_its_process_group(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serve.writes(listener.getsockname()[1])
+        command = [sys.executable, "-c", ACTOR, str(SCRIPT), "-db", "-f", str(serve.file)]
+        with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True, process_group=0) as actor:
+            assert actor.stdout is not None
+            haproxy = psutil.Process(int(actor.stdout.readline()))
+            wait_until(serve.is_open, 30, "it listens")
+            with socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+                stream = _asked_for(listener, b"GET / ")
+                stream.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst")
+                assert b"first" in client.recv(4096)
+                os.killpg(actor.pid, signal.SIGKILL)
+                actor.wait(30)
+                wait_until(lambda: not serve.is_open(), 30, "it takes no new ones")
+                stream.sendall(b"second")
+                stream.close()
+                assert client.recv(4096) == b"second"
+                assert client.recv(4096) == b""
+            haproxy.wait(30)
+
+
+def _asked_for(listener: socket.socket, beginning: bytes) -> socket.socket:
+    """The connection on which that is asked: others are health checks, which are answered."""
+    while True:
+        connection, _ = listener.accept()
+        if connection.recv(4096).startswith(beginning):
+            return connection
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        connection.close()

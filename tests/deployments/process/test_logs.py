@@ -1,0 +1,101 @@
+"""Log lines reach the process's standard error at once, whatever Ray Serve does with `sys.stderr`."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from deployments.process.environment import serve_env
+from deployments.process.logs import last_error, last_line
+
+SCRIPT = """
+import io, logging, os, sys
+from deployments.process.logs import log_as_json
+sys.stderr = io.StringIO()
+log_as_json()
+logging.getLogger("router.routed_client").warning("replica %s lost", "r1", extra={"request_id": "q7"})
+os._exit(0)  # as if killed: nothing is flushed
+"""
+
+
+def test_a_line_is_written_before_the_process_can_be_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    line = json.loads(done.stderr)
+    assert (line["levelname"], line["message"], line["request_id"]) == ("WARNING", "replica r1 lost", "q7")
+
+
+IN_A_REPLICA = """
+import logging, os, sys, tempfile
+from ray.serve._private.common import ServeComponentType
+from ray.serve._private.logging_utils import configure_component_logger, get_component_logger_file_path
+from ray.serve.schema import LoggingConfig
+configure_component_logger(
+    component_name="Router", component_id="r1", component_type=ServeComponentType.REPLICA, buffer_size=1000,
+    logging_config=LoggingConfig(logs_dir=tempfile.mkdtemp()), max_bytes=10**6, backup_count=1,
+)
+from deployments.process.logs import log_as_json, vllm_logs_as_json
+from router.timing import HttpContext, current
+log_as_json()
+from vllm.logger import init_logger
+vllm_logs_as_json()
+current.set(HttpContext(0.0, "standard", request_id="q7"))
+try:
+    raise RuntimeError("the cause")
+except RuntimeError:
+    init_logger("vllm.entrypoints.openai").exception("Error in chat completion stream generator.")
+logging.getLogger("ray.serve").warning("of Ray Serve")
+logging.getLogger("ray.serve").info("GET / 200", extra={"serve_access_log": True})
+print("printed")
+assert get_component_logger_file_path() is None  # what a new controller asks each replica
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_vllm_and_ray_serve_say_in_a_replica_is_written_at_once_with_the_cause_and_the_request() -> None:
+    env = {**os.environ, **serve_env(), "VLLM_TARGET_DEVICE": "cpu"}
+    command = [sys.executable, "-c", IN_A_REPLICA]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    of_vllm, of_serve, printed = lines[-3:]
+    assert (of_vllm["name"], of_vllm["request_id"]) == ("vllm.entrypoints.openai", "q7")
+    assert of_vllm["exc_info"].endswith("RuntimeError: the cause")
+    assert (of_serve["message"], of_serve["levelname"]) == ("of Ray Serve", "WARNING")
+    assert printed["message"].strip() == "printed"
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "worker.py", line 1, in start
+    raise ValueError(
+{}ValueError: no memory left: take less
+WARNING no Error: here
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "(EngineCore_DP0 pid=123) "], ids=["plain", "with vLLM's prefix"])
+def test_what_an_engine_died_of_is_found_in_the_log_also_if_it_comes_there_late(tmp_path: Path, prefix: str) -> None:
+    log = tmp_path / "worker.err"
+    writing = threading.Timer(0.3, log.write_text, [TRACEBACK.format(prefix)])
+    writing.start()
+    assert last_error(log, within_s=60) == "ValueError: no memory left: take less"
+    writing.join()
+
+
+def test_a_log_without_an_error_has_none(tmp_path: Path) -> None:
+    assert last_error(tmp_path / "nowhere.err", within_s=0) is None
+    (tmp_path / "worker.err").write_text("WARNING no Error: here")
+    assert last_error(tmp_path / "worker.err", within_s=0) is None
+
+
+def test_the_last_line_is_that_of_the_log_written_last(tmp_path: Path) -> None:
+    out, err = tmp_path / "worker.out", tmp_path / "worker.err"
+    assert last_line([out, err]) == ""
+    out.write_text("one\ntwo\n\n")
+    err.write_text("other\n")
+    os.utime(err, (1, 1))
+    assert last_line([out, err]) == "two"

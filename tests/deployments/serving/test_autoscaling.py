@@ -1,0 +1,103 @@
+"""The scaling policy inside Ray Serve's own delays, over loads that jump up and down."""
+
+import time
+from typing import Any
+
+import pytest
+from ray.serve import autoscaling_policy as serve_policy
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.config import AutoscalingContext
+
+from deployments.config.application import AutoscalingSection
+from deployments.serving.autoscaling import ByCpu, ByPredictedWork, CpuUse, Stats, engines_config, fleet_stats
+from router.state_store import ReplicaLoad, Snapshot
+
+SLOTS, HIGH, LOW = 10, 30, 4
+SECTION = AutoscalingSection(max_replicas=8, upscale_delay_s=4.0, downscale_delay_s=30.0)
+DEPLOYMENT = DeploymentID("EngineReplica", "sluice")
+
+
+def report(replicas: int, requests: int) -> Stats:
+    running = min(requests, SLOTS * replicas)
+    loads = {f"r{n}": ReplicaLoad(slots=SLOTS, running=0, outstanding_s=0.0) for n in range(replicas)}
+    loads["r0"] = ReplicaLoad(slots=SLOTS, running=running, outstanding_s=0.0)
+    waiting = requests - running
+    lanes = {("standard", 0): waiting} if waiting else {}
+    return fleet_stats(Snapshot(lanes=lanes, replicas=loads, waiting_s=0.1 * waiting))
+
+
+def test_replicas_that_drain_do_not_count_as_those_that_serve() -> None:
+    """Else the rest would seem to have half the slots, and as many as leave would be asked for again."""
+    drains = {f"d{n}": ReplicaLoad(slots=0, running=5, outstanding_s=1.0, slowness=9.0) for n in range(4)}
+    serves = {f"r{n}": ReplicaLoad(slots=16, running=5, outstanding_s=1.0) for n in range(4)}
+    stats = fleet_stats(Snapshot(replicas=drains | serves))
+    assert (stats["replicas"], stats["slots"], stats["running"], stats["slowness"]) == (4, 64, 20, 1.0)
+
+
+def context(
+    target: int, state: dict[str, Any], reports: dict[str, Stats], now_s: float, config: object
+) -> AutoscalingContext:
+    raw: dict[str, Any] = {}
+    for replica, stats in reports.items():
+        for name, value in stats.items():
+            raw.setdefault(name, {})[ReplicaID(replica, DEPLOYMENT)] = [TimeStampedValue(now_s, value)]
+    return AutoscalingContext(
+        deployment_id=DEPLOYMENT, deployment_name="EngineReplica", app_name="sluice", current_num_replicas=target,
+        target_num_replicas=target, running_replicas=[], total_num_requests=0, total_queued_requests=0,
+        aggregated_metrics={}, raw_metrics=raw, capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8,
+        policy_state=state, last_scale_up_time=None, last_scale_down_time=None, current_time=now_s, config=config,
+    )  # fmt: skip
+
+
+def targets_over(wave_s: float, periods: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The target at every second of a square wave, half of each period high and half low."""
+    config = engines_config(SECTION)
+    decide = serve_policy._apply_autoscaling_config(ByPredictedWork(**config.policy.policy_kwargs))
+    target, state, targets = 1, dict[str, Any](), []
+    for now_s in range(int(wave_s * periods)):
+        monkeypatch.setattr(serve_policy.time, "time", lambda at_s=float(now_s): at_s)
+        requests = HIGH if now_s % wave_s < wave_s / 2 else LOW
+        stats = report(target, requests)
+        target, state = decide(context(target, state, {"r0": stats}, now_s, config))
+        targets.append(target)
+    return targets
+
+
+def changes(targets: list[int]) -> int:
+    return sum(before != after for before, after in zip(targets, targets[1:], strict=False))
+
+
+def test_a_wave_faster_than_the_delays_moves_it_once_and_to_what_the_peaks_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    targets = targets_over(20, 30, monkeypatch)
+    assert changes(targets) == 1
+    assert targets[-1] == 4  # 30 requests at eight tenths of ten slots
+
+
+def test_a_wave_too_short_to_stand_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(targets_over(6, 50, monkeypatch)) == {1}
+
+
+def test_a_slow_wave_is_followed_once_up_and_once_down_a_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = targets_over(200, 5, monkeypatch)
+    assert changes(targets) == 2 * 5
+    assert set(targets) == {1, 4}
+
+
+def test_routers_follow_the_cores_that_all_of_them_use() -> None:
+    decide = ByCpu(cpu_use=0.5, min_replicas=1)
+    reports = {"a": {"cores": 0.9}, "b": {"cores": 0.4}}
+    assert decide(context(2, {}, reports, 1.0, None))[0] == 3
+    assert decide(context(2, {}, {"a": {"cores": 0.01}}, 1.0, None))[0] == 1
+    assert decide(context(2, {}, {}, 1.0, None))[0] == 2
+
+
+def test_a_busy_process_uses_a_core_and_an_idle_one_none() -> None:
+    use = CpuUse()
+    until_s = time.process_time() + 0.3  # far more than a hundredth, though the machine stands still meanwhile
+    while time.process_time() < until_s:
+        pass
+    assert use.cores() > 0.01
+    time.sleep(0.2)
+    assert use.cores() < 0.5
