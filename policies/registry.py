@@ -8,23 +8,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from policies.auto import Auto, AutoConfig
-from policies.batch_size import (
-    ChunkSize,
-    ChunkSizeConfig,
-    MemoryAware,
-    MemoryAwareConfig,
-    SlaConstrained,
-    SlaConstrainedConfig,
-    SlaConstrainedLiteral,
-    SlaConstrainedLiteralConfig,
-    Stock,
-)
+from policies.engine.auto import Auto, AutoConfig
+from policies.engine.chunk_size import ChunkSize, ChunkSizeConfig
+from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
+from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
+from policies.engine.sla_constrained import SlaConstrained, SlaConstrainedConfig
+from policies.engine.stock import Stock
 from policies.errors import ConfigError
-from policies.exclusive import ExclusiveMixed, ExclusiveMixedConfig
-from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
+from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
+from policies.papers.sla_constrained_literal import SlaConstrainedLiteral, SlaConstrainedLiteralConfig
+from policies.router.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
 
 
 class Family(Enum):

@@ -1,7 +1,8 @@
 """What is foreseen of a request: the learned predictor's word, a client's hint or a limit, each while it proves right.
 
 A driver: it asks the scorer (with a deadline), turns the score into tokens by the curve of the served model and, once
-that one has seen enough, of its system prompt, and lets `policies.drift` decide who is believed. Curves learn from what
+that one has seen enough, of its system prompt, and lets `policies.lengths.drift` decide who is believed. Curves learn
+from what
 all routers share (`scored`, `learn`); who is believed each router judges by the requests that it served itself:
 
 * the learned predictor against the histogram of the class, for each model and class; believed until it does worse;
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from policies.drift import Accuracy, DriftConfig, DriftSwitch, Judged
+from policies.lengths.drift import Accuracy, DriftConfig, DriftSwitch, Judged
 from predictor.asking import Asking
 from predictor.base import LengthPrediction
 from predictor.calibration import HIGH, LOW, Calibrator, Curve

@@ -2,7 +2,7 @@
 
 Source: "Prepacking" (paper 004), sections 3.1 and 3.2, for an encoder: attention inside a prompt looks both ways, and
 what is wanted is one vector for each prompt. The layout (first-fit decreasing, rows as long as the longest prompt,
-positions that restart, padding that sees itself) is `policies.packing`; here it becomes tensors.
+positions that restart, padding that sees itself) is `policies.gang.packing`; here it becomes tensors.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from policies.errors import InputError
-from policies.packing import PackedBatch
+from policies.gang.packing import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

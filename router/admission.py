@@ -1,13 +1,13 @@
 """From a service class and a customer to the limits under which a request may queue. A driver: the rules are
-`policies.admission`'s."""
+`policies.router.admission`'s."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from policies.admission import Limits, Quota
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
+from policies.router.admission import Limits, Quota
 
 SECONDS_PER_MINUTE = 60.0
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from policies.buckets import PromptBuckets
 from policies.errors import StateStoreError
-from policies.multi_bin import MultiBin
-from policies.order import Order
-from policies.placement import PrefixIndex, work_s
+from policies.gang.buckets import PromptBuckets
+from policies.router.multi_bin import MultiBin
+from policies.router.order import Order
+from policies.router.placement import PrefixIndex, work_s
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
 from predictor.learned import Foresight, LearnedPredictor, Question

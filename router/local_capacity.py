@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from policies.admission import Limits, Refusal
+from policies.router.admission import Limits, Refusal
 from router.memory_store import MemoryStateStore
 from router.state_store import Assignment, ReplicaInfo, Snapshot, Ticket
 

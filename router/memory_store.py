@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from policies.admission import (
+from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.router.admission import (
     NO_LIMITS,
     Limits,
     Queue,
@@ -25,9 +26,8 @@ from policies.admission import (
     settle,
     spend,
 )
-from policies.gang import GangConfig, LaneView, first_formed
-from policies.placement import pick
-from policies.recall import RecallableView, WaitingView, recalls
+from policies.router.placement import pick
+from policies.router.recall import RecallableView, WaitingView, recalls
 from router.state_store import (
     Assignment,
     FinishedLength,

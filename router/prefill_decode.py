@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from policies.admission import Refusal
 from policies.checks import require_positive
 from policies.errors import InputError, StateStoreError
-from policies.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
+from policies.router.admission import Refusal
+from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
 from router.classifier import Classified

@@ -18,8 +18,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
-from policies.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
+from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 from router.state_store import (
     Assignment,

@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
 from policies.checks import require_at_least, require_positive
 from policies.errors import (
     AdmissionError,
@@ -27,6 +26,7 @@ from policies.errors import (
     SluiceError,
     StateStoreError,
 )
+from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks

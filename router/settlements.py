@@ -8,8 +8,8 @@ import logging
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from policies.admission import Quota, Settlement
 from policies.errors import StateStoreError
+from policies.router.admission import Quota, Settlement
 from router.admission import Tenant
 from router.state_store import StateStore
 

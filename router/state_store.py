@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from policies.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 
 
@@ -64,7 +64,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A running request is to give its slot back and be queued again: a more urgent one waits (policies.recall)."""
+    """A running request is to give its slot back and be queued again: a more urgent one waits."""
 
     request_id: str
 
@@ -80,7 +80,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_batch_tokens: most tokens of one engine step.
         classes: service classes for which it is reserved; none serves all.
         gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
-            only when all are free; one that is not full goes when a request has waited so long (policies.gang).
+            only when all are free; one that is not full goes when a request has waited so long (policies.gang.batches).
         silence_s: without a heartbeat for so long it counts as dead.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.

@@ -10,10 +10,10 @@ from typing import Any
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
-from policies.gang import GangConfig
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import Order
+from policies.gang.batches import GangConfig
 from policies.registry import Family, build, kinds
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import Order
 from policies.types import BatchPolicy, StepTimes
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock

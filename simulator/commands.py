@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from policies.errors import ConfigError, InputError
-from policies.prefill_decode import PrefillDecodeConfig, TransferTimes
+from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
 from simulator import plots
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, run_disaggregated

@@ -1,8 +1,8 @@
 """Prefill and decode in pools of their own, with the time that the KV cache takes from one to the other.
 
-The policies are those of the live router (`policies.prefill_decode`): which requests are split, in which order prompts
-are read, how many a prefill replica holds. As there, the decode replica gives the first token: it computes the last
-token of the prompt again when the cache has arrived,
+The policies are those of the live router (`policies.router.prefill_decode`): which requests are split, in which order
+prompts are read, how many a prefill replica holds. As there, the decode replica gives the first token: it computes the
+last token of the prompt again when the cache has arrived,
 
     transfer_s = overhead_s + s_per_token * prompt_tokens
 
@@ -17,8 +17,8 @@ from statistics import fmean
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
-from policies.placement import work_s
-from policies.prefill_decode import (
+from policies.router.placement import work_s
+from policies.router.prefill_decode import (
     BucketOrder,
     BucketOrderConfig,
     PrefillDecode,

@@ -18,10 +18,11 @@ from functools import cache
 from pathlib import Path
 
 from policies.errors import ConfigError, InputError
+from policies.profile import COLUMNS, ProfileRow, step_times
 from policies.types import Phase, StepCoefficients, StepTimes
 from simulator.engine import StepClock
 from simulator.kernels import DATA, built_in, built_in_clock, fitted, linear_fit
-from simulator.profiles import COLUMNS, ProfileRow, calibrated, read_profile, step_times
+from simulator.profiles import calibrated, read_profile
 
 _MEMORY_SHARE = 0.9
 _GIGABYTES = {

@@ -1,4 +1,4 @@
-"""Replicas that come and go: failures, and scaling by predicted work as it serves (`policies.autoscale`).
+"""Replicas that come and go: failures, and scaling by predicted work as it serves (`policies.router.autoscale`).
 
 As Ray Serve does, it keeps between min_replicas and max_replicas, and waits until more or fewer were wanted for a while
 without a break. A wanted replica joins start_s later; one too many takes nothing more and ends what it holds.
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from policies.autoscale import ReplicasForWork, ReplicasForWorkConfig
 from policies.checks import require_at_least, require_order, require_positive
+from policies.router.autoscale import ReplicasForWork, ReplicasForWorkConfig
 from simulator.core import Event, Kind
 from simulator.engine import Engine
 from simulator.router import Router

@@ -1,8 +1,9 @@
 """Gang batches: a batch runs until its longest request ends, as in offline work and plain Transformers serving.
 
 Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1. Which
-batch goes next, and when a partial one may, is decided by `policies.gang`, as it is live: a batch that has to wait for
-a replica grows until one is idle, up to its size. When no arrivals are left, what is there goes as it is (ERRATA 0.12).
+batch goes next, and when a partial one may, is decided by `policies.gang.batches`, as it is live: a batch that has to
+wait for a replica grows until one is idle, up to its size. When no arrivals are left, what is there goes as it is
+(ERRATA 0.12).
 """
 
 import math
@@ -15,8 +16,8 @@ from typing import Protocol
 
 from policies.checks import require_positive
 from policies.errors import ConfigError
-from policies.gang import GangConfig, LaneView, first_formed
-from policies.multi_bin import MultiBin
+from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.router.multi_bin import MultiBin
 from policies.types import StepTimes
 from simulator.core import Event, Kind
 from simulator.requests import Request

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from policies.engine.step_time import StepTimeConfig, StepTimeModel
 from policies.errors import ConfigError, InputError
-from policies.step_time import StepTimeConfig, StepTimeModel
 from policies.types import FloatArray, Phase, StepResult, StepTimes
 from simulator.engine import StepClock
 

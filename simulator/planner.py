@@ -12,7 +12,7 @@ from typing import Any
 
 from policies.checks import require_probability
 from policies.errors import ConfigError
-from policies.prefill_decode import PrefillDecodeConfig
+from policies.router.prefill_decode import PrefillDecodeConfig
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig

@@ -2,9 +2,9 @@
 
 The real predictor's answers come with the trace, as its column predicted_output_tokens.
 
-Sources: the confusion of bins of paper 000, section 6.2 (`policies.bin_worth.neighbour_error_matrix`) and appendix C.1.
-The noise in rank is this project's fit to the accuracies of its Table 1: normal scores of the true ranks plus 0.44
-times Student's t with 3 degrees of freedom give 84 % of 2 bins, 63 % of 4 and 41 % of 8 right (ERRATA 0.16).
+Sources: the confusion of bins of paper 000, section 6.2 (`policies.papers.bin_worth.neighbour_error_matrix`) and
+appendix C.1. The noise in rank is this project's fit to the accuracies of its Table 1: normal scores of the true ranks
+plus 0.44 times Student's t with 3 degrees of freedom give 84 % of 2 bins, 63 % of 4 and 41 % of 8 right (ERRATA 0.16).
 """
 
 from dataclasses import replace
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import ArrayLike
 
-from policies.bin_edges import equal_mass_edges
-from policies.bin_worth import neighbour_error_matrix
 from policies.errors import InputError
+from policies.papers.bin_worth import neighbour_error_matrix
+from policies.router.bin_edges import equal_mass_edges
 from policies.types import FloatArray, IntArray
 from simulator.workload import Workload
 

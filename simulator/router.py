@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
-from policies.autoscale import FleetState
 from policies.checks import require_at_least
-from policies.multi_bin import MultiBin
-from policies.order import Order
-from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
+from policies.router.autoscale import FleetState
+from policies.router.multi_bin import MultiBin
+from policies.router.order import Order
+from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
 from simulator.core import Event
 from simulator.engine import Engine

@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,14 +30,22 @@ NOT_IN_POLICIES = {
     "time",
     "uuid",
 }
-VLLM_PRIVATE = {
-    "deployments/engines/vllm/grammar_child.py",
-    "deployments/engines/vllm/scheduler/blocks.py",
-    "deployments/engines/vllm/scheduler/queue.py",
-    "deployments/engines/vllm/scheduler/snapshot.py",
-    "deployments/engines/vllm/scheduler/steps.py",
-    "deployments/engines/vllm/adapter.py",
-    "deployments/engines/vllm/scheduler/plug_in.py",
+# Rooms of `deployments/`: each may import itself and those before it.
+ROOMS = ("process", "config", "http", "engines", "engines/vllm", "engines/transformers", "serving", "app", "command")
+OUTSIDE_ROOMS = {
+    "vllm_scheduler",
+    "plain_vllm",
+    "demo_model",
+}  # paths that people write down, and how the model was made
+# Besides the room of vLLM: what of it is public, or fixed by the version that is pinned.
+VLLM_OUTSIDE_ITS_ROOM = {
+    "deployments/command/calibrate.py": {"vllm"},
+    "deployments/engines/transformers/sampling.py": {"vllm"},
+    "deployments/engines/transformers/step.py": {"vllm"},
+    "deployments/serving/front_end.py": {
+        "vllm.entrypoints.launchers.api_server.app_state",
+        "vllm.entrypoints.launchers.app",
+    },
 }
 
 
@@ -83,11 +91,52 @@ def test_policies_neither_read_a_clock_nor_chance_nor_write() -> None:
         assert not roots(path) & NOT_IN_POLICIES, f"{path.name} imports {roots(path) & NOT_IN_POLICIES}"
 
 
-def test_the_private_interfaces_of_vllm_are_touched_in_one_place() -> None:
+def modules(path: Path) -> set[str]:
+    """What a file imports, without the names that it takes out of them."""
+    tree = ast.walk(ast.parse(path.read_text(), str(path)))
+    return {
+        name
+        for node in tree
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+
+
+def test_vllm_is_imported_in_its_room_alone() -> None:
     for package in ALLOWED:
         for path in files(package):
-            private = {name for name, _ in imports(path) if name == "vllm.v1" or name.startswith("vllm.v1.")}
-            assert not private or str(path.relative_to(ROOT)) in VLLM_PRIVATE, f"{path} imports {private}"
+            name = str(path.relative_to(ROOT))
+            if not name.startswith("deployments/engines/vllm/"):
+                found = {module for module in modules(path) if module.split(".")[0] == "vllm"}
+                assert found == VLLM_OUTSIDE_ITS_ROOM.get(name, set()), name
+
+
+def room(parts: Sequence[str]) -> str:
+    """Of a module below `deployments`."""
+    two = "/".join(parts[:2])
+    return two if two in ROOMS else parts[0]
+
+
+def test_a_room_imports_only_those_below_it() -> None:
+    for path in files("deployments"):
+        inside = path.relative_to(ROOT / "deployments").with_suffix("").parts
+        if inside[-1] == "__init__" or inside[0] in OUTSIDE_ROOMS:
+            continue
+        level = ROOMS.index(room(inside))
+        for module in modules(path):
+            if module.startswith("deployments."):
+                below = ROOMS.index(room(module.split(".")[1:])) <= level
+                assert below, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_nothing_that_serves_imports_the_simulator() -> None:
+    for path in files("deployments"):
+        assert path.parent.name == "command" or "simulator" not in roots(path), path.relative_to(ROOT)
 
 
 def test_the_benchmark_needs_no_engine() -> None:

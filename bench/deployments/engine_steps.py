@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from policies.step_time import fit_step_times
+from policies.engine.step_time import fit_step_times
 from policies.types import Phase, StepResult, StepTimes
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import forecast
+from policies.engine import forecast
 from policies.types import StepCoefficients, StepTimes
 from tests.virtual_engine import VirtualEngine, run_closed
 

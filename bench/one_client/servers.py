@@ -8,7 +8,7 @@ import uvloop
 
 from deployments.app import router_env
 from deployments.config.application import AppConfig
-from deployments.serving.embedded_redis import die_with_parent
+from deployments.process.parent import die_with_parent
 
 
 async def _route(config: AppConfig, redis_url: str, port: int) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from policies.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.lengths import LengthStatistics, geometric_law
-from policies.phases import best_phase_of_survival, best_phase_steps
+from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
+from policies.engine.phases import best_phase_of_survival, best_phase_steps
+from policies.engine.step_time import StepTimeModel
+from policies.lengths.statistics import LengthStatistics, geometric_law
 from policies.registry import build
-from policies.step_time import StepTimeModel
 from policies.types import (
     BatchPolicy,
     BatchState,

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from policies.bin_edges import equal_mass_edges, optimal_edges
-from policies.bin_worth import bins_for_load
-from policies.buckets import (
+from policies.gang.buckets import (
     AdaptiveBuckets,
     AdaptiveBucketsConfig,
     BucketPolicy,
@@ -20,10 +18,12 @@ from policies.buckets import (
     max_safe_requests,
     optimal_bucket_edges,
 )
-from policies.multi_bin import EdgeRule, MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.packing import PackedBatch, best_fit_decreasing, first_fit_decreasing
-from policies.placement import (
+from policies.gang.packing import PackedBatch, best_fit_decreasing, first_fit_decreasing
+from policies.papers.bin_worth import bins_for_load
+from policies.router.bin_edges import equal_mass_edges, optimal_edges
+from policies.router.multi_bin import EdgeRule, MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import (
     LeastOutstandingWork,
     LeastOutstandingWorkConfig,
     PrefixIndex,

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from policies.bin_edges import optimal_edges
-from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
+from policies.gang.batches import GangConfig
+from policies.router.bin_edges import optimal_edges
+from policies.router.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker

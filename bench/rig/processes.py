@@ -12,10 +12,10 @@ from typing import Any
 
 from bench.rig.null_engine import NullBatch, NullCodec, NullEngine, NullRequest
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.serving.embedded_redis import die_with_parent
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
+from deployments.process.parent import die_with_parent
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door

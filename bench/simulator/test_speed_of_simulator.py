@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
+from policies.gang.batches import GangConfig
+from policies.router.multi_bin import MultiBinConfig
 from simulator.cluster import GangRun, Run, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile

@@ -30,7 +30,7 @@ from bench.transformers.prefill import MODES, Prefills
 from bench.transformers.report import spread, write_runs, write_table
 from deployments.config.application import DEMO_MODEL
 from deployments.engines.transformers.model import PACKED_ROOM, GangModel, load
-from policies.prefill import PrefillConfig, decode_layout
+from policies.gang.prefill import PrefillConfig, decode_layout
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker
 from predictor.samples import Sample, read_samples

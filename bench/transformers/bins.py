@@ -1,7 +1,8 @@
 """Throughput of gang batches against the number of bins: paper 000, figures 7 and 11, with a model that really runs.
 
 All requests are there at once, as in the paper, so that batches wait for nobody: every bin's full batches first, by
-`policies.gang`, then what is left. Edges by the rule that serves gang batches ("optimal"), from answers seen before.
+`policies.gang.batches`, then what is left. Edges by the rule that serves gang batches ("optimal"), from answers seen
+before.
 """
 
 import math
@@ -16,8 +17,8 @@ from vllm import SamplingParams
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel
 from deployments.engines.transformers.sampling import RowSampling
-from policies.gang import GangConfig, LaneView, first_formed
-from policies.multi_bin import MultiBin, MultiBinConfig
+from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.router.multi_bin import MultiBin, MultiBinConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from transformers import Cache
 from deployments.engines.transformers.cache import AHEAD_COLUMNS, RowsCache, RowsLayer
 from deployments.engines.transformers.model import PACKED_ROOM, GangCache, GangModel
 from deployments.engines.transformers.packed_cache import PackedCache
-from policies.packing import PackedBatch
+from policies.gang.packing import PackedBatch
 
 
 class Decodes:

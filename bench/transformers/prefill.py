@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from deployments.engines.transformers.model import GangModel
-from policies.prefill import PrefillConfig, PrefillMode, prefill_passes
+from policies.gang.prefill import PrefillConfig, PrefillMode, prefill_passes
 
 MODES: tuple[PrefillMode, ...] = get_args(PrefillMode)
 _M_MMAP_THRESHOLD = -3

@@ -46,7 +46,7 @@ def main() -> None:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where vLLM logs: the answer alone goes to the other end
             with heavy_imports():
-                from deployments.engines.vllm.adapter import parse_vllm_args
+                from deployments.engines.vllm.args import parse_vllm_args
             parse_vllm_args(json.load(sys.stdin))
     except ConfigError as error:
         print(error)

@@ -1,7 +1,7 @@
 """`sluice calibrate`: step times of a model on this machine, as a profile, a picture and a few words.
 
 The engine runs in this process, one step at a time, under the scheduler plug-in, whose own measurement of each step is
-what is fitted; `deployments.command.calibration` says which steps. The profile is the CSV that `simulator.profiles`
+what is fitted; `deployments.command.calibration` says which steps. The profile is the CSV that `policies.profile`
 reads, and written again after every batch; the engine's scheduler, the router and the simulator load the same file.
 """
 
@@ -19,10 +19,8 @@ from typing import Any
 from deployments.command.calibration import Calibration, Measured, Progress, fitted_s
 from deployments.config.scheduler import SCHEDULER_CLASS
 from deployments.process.environment import cpu_dtype, cpu_env, set_up_gpu_engine
-from policies.errors import ConfigError, InputError
-from policies.exclusive import ExclusiveMixedConfig
-from policies.lengths import geometric_law
-from policies.phases import (
+from policies.engine.exclusive import ExclusiveMixedConfig
+from policies.engine.phases import (
     PhaseLength,
     RefillLimits,
     WorkloadMeans,
@@ -30,8 +28,10 @@ from policies.phases import (
     exclusive_throughput,
     mixed_steps_throughput,
 )
+from policies.errors import ConfigError, InputError
+from policies.lengths.statistics import geometric_law
+from policies.profile import COLUMNS, MIXED_COLUMNS
 from policies.types import StepTimes
-from simulator.profiles import COLUMNS, MIXED_COLUMNS
 
 # Set in the environment of the process that measures, once it is what cpu_env() asks for.
 _READY_ENV = "SLUICE_CALIBRATE_READY"
@@ -166,7 +166,7 @@ class _VllmEngine:
     """An engine in this process, as `Calibration` drives it."""
 
     def __init__(self, model: str, vllm_args: Sequence[str], *, gpu: bool) -> None:
-        from deployments.engines.vllm.adapter import calibration_engine
+        from deployments.engines.vllm.engine import calibration_engine
 
         self._engine = calibration_engine(*_of_vllm(model, vllm_args, gpu=gpu), SCHEDULER_CLASS)
         self.scheduler = self._engine.engine_core.engine_core.scheduler

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from policies.engine.step_time import fit_step_times
 from policies.errors import InputError
-from policies.step_time import fit_step_times
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
 
 SIZES = (1, 4, 16, 64, 128, 256)

@@ -69,5 +69,3 @@ def main() -> None:
     _set_up_as_replica(sys.argv[1:])
     # A new program in this process: the preloaded OpenMP library takes effect at start alone.
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *sys.argv[1:]])
-
-

@@ -23,22 +23,22 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
 
+from deployments.config.profile import calibrated
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
-from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
-from policies.gang import GangConfig
-from policies.multi_bin import EdgeRule, MultiBinConfig
-from policies.order import VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
-from policies.prefill import PrefillConfig, PrefillMode
-from policies.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.gang.batches import GangConfig
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.prefill import PrefillConfig, PrefillMode
+from policies.router.multi_bin import EdgeRule, MultiBinConfig
+from policies.router.order import VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
 from router.classifier import Mode
 from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
-from simulator.profiles import calibrated
 
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""

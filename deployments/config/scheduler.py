@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from policies.auto import Auto, AutoConfig
+from deployments.config.profile import calibrated
+from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.types import StepTimes
-from simulator.profiles import calibrated
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mode = Literal["stock", "mixed", "exclusive", "auto"]

@@ -15,20 +15,21 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from deployments.engines.base import Engine
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreAccessError, StateStoreError
-from policies.gang import tick_s
-from policies.placement import ReplicaSpeed
-from policies.prefill_decode import prefill_slots
+from policies.gang.batches import tick_s
+from policies.router.placement import ReplicaSpeed
+from policies.router.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
 from router.clock import Clock, MonotonicClock
-from router.codec import Output, RequestSize
+from router.codec import Output
 from router.state_store import ReplicaInfo, StateStore
 from router.wire import Buffer
 
@@ -39,50 +40,6 @@ MAX_ENDED = 100_000  # while the shared state is away; what ends beyond is found
 ENGINE_STATUS_S = 3.0  # less than a router waits for it: what the relay itself has to say must arrive
 # While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
 REGISTRATIONS_AFTER_AN_ABSENCE = 2
-
-
-class RelayCodec(Protocol):
-    """The replica's side of `router.codec.EngineCodec`."""
-
-    def decode_request(self, parts: Sequence[Buffer]) -> Any: ...
-
-    def size(self, request: Any) -> RequestSize: ...
-
-    def outputs(self, batch: Any) -> Sequence[Output]: ...
-
-    def encode_outputs(self, batch: Any, outputs: Sequence[Any]) -> Sequence[Buffer]: ...
-
-
-class Engine(Protocol):
-    """What the relay needs of an engine."""
-
-    engine_version: str
-
-    @property
-    def codec(self) -> RelayCodec: ...
-
-    @property
-    def slots(self) -> int:
-        """Most requests that may run at once."""
-
-    @property
-    def gang_sizes(self) -> Sequence[int]:
-        """Of an engine that takes gang batches: most requests of one, by bin. Bins beyond are bound by the slots."""
-
-    @property
-    def dead(self) -> bool: ...
-
-    async def add(self, request: Any) -> None: ...
-
-    async def abort(self, request_ids: list[str]) -> None: ...
-
-    async def next_outputs(self) -> Any: ...
-
-    async def status(self) -> dict[str, Any]:
-        """What it says of itself to routers, as far as JSON can.
-
-        One that does not wait for the step says in it, as `pass_s`, how long that takes already.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from deployments.config.application import AutoscalingSection, RouterAutoscalingSection, ScalingSection
-from policies.autoscale import (
+from policies.router.autoscale import (
     FleetState,
     ReplicasForCpu,
     ReplicasForCpuConfig,

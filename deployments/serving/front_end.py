@@ -21,9 +21,9 @@ from deployments.process.logs import vllm_logs_as_json
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
-from policies.multi_bin import MultiBin
-from policies.order import VirtualDeadline
-from policies.prefill_decode import BucketOrder, PrefillDecode
+from policies.router.multi_bin import MultiBin
+from policies.router.order import VirtualDeadline
+from policies.router.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
 from router.admission import Door, Tenant
@@ -37,7 +37,7 @@ from router.routed_client import RoutedClient
 from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
 
 if TYPE_CHECKING:
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
 REPLICA_POLL_S = 0.2
 
@@ -76,14 +76,9 @@ class FrontEnd:
             from vllm.entrypoints.launchers.app import build_app
 
             from deployments.engines.transformers.step import unsupported
-            from deployments.engines.vllm.adapter import (
-                ENGINE_VERSION,
-                RoutedAsyncLLM,
-                VllmCodec,
-                as_front_end_of_any_model,
-                has_logits_processors,
-                parse_vllm_args,
-            )
+            from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
+            from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
+            from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
             from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
 
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))

@@ -34,7 +34,7 @@ local function paces()
   return pace, own_pace
 end
 
--- policies.admission.predicted_wait_s: over what all replicas together work off, or those of this class alone if sooner.
+-- policies.router.admission.predicted_wait_s: over what all replicas together work off, or those of this class alone if sooner.
 local function predicted_wait_s(pace, own_pace)
   local ahead, own_ahead = work_ahead_s()
   if own_pace > 0 then -- these replicas serve it, so that pace is above 0 too
@@ -52,7 +52,7 @@ local function waiting_of_key(waiting, pace)
   return count, count * hash_number(':ahead', ticket[CLASS]) / waiting / pace
 end
 
--- policies.admission.no_room
+-- policies.router.admission.no_room
 local function no_room()
   local max_waiting, max_wait_s, max_of_key, max_of_key_s = unpack(limits)
   local pace, own_pace = paces()

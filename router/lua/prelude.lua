@@ -66,7 +66,7 @@ local function add_counted(count_key, sum_key, field, change, seconds)
   end
 end
 
--- policies.admission.Spent.rested: what a quota owes now, in seconds.
+-- policies.router.admission.Spent.rested: what a quota owes now, in seconds.
 local function rested(name)
   local now = now_s()
   local raw = redis.call('GET', APPLICATION .. ':spent:' .. name)
@@ -79,7 +79,7 @@ local function owe(name, owed)
   redis.call('SET', APPLICATION .. ':spent:' .. name, cmsgpack.pack({ owed, now_s() }), 'PX', ms)
 end
 
--- policies.admission.spend for each of {quota, cost, per_s, burst} ...: what each would owe then, or nil and
+-- policies.router.admission.spend for each of {quota, cost, per_s, burst} ...: what each would owe then, or nil and
 -- {0, the one that does not allow it, seconds until it may be tried again}.
 local function quotas_allow(quotas)
   local spent = {}
@@ -262,7 +262,7 @@ local function serves(replica, class)
   return classes == '' or string.find(classes, ',' .. class .. ',', 1, true) ~= nil
 end
 
--- policies.placement.pick over the replicas with credit that serve the ticket's class, or nil when there is none:
+-- policies.router.placement.pick over the replicas with credit that serve the ticket's class, or nil when there is none:
 -- least work, this ticket included; within the ticket's tie the longest known prefix, then the work, then the id.
 local function choose(ticket)
   local known, scores, least = {}, {}, nil
@@ -352,7 +352,7 @@ local function longest_wait_s(ids)
   return (now_ms() - oldest) / 1000
 end
 
--- policies.gang.formed_key, with the ids of the batch, of a lane's first tickets up to `size`; nil when it is not formed.
+-- policies.gang.batches.formed_key, with the ids of the batch, of a lane's first tickets up to `size`; nil when it is not formed.
 local function formed(lane, size, max_wait_s)
   local first = redis.call('ZRANGE', P .. ':lane:' .. lane, 0, size - 1, 'WITHSCORES')
   local ids = {}
@@ -367,7 +367,7 @@ local function formed(lane, size, max_wait_s)
   end
 end
 
--- policies.gang.GangConfig.bin_sizes, the first bin's at 1.
+-- policies.gang.batches.GangConfig.bin_sizes, the first bin's at 1.
 local function gang_sizes_of(replica)
   local sizes = {}
   for size in string.gmatch(redis.call('HGET', P .. ':gang_sizes', replica) or '', '%d+') do
@@ -376,7 +376,7 @@ local function gang_sizes_of(replica)
   return sizes
 end
 
--- policies.gang.first_formed: the ids of the batch that this idle replica takes, or nil.
+-- policies.gang.batches.first_formed: the ids of the batch that this idle replica takes, or nil.
 local function next_gang(replica)
   local size, max_wait_s = hash_number(':slots', replica), hash_number(':gangs', replica)
   local sizes, best = gang_sizes_of(replica), nil
@@ -413,7 +413,7 @@ local function start_gangs(started)
   end
 end
 
--- policies.recall.recalls: for urgent tickets that no replica could take.
+-- policies.router.recall.recalls: for urgent tickets that no replica could take.
 local function recall()
   if redis.call('EXISTS', P .. ':recallable') == 0 then
     return

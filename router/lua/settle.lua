@@ -1,5 +1,5 @@
 -- ARGV: router, number, settlements {{quota, cost, per_s} ...}
--- policies.admission.settle for each, once: a router's numbers grow, and a call whose reply was lost comes again. A
+-- policies.router.admission.settle for each, once: a router's numbers grow, and a call whose reply was lost comes again. A
 -- number is kept for a day, which no router waits.
 local number = tonumber(ARGV[2])
 if number <= tonumber(redis.call('GET', P .. ':settled:' .. ARGV[1]) or '0') then

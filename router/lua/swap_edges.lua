@@ -19,7 +19,7 @@ end
 local bins, buckets = argv_between(4, 3 + bin_edges), argv_between(4 + bin_edges, #ARGV)
 redis.call('HSET', P .. ':edges', ARGV[1], cmsgpack.pack({ version + 1, bins, buckets }))
 
--- policies.multi_bin.MultiBin.assign, policies.buckets.AdaptiveBuckets.assign: the inner edges at or below the tokens.
+-- policies.router.multi_bin.MultiBin.assign, policies.gang.buckets.AdaptiveBuckets.assign: the inner edges at or below the tokens.
 local function range_of(tokens, edges)
   local range = 0
   for i = 2, #edges - 1 do

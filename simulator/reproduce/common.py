@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from policies.errors import InputError
-from policies.multi_bin import MultiBinConfig
+from policies.router.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.predictors import predicted

@@ -8,14 +8,14 @@ from itertools import product
 
 import numpy as np
 
-from policies.bin_edges import equal_mass_edges, exponential_edges, uniform_edges
-from policies.bin_worth import (
+from policies.gang.batches import GangConfig
+from policies.papers.bin_worth import (
     exponential_service_bound,
     latency_uniform,
     throughput_uniform,
     throughput_uniform_with_errors,
 )
-from policies.gang import GangConfig
+from policies.router.bin_edges import equal_mass_edges, exponential_edges, uniform_edges
 from policies.types import FloatArray
 from simulator import plots
 from simulator.cluster import GangRun, run_gang

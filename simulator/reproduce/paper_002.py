@@ -10,7 +10,8 @@ from itertools import product
 
 import numpy as np
 
-from policies.buckets import (
+from policies.gang.batches import GangConfig
+from policies.gang.buckets import (
     AdaptiveBuckets,
     AdaptiveBucketsConfig,
     BucketPolicy,
@@ -18,7 +19,6 @@ from policies.buckets import (
     BucketServeConfig,
     optimal_bucket_edges,
 )
-from policies.gang import GangConfig
 from simulator import plots
 from simulator.cluster import ClusterConfig, run, run_gang
 from simulator.engine import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.step_time import StepTimeConfig
+from policies.engine.step_time import StepTimeConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.engine import EngineConfig

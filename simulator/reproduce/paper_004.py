@@ -1,16 +1,16 @@
 """Paper 004 (Zhao, Israel, Van den Broeck, Grover, Prepacking): what packing spares a padded prefill.
 
-Prompts of real sets in random batches, packed by `policies.packing`. The gain is that of tokens computed, and of step
-times (overhead + slope * tokens; Llama-3.1-8B on an A100, the paper: 1.3B to 13B models on an A6000). Attention's mask
-costs, which the packed rows add, are not in it (ERRATA 4.4), and against prefill without padding there is no gain at
-all (ERRATA 4.10).
+Prompts of real sets in random batches, packed by `policies.gang.packing`. The gain is that of tokens computed, and of
+step times (overhead + slope * tokens; Llama-3.1-8B on an A100, the paper: 1.3B to 13B models on an A6000). Attention's
+mask costs, which the packed rows add, are not in it (ERRATA 4.4), and against prefill without padding there is no gain
+at all (ERRATA 4.10).
 """
 
 from itertools import product
 
 import numpy as np
 
-from policies.packing import first_fit_decreasing
+from policies.gang.packing import first_fit_decreasing
 from simulator.engines import engine_profile
 from simulator.reproduce.common import Setting, mean, table
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from policies.bin_edges import equal_mass_edges, optimal_edges
-from policies.bin_worth import expected_batch_max
-from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
-from policies.step_time import StepTimeConfig
+from policies.engine.step_time import StepTimeConfig
+from policies.gang.batches import GangConfig
+from policies.papers.bin_worth import expected_batch_max
+from policies.router.bin_edges import equal_mass_edges, optimal_edges
+from policies.router.multi_bin import MultiBinConfig
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig

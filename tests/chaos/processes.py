@@ -18,10 +18,10 @@ from collections import Counter
 import uvloop
 
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.serving.embedded_redis import die_with_parent
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
+from deployments.process.parent import die_with_parent
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door

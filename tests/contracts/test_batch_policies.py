@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch_size import Smallest
+from policies.engine.smallest import Smallest
+from policies.engine.step_time import StepTimeConfig
 from policies.registry import Family, build, kinds
-from policies.step_time import StepTimeConfig
 from policies.types import (
     BatchPolicy,
     BatchState,

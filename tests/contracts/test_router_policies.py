@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.buckets import (
+from policies.gang.buckets import (
     AdaptiveBuckets,
     AdaptiveBucketsConfig,
     BucketPolicy,
     BucketServeBuckets,
     BucketServeConfig,
 )
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
-from policies.packing import best_fit_decreasing, first_fit_decreasing
-from policies.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
+from policies.gang.packing import best_fit_decreasing, first_fit_decreasing
 from policies.registry import Family, kinds
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
 ORDERS: dict[str, Callable[[], Order]] = {

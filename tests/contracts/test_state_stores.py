@@ -17,7 +17,7 @@ import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.admission import Limits, Quota, Refusal, Settlement
+from policies.router.admission import Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect

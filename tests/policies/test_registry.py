@@ -2,10 +2,10 @@
 
 import pytest
 
+from policies.engine.exclusive import ExclusiveMixed
+from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
-from policies.exclusive import ExclusiveMixed
 from policies.registry import REGISTRY, Entry, Family, build, kinds
-from policies.step_time import StepTimeConfig
 from policies.types import BatchPolicy
 
 REQUIRED: dict[str, dict[str, object]] = {

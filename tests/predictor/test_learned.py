@@ -3,8 +3,8 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from policies.drift import DriftConfig
 from policies.errors import AdmissionError, ReplicaLostError
+from policies.lengths.drift import DriftConfig
 from predictor.asking import Asking, AskingConfig
 from predictor.base import LengthPrediction
 from predictor.calibration import Curve

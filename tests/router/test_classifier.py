@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from policies.buckets import AdaptiveBucketsConfig, PromptBuckets
-from policies.drift import DriftConfig
 from policies.errors import StateStoreError
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.lengths.drift import DriftConfig
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve

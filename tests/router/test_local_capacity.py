@@ -1,6 +1,6 @@
 """What is special about gang replicas while the shared state is away; the rest stands in test_routed_client.py."""
 
-from policies.admission import NO_LIMITS
+from policies.router.admission import NO_LIMITS
 from router.local_capacity import LocalCapacity
 from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
 from tests.fakes import ManualClock

@@ -15,12 +15,12 @@ import pytest
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-from policies.admission import NO_LIMITS, Limits, Refusal
 from policies.errors import AdmissionError, ConfigError, StateStoreError
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
-from policies.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
+from policies.router.admission import NO_LIMITS, Limits, Refusal
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from predictor.learned import Question

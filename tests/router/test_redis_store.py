@@ -16,8 +16,8 @@ from redis.backoff import NoBackoff
 
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-from policies.admission import Limits, Quota, Refusal, Settlement
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
+from policies.router.admission import Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, check_access, connect

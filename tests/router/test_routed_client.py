@@ -23,9 +23,9 @@ from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
-from policies.multi_bin import MultiBin, MultiBinConfig
-from policies.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.multi_bin import MultiBin, MultiBinConfig
+from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router import redis_store, wire

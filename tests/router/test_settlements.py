@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from policies.admission import Quota, Settlement
 from policies.errors import StateStoreError
+from policies.router.admission import Quota, Settlement
 from router.admission import Tenant
 from router.memory_store import MemoryStateStore
 from router.settlements import MAX_IN_A_CALL, Bill, Settlements

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.auto import Auto, AutoConfig
+from policies.engine.auto import Auto, AutoConfig
+from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
-from policies.multi_bin import MultiBinConfig
-from policies.step_time import StepTimeConfig
+from policies.router.multi_bin import MultiBinConfig
 from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.core import Event, EventLoop, Kind

@@ -13,9 +13,9 @@ from deployments.command import cli
 from deployments.command.calibrate import write_profile
 from deployments.config.application import AppConfig
 from deployments.config.scheduler import SchedulerSettings
-from policies.auto import AutoConfig
+from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
-from policies.order import VirtualDeadlineConfig
+from policies.router.order import VirtualDeadlineConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner
 from simulator.cluster import run as simulated

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.errors import ConfigError
-from policies.prefill_decode import PrefillDecodeConfig, TransferTimes
+from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import ClusterConfig
 from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from policies.bin_worth import latency_uniform, throughput_uniform
 from policies.errors import ConfigError
-from policies.gang import GangConfig
-from policies.multi_bin import MultiBinConfig
+from policies.gang.batches import GangConfig
+from policies.papers.bin_worth import latency_uniform, throughput_uniform
+from policies.router.multi_bin import MultiBinConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import GangRun, run_gang
 from simulator.gang import LengthTimes, PaddedTimes

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from policies.engine.step_time import StepTimeConfig, StepTimeModel
 from policies.errors import ConfigError, InputError
-from policies.step_time import StepTimeConfig, StepTimeModel
-from simulator.profiles import read_profile, step_times
+from policies.profile import step_times
+from simulator.profiles import read_profile
 
 HEADER = "source,model,gpu,tp,prefill_range,alpha_p_ms,beta_p_ms_per_token,decode_range,alpha_d_ms,beta_d_ms_per_seq"
 ROWS = """\

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.bin_edges import equal_mass_edges
 from policies.errors import InputError
+from policies.router.bin_edges import equal_mass_edges
 from simulator.predictors import confused, predicted, rank_noise
 from simulator.workload import (
     Workload,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deployments.engines.base import RowOutput
 from deployments.engines.transformers.model import GangModel
 from deployments.engines.transformers.sampling import Choice, RowSampling, choose
-from deployments.engines.transformers.step import RowOutput
 
 logger = logging.getLogger(__name__)
 

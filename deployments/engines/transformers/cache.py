@@ -12,7 +12,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from policies.packing import Span
+from policies.gang.packing import Span
 
 AHEAD_COLUMNS = 64
 

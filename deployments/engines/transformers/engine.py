@@ -1,8 +1,9 @@
 """An engine for any causal language model that Transformers loads, behind the same relay as vLLM's.
 
-It has no continuous batching: an idle replica is given a whole batch of one bin (`policies.gang`), waits a moment until
-its requests have arrived, and runs them to the end of the longest; what comes meanwhile waits for the next batch. The
-model runs in a thread of the replica's own process, where PyTorch leaves the relay its share of the interpreter.
+It has no continuous batching: an idle replica is given a whole batch of one bin (`policies.gang.batches`), waits a
+moment until its requests have arrived, and runs them to the end of the longest; what comes meanwhile waits for the next
+batch. The model runs in a thread of the replica's own process, where PyTorch leaves the relay its share of the
+interpreter.
 
 The front end is vLLM's all the same, so that requests and outputs are vLLM's structures.
 """
@@ -22,14 +23,15 @@ import psutil
 import torch
 
 from deployments.config.application import GangSection
+from deployments.engines.base import RowOutput
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel, load
 from deployments.engines.transformers.sampling import RowSampling
-from deployments.engines.transformers.step import RowOutput, unsupported
-from deployments.engines.vllm.adapter import ENGINE_VERSION, VllmCodec, step_outputs
+from deployments.engines.transformers.step import unsupported
+from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec, step_outputs
 from deployments.engines.vllm.request_metadata import metadata_of
 from policies.errors import ConfigError, ReplicaLostError
-from policies.gang import memory_safe_gang, rows_that_fit
+from policies.gang.batches import memory_safe_gang, rows_that_fit
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """A causal language model of Transformers that takes its requests in gangs: one prefill, then steps of one token each.
 
-Prefill by `policies.prefill`: where prompts share a row (prepacking, paper 004), a 4-D mask keeps them apart and their
-positions restart; sliding windows act within a prompt. Padding stands behind a prompt, where causal attention never
-looks, so rows of single prompts need no mask of ours. Only each prompt's last token goes through the output layer.
+Prefill by `policies.gang.prefill`: where prompts share a row (prepacking, paper 004), a 4-D mask keeps them apart and
+their positions restart; sliding windows act within a prompt. Padding stands behind a prompt, where causal attention
+never looks, so rows of single prompts need no mask of ours. Only each prompt's last token goes through the output
+layer.
 
 FlashAttention's kernels take no such mask. With them a packed pass is a single row, whose prompts are told apart by
 their lengths, and in decode steps each request has a row of its own under the library's padding mask.
@@ -29,8 +30,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from deployments.engines.transformers.cache import Place, RowsCache
 from deployments.engines.transformers.packed_cache import PackedCache
 from policies.errors import ConfigError
-from policies.packing import PackedBatch
-from policies.prefill import PrefillConfig, PrefillPass, decode_layout, prefill_passes
+from policies.gang.packing import PackedBatch
+from policies.gang.prefill import PrefillConfig, PrefillPass, decode_layout, prefill_passes
 
 logger = logging.getLogger(__name__)
 

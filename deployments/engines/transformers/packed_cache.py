@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from deployments.engines.transformers.cache import Place, move
-from policies.packing import PackedBatch, Span
+from policies.gang.packing import PackedBatch, Span
 
 
 class _PackedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not checked

@@ -26,7 +26,7 @@ from transformers import (
 )
 from vllm import SamplingParams
 
-from deployments.engines.transformers.step import Logprobs
+from deployments.engines.base import Logprobs
 
 GREEDY_BELOW = 1e-5  # temperature, as in vLLM
 

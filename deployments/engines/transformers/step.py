@@ -3,7 +3,6 @@
 The front end uses them as well, to refuse what this engine does not do before anything is sent.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
@@ -39,23 +38,3 @@ def _is_asked(value: Any, default: Any) -> bool:
     if value is False or value is default:
         return False
     return default is None or bool(value != default)
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of one position: the chosen token first, then the most likely ones; and the chosen one's rank, from 1."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowOutput:
-    """A row's token of one step; finish is "stop", "length" or "error" when it is the last, which has no token then."""
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: Logprobs | None = None
-    finish: str | None = None
-    stop_reason: int | None = None

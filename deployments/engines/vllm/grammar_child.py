@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from deployments.engines.vllm.grammars import CLOCK_PER_CPU, LENGTH, Asked, Compiled
-from deployments.serving.embedded_redis import die_with_parent
+from deployments.process.parent import die_with_parent
 
 MEMORY_BYTES = 2 << 30  # that a compilation may take beyond what this process has
 MAX_ERROR_CHARS = 500  # some hold the whole grammar

@@ -38,7 +38,7 @@ def _meant(address: Address) -> Address:
     return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else address)
 
 
-class _CheckedConnection(HTTPConnection):  # type: ignore[misc]
+class _CheckedConnection(HTTPConnection):
     """vLLM's, with sockets for allowed addresses alone."""
 
     def __init__(self, networks: Sequence[Network]) -> None:

@@ -14,8 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.app import engine_env
 from deployments.config import application as config_module
 from deployments.config.application import DEMO_ARGS, AppConfig
-from policies.multi_bin import MultiBin
-from policies.order import VirtualDeadline
+from policies.router.multi_bin import MultiBin
+from policies.router.order import VirtualDeadline
 from tests.deployments.refused_args import REFUSED_ARGS
 
 

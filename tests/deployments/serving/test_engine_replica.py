@@ -92,8 +92,11 @@ class Fleet:
         self.engine = Engine()
         self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))
         self.prefill_store = RedisStateStore(self._redis, self.config.prefill_namespace("fake-1"))
-        module = SimpleNamespace(VllmEngine=self._build, parse_vllm_args=list)
-        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.adapter", module)
+        for name, module in (
+            ("engine", SimpleNamespace(VllmEngine=self._build)),
+            ("args", SimpleNamespace(parse_vllm_args=list)),
+        ):
+            monkeypatch.setitem(sys.modules, f"deployments.engines.vllm.{name}", module)
         monkeypatch.setattr("deployments.serving.engine_replica.log_as_json", lambda: None)
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
         monkeypatch.setattr("deployments.serving.engine_replica.serve.get_replica_context", lambda: context)

@@ -50,8 +50,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], Any]],
     """Puts something else in the place of vLLM."""
 
     def stands_in(make: Callable[[object], Any]) -> None:
-        module = SimpleNamespace(VllmEngine=make, parse_vllm_args=list)
-        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.adapter", module)
+        for name, module in (
+            ("engine", SimpleNamespace(VllmEngine=make)),
+            ("args", SimpleNamespace(parse_vllm_args=list)),
+        ):
+            monkeypatch.setitem(sys.modules, f"deployments.engines.vllm.{name}", module)
         monkeypatch.setattr("deployments.serving.engine_start.last_line", lambda logs: "Loading weights: 3 of 9")
         monkeypatch.setattr("deployments.serving.engine_start.last_error", lambda log: "ValueError: no memory left")
 

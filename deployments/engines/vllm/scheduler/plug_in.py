@@ -37,7 +37,7 @@ from deployments.engines.vllm.scheduler.queue import DeadlineQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
-from policies.auto import Auto
+from policies.engine.auto import Auto
 from policies.errors import ConfigError, SluiceError
 from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 from router.clock import Clock, MonotonicClock

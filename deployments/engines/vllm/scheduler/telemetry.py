@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.auto import Auto
+from policies.engine.auto import Auto
 from policies.types import BatchState, Phase, StepPlan, StepResult
 
 _QUANTILES = (0.5, 0.9, 0.99)

@@ -10,11 +10,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from vllm import SamplingParams
 
+from deployments.engines.base import RowOutput
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangCache, GangModel
 from deployments.engines.transformers.sampling import RowSampling
-from deployments.engines.transformers.step import RowOutput
-from policies.prefill import PrefillConfig
+from policies.gang.prefill import PrefillConfig
 from tests.deployments.tiny_models import CONTEXT, VOCABULARY, greedy, tiny_llama
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ import pytest
 from transformers import GPTNeoConfig, PreTrainedConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from deployments.engines.vllm.adapter import STAND_IN, as_front_end_of_any_model, parse_vllm_args
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.front_end import STAND_IN, as_front_end_of_any_model
 from tests.deployments.tiny_models import CONTEXT, tiny_llama
 
 pytestmark = pytest.mark.slow

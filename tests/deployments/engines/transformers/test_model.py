@@ -26,7 +26,7 @@ from deployments.engines.transformers.cache import RowsCache
 from deployments.engines.transformers.model import GangModel, load
 from deployments.engines.transformers.packed_cache import PackedCache
 from policies.errors import ConfigError
-from policies.prefill import PrefillConfig, PrefillMode
+from policies.gang.prefill import PrefillConfig, PrefillMode
 from tests.deployments import flash_reference, tiny_models
 
 pytestmark = pytest.mark.slow

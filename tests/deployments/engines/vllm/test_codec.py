@@ -37,7 +37,7 @@ def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     rows = np.arange(6).reshape(3, 2)
     output = EngineCoreOutput(
@@ -64,7 +64,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
     from deployments.engines.vllm.request_metadata import metadata_of
 
     def request(**extra: Any) -> EngineCoreRequest:
@@ -90,7 +90,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
 def test_an_answer_that_its_client_holds_open_has_a_least_length(asked: dict[str, Any], least: int) -> None:
     from vllm import SamplingParams
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     size = VllmCodec().size(request_with(sampling_params=SamplingParams(max_tokens=9, **asked)))
     assert (size.min_output_tokens, size.max_output_tokens) == (least, 9)
@@ -102,7 +102,7 @@ def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_c
     from vllm import SamplingParams
     from vllm.model_executor.layers.utils import apply_penalties
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     def resumable(**sampling: Any) -> bool:
         return VllmCodec().resumable(request_with(sampling_params=SamplingParams(max_tokens=9, **sampling)))
@@ -121,7 +121,7 @@ def test_an_answer_in_one_piece_is_one_that_nobody_looks_into() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     def in_one_piece(**sampling: Any) -> bool:
         return VllmCodec().in_one_piece(request_with(sampling_params=SamplingParams(**sampling)))
@@ -136,7 +136,7 @@ def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
     import torch
     from vllm import SamplingParams
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     codec, forced = VllmCodec(), SamplingParams(max_tokens=9, trace_decode_token_ids=[4, 5, 6])
     scored = SamplingParams(max_tokens=9, prompt_logprob_token_ids=np.array([[1, 2], [3, 4]], dtype=np.int32))
@@ -152,14 +152,15 @@ def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pyte
     from importlib.metadata import EntryPoint
 
     from deployments.config.application import DEMO_MODEL
-    from deployments.engines.vllm import adapter as vllm_adapter
-    from deployments.engines.vllm.adapter import VllmCodec, has_logits_processors, parse_vllm_args
+    from deployments.engines.vllm import args
+    from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
+    from deployments.engines.vllm.codec import VllmCodec
 
     plain = parse_vllm_args(["--model", str(DEMO_MODEL)])
     assert not has_logits_processors(plain)
     assert has_logits_processors(parse_vllm_args(["--model", str(DEMO_MODEL), "--logits-processors", "mine:Processor"]))
     installed = EntryPoint("mine", "mine:Processor", "vllm.logits_processors")
-    monkeypatch.setattr(vllm_adapter, "entry_points", lambda group: [installed] if group == installed.group else [])
+    monkeypatch.setattr(args, "entry_points", lambda group: [installed] if group == installed.group else [])
     assert has_logits_processors(plain)
     assert not VllmCodec(resumes=False).resumable(request_with())
 
@@ -171,7 +172,7 @@ def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path
     from vllm.tool_parsers import ToolParserManager
 
     from deployments.config.application import DEMO_MODEL
-    from deployments.engines.vllm.adapter import parse_vllm_args
+    from deployments.engines.vllm.args import parse_vllm_args
 
     plugin = tmp_path / f"sluice_{kind}_plugin.py"
     base, manager = f"{kind.title()}Parser", f"{kind.title()}ParserManager"
@@ -185,7 +186,7 @@ def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path
 
 def test_a_resumed_answer_tells_the_experts_of_no_token_twice() -> None:
     """Of three tokens of a prompt and the first of two that were sent they are known."""
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     resumed = VllmCodec().recover(request_with(), [4, 5]).request
     assert resumed.prompt_token_ids == [1, 2, 3, 4, 5]
@@ -197,7 +198,8 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine import EngineCoreOutput
 
-    from deployments.engines.vllm.adapter import TRANSFER_KEY, VllmCodec, _without_transfer
+    from deployments.engines.vllm.codec import TRANSFER_KEY, VllmCodec
+    from deployments.engines.vllm.front_end import _without_transfer
 
     sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
     codec, asked = VllmCodec(), request_with(sampling_params=sampling)
@@ -223,7 +225,7 @@ def test_an_answer_to_a_prompt_that_was_read_elsewhere_tells_what_was_cached_the
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 
-    from deployments.engines.vllm.adapter import VllmCodec
+    from deployments.engines.vllm.codec import VllmCodec
 
     codec = VllmCodec()
     output = EngineCoreOutput("a", [7], prefill_stats=PrefillStats(num_prompt_tokens=64, num_cached_tokens=64))
@@ -237,7 +239,7 @@ def test_an_answer_to_a_prompt_that_was_read_elsewhere_tells_what_was_cached_the
 
 def test_adapters_are_told_apart_within_32_bits() -> None:
     """As vLLM's model runner for GPUs keeps them."""
-    from deployments.engines.vllm.adapter import lora_id
+    from deployments.engines.vllm.args import lora_id
 
     ids = {lora_id(f"adapter{number}", "/adapters") for number in range(1000)}
     assert len(ids) == 1000
@@ -250,7 +252,8 @@ async def test_a_front_end_asks_for_the_very_adapters_that_replicas_have_loaded(
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 
-    from deployments.engines.vllm.adapter import RoutedEngineCore, lora_requests, parse_vllm_args
+    from deployments.engines.vllm.args import lora_requests, parse_vllm_args
+    from deployments.engines.vllm.front_end import RoutedEngineCore
 
     fused = '{"name": "fused", "path": "/adapters/fused", "base_model_name": "m", "is_3d_lora_weight": true}'
     modules = ["plain=/adapters/plain", fused]
@@ -275,7 +278,8 @@ def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     from vllm.multimodal.cache import factories
 
     from deployments.config.application import DEMO_ARGS, DEMO_MODEL
-    from deployments.engines.vllm.adapter import front_end_config, parse_vllm_args
+    from deployments.engines.vllm.args import parse_vllm_args
+    from deployments.engines.vllm.front_end import front_end_config
 
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
     config = front_end_config(AsyncEngineArgs.from_cli_args(args))

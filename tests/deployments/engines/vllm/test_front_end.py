@@ -18,15 +18,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
 from deployments.config.scheduler import SCHEDULER_CLASS
-from deployments.engines.vllm import adapter as vllm_adapter
-from deployments.engines.vllm.adapter import (
-    ENGINE_VERSION,
-    RoutedAsyncLLM,
-    VllmEngine,
-    calibration_engine,
-    front_end_config,
-    parse_vllm_args,
-)
+from deployments.engines.vllm import engine as vllm_engine
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.codec import ENGINE_VERSION
+from deployments.engines.vllm.engine import VllmEngine, calibration_engine
+from deployments.engines.vllm.front_end import RoutedAsyncLLM, front_end_config
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.router import Router
 from policies.errors import ConfigError, SluiceError
@@ -89,7 +85,7 @@ async def test_nobody_waits_for_an_answer_of_an_engine_core_that_has_died(monkey
         call_utility_async=lambda *_: asyncio.Event().wait(), resources=SimpleNamespace(engine_dead=False)
     )
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
-    monkeypatch.setattr(vllm_adapter, "DEAD_LOOK_S", 0.01)
+    monkeypatch.setattr(vllm_engine, "DEAD_LOOK_S", 0.01)
     engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
     asked = asyncio.create_task(engine.control({"mode": "mixed"}))
     await asyncio.sleep(0.1)

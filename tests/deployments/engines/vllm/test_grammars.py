@@ -12,8 +12,9 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from deployments.config.application import DEMO_ARGS, DEMO_MODEL
-from deployments.engines.vllm import adapter as vllm_adapter
-from deployments.engines.vllm.adapter import front_end_config, parse_vllm_args
+from deployments.engines.vllm import core_plugin
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.front_end import front_end_config
 from deployments.engines.vllm.grammars import Grammars
 from policies.errors import InputError, ReplicaLostError
 from router.background import BackgroundTasks
@@ -102,8 +103,8 @@ def test_an_engine_compiles_more_than_one_grammar_at_a_time(monkeypatch: pytest.
         manager.executor = SimpleNamespace(shutdown=lambda: None)
 
     monkeypatch.setattr(structured_output.StructuredOutputManager, "__init__", start)
-    vllm_adapter.compile_grammars_side_by_side()
+    core_plugin.compile_grammars_side_by_side()
     config: Any = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
     manager = structured_output.StructuredOutputManager(config)
-    assert manager.executor._max_workers == vllm_adapter.GRAMMAR_THREADS
+    assert manager.executor._max_workers == core_plugin.GRAMMAR_THREADS
     manager.executor.shutdown()

@@ -103,7 +103,8 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
-    from deployments.engines.vllm.adapter import RoutedAsyncLLM, parse_vllm_args
+    from deployments.engines.vllm.args import parse_vllm_args
+    from deployments.engines.vllm.front_end import RoutedAsyncLLM
 
     for name, value in OF_THE_NODE.items():
         monkeypatch.setenv(name, value)
@@ -281,7 +282,7 @@ async def test_however_an_exchange_ends_the_slots_of_its_requests_are_free(
 async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_slot(ends: str) -> None:
     from vllm.exceptions import GracefulHTTPError
 
-    from deployments.engines.vllm.adapter import RoutedEngineCore
+    from deployments.engines.vllm.front_end import RoutedEngineCore
 
     class Slow(Routed):
         async def submit(self, request: Any, **_: Any) -> None:
@@ -338,7 +339,7 @@ async def test_a_long_text_leaves_a_thread_to_short_ones(
                 assert may_end.wait(60)
             return self._tokenizer(text, **settings)
 
-    monkeypatch.setattr("deployments.engines.vllm.adapter.SHORT_TEXT_CHARS", 1000)
+    monkeypatch.setattr("deployments.engines.vllm.front_end.SHORT_TEXT_CHARS", 1000)
     monkeypatch.setattr(BaseRenderer, "get_tokenizer", lambda renderer: Waits(get(renderer)))
     long = [asyncio.create_task(client.post("/tokenize", json={"prompt": "a" * 2000})) for _ in range(4)]
     await until(lambda: bool(begun))
@@ -353,7 +354,7 @@ async def test_a_long_text_leaves_a_thread_to_short_ones(
 async def test_answers_to_a_long_prompt_are_as_many_as_it_is_copied_in_a_moment(
     client: httpx.AsyncClient, routed: Routed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.engines.vllm.adapter.MAX_COPIED_TOKENS", 1000)
+    monkeypatch.setattr("deployments.engines.vllm.front_end.MAX_COPIED_TOKENS", 1000)
     for answers, status in ((10, 200), (11, 400)):
         body = {"prompt": [300] * 100, "max_tokens": 4, "n": answers}
         assert (await client.post("/v1/completions", json=body)).status_code == status
@@ -410,7 +411,7 @@ async def test_no_list_of_any_route_makes_more_engine_requests_than_one_may(
 async def test_of_a_route_that_nobody_foresaw_the_engine_requests_are_counted(routed: Routed) -> None:
     from vllm.exceptions import GracefulHTTPError
 
-    from deployments.engines.vllm.adapter import RoutedEngineCore
+    from deployments.engines.vllm.front_end import RoutedEngineCore
 
     core = RoutedEngineCore(routed, "m")  # type: ignore[arg-type]
     context = HttpContext(0.0, "standard", max_engine_requests=2)

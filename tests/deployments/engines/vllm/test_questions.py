@@ -19,7 +19,8 @@ def renderer() -> Any:
     from vllm.renderers import renderer_from_config
 
     from deployments.config.application import DEMO_ARGS, DEMO_MODEL
-    from deployments.engines.vllm.adapter import note_chats, parse_vllm_args
+    from deployments.engines.vllm.args import parse_vllm_args
+    from deployments.engines.vllm.front_end import note_chats
 
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
     made = renderer_from_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
@@ -54,7 +55,7 @@ async def test_the_question_has_the_users_words_and_a_plain_prompt_is_its_own_qu
 ) -> None:
     from types import SimpleNamespace
 
-    from deployments.engines.vllm.adapter import RoutedEngineCore, prompt_text
+    from deployments.engines.vllm.front_end import RoutedEngineCore, prompt_text
 
     context = HttpContext(time.monotonic(), "standard")
     current.set(context)

@@ -1,0 +1,72 @@
+"""What the relay needs of an engine, and the plain structures of an engine whose steps are ours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.codec import Output, RequestSize
+from router.wire import Buffer
+
+
+class RelayCodec(Protocol):
+    """The replica's side of `router.codec.EngineCodec`."""
+
+    def decode_request(self, parts: Sequence[Buffer]) -> Any: ...
+
+    def size(self, request: Any) -> RequestSize: ...
+
+    def outputs(self, batch: Any) -> Sequence[Output]: ...
+
+    def encode_outputs(self, batch: Any, outputs: Sequence[Any]) -> Sequence[Buffer]: ...
+
+
+class Engine(Protocol):
+    """What the relay needs of an engine."""
+
+    engine_version: str
+
+    @property
+    def codec(self) -> RelayCodec: ...
+
+    @property
+    def slots(self) -> int:
+        """Most requests that may run at once."""
+
+    @property
+    def gang_sizes(self) -> Sequence[int]:
+        """Of an engine that takes gang batches: most requests of one, by bin. Bins beyond are bound by the slots."""
+
+    @property
+    def dead(self) -> bool: ...
+
+    async def add(self, request: Any) -> None: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def next_outputs(self) -> Any: ...
+
+    async def status(self) -> dict[str, Any]:
+        """What it says of itself to routers, as far as JSON can.
+
+        One that does not wait for the step says in it, as `pass_s`, how long that takes already.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of one position: the chosen token first, then the most likely ones; and the chosen one's rank, from 1."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """A row's token of one step; finish is "stop", "length" or "error" when it is the last, which has no token then."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    finish: str | None = None
+    stop_reason: int | None = None

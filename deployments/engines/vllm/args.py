@@ -1,0 +1,106 @@
+"""The arguments of `vllm serve`, parsed, checked, and made into vLLM's configuration: on routers and on replicas."""
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import NoReturn
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
+from vllm.lora.request import LoRARequest
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+from deployments.config.application import FILE_CONNECTOR, why_one_worker, why_refused
+from policies.errors import ConfigError
+
+
+class _Refusing(FlexibleArgumentParser):
+    """vLLM's parser, raising where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"vllm_args: {message}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """After `--help`."""
+        raise ConfigError("vllm_args: nothing is served where help is asked for; `vllm serve --help=all` lists them")
+
+    def load_config_file(self, file_path: str) -> list[str]:
+        """vLLM calls this for `--config`."""
+        args = super().load_config_file(file_path)
+        for option in sorted({arg.replace("_", "-") for arg in args if arg.startswith("--")}):
+            if (why := why_refused(option)) is not None:
+                raise ConfigError(f"vllm_args: {why}")
+        return args
+
+
+def _refuse_files_of_several_workers(args: Namespace) -> None:
+    transfer = args.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == FILE_CONNECTOR:
+        workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
+        if (why := why_one_worker(workers)) is not None:
+            raise ConfigError(why)
+
+
+def parse_vllm_args(argv: Sequence[str]) -> Namespace:
+    """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
+
+    What `deployments.config.application` refuses by name is refused in the file of `--config` as well, and a name
+    cannot be shortened to pass by it.
+
+    Raises:
+        ConfigError: unknown or wrong arguments, or some that Sluice does not leave to them.
+    """
+    parser = make_arg_parser(_Refusing(prog="vllm_args", allow_abbrev=False))
+    try:
+        args: Namespace = parser.parse_args(list(argv))
+        _refuse_files_of_several_workers(args)
+        validate_parsed_serve_args(args)
+    except ConfigError:  # a ValueError too
+        raise
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"vllm_args: {error}") from error
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    return args
+
+
+def has_logits_processors(args: Namespace) -> bool:
+    """Other than vLLM's own: named in the arguments, or installed for every vLLM."""
+    return bool(args.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
+
+
+def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:
+    """As `vllm serve` makes it: slots and the tokens of a step that nobody set are by the use that is named."""
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def lora_id(name: str, path: str) -> int:
+    """By which engines tell adapters apart: the same on both sides, where vLLM's front end would count from 1.
+
+    Above 0 and below 2**31: vLLM's model runner for GPUs keeps it in 32 bits.
+    """
+    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:6], "big") % (2**31 - 1) + 1
+
+
+def lora_requests(args: Namespace) -> list[LoRARequest]:
+    """The adapters that vLLM's arguments name, those for the modalities of chats included."""
+    by_modality = args.default_mm_loras if args.enable_lora else None
+    return [
+        LoRARequest(
+            module.name,
+            lora_id(module.name, module.path),
+            module.path,
+            base_model_name=module.base_model_name,
+            is_3d_lora_weight=module.is_3d_lora_weight,
+        )
+        for module in process_lora_modules(list(args.lora_modules or ()), by_modality)
+    ]

@@ -1,0 +1,482 @@
+"""Admission by forecast: start a request only if the tokens held are safe at every horizon.
+
+Source: 001's chance constraint (eq. 2) on the tokens held, with 003's survival curve of the output length in place of
+the steady-state sum of final sizes (eq. 7). For every horizon tau on a grid, in decode steps,
+
+    sum_i P_i(tau) m_i(tau) + z sqrt(sum_i P_i(tau) (1 - P_i(tau)) m_i(tau)^2) <= capacity
+
+with P_i(tau) the probability that request i, at its age, still runs tau steps later and m_i(tau) = prompt + age + tau
+the tokens it then holds. The sum runs over the batch and over the candidates, in queue order. Departures:
+
+* Left of the sign stands at most what would be held if nobody ended, sum_i m_i(tau). The bound by mean and variance
+  puts it higher at the first horizons where few run, for so few are far from normal: with a dozen it kept twice the
+  reserve that was needed, and not where it was needed.
+* Prompts are known at admission: they enter with their own length and carry no variance (ERRATA 1.3).
+* What is resident follows from ages and survival, so no steady state is assumed: eq. 8 is unsafe for a coefficient of
+  variation above 1 and wasteful below (ERRATA 1.4), and sizes measured on a young batch over-admit (1.8).
+* Laws are stretched by ``length_bias``: too long an estimate costs little, one half too short collapses.
+* Without enough samples eq. 12 decides (``MemoryAware``), or with overcommit all are taken to live 24 steps longer.
+* Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
+  are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
+  batch's own is no capacity, but for what a candidate holds already.
+* A cap that binds stands for twelve steps, or until one in 24 has left the batch, anybody where less than 48 run; their
+  slots stay empty so long. Where those whom the last one was for have not started, as while exclusive batching decodes,
+  it stands twice as long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
+  who came in their place unseen would cost 0.3 to 1.0 %.
+* That no cap binds stands for as many steps as the cache has room for, whoever comes.
+
+Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for
+independent, and a cap that is not filled at once is for whoever is at the head of the queue while it stands.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, floor
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.checks import require_at_least, require_positive, require_probability
+from policies.engine.overcommit import Overcommit
+from policies.engine.plans import (
+    KEPT_STEPS,
+    LEFT_SHARE,
+    READ_STEPS,
+    capped_plan,
+    mean_known_prompt_tokens,
+    unshared_fraction,
+)
+from policies.errors import InputError
+from policies.lengths.statistics import LengthStatistics, SurvivalLaw
+from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
+from policies.types import (
+    BatchState,
+    FloatArray,
+    IntArray,
+    Limit,
+    RequestView,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+
+_AGE_CELLS = 64
+# A cap stands for so many steps, where memory binds, or until LEFT_SHARE of the batch has left it.
+_REVIEW_STEPS = 12
+# While nothing is known of lengths everybody is taken to live so many steps longer, and then to end.
+_UNKNOWN_STEPS = 24
+# The horizons end where a law has ended but for this share.
+_LONGEST = 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastAdmissionConfig:
+    """Survival-forecast admission.
+
+    Attributes:
+        overflow_probability: chance allowed per horizon that the tokens held exceed the capacity. In simulation 0.05
+            preempts 1 request in 20 at the least cache and none at a larger one, and 0.01 costs 3 % of throughput.
+        length_bias: factor on every length law, 1 is unbiased.
+        classes: number of length classes; with 1, indices are ignored.
+        min_samples: completions, over all classes, below which no law is used. Few will do, for the law has those that
+            still run in it, with what they have generated.
+        min_class_samples: completions of a class below which it has the law of all classes.
+        window: departures remembered per class.
+        horizons: points of the horizon grid.
+        refresh_steps: most steps between two refreshes of a class's law, fewer while fewer completions are known; one
+            class is refreshed at a time.
+        fallback: eq. 12 and its prior moments.
+        speculates: a decode step may bring a request several tokens: lengths are then learned without counting steps.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    overflow_probability: float = 0.05
+    length_bias: float = 1.1
+    classes: int = 1
+    min_samples: int = 8
+    min_class_samples: int = 32
+    window: int = 1000
+    horizons: int = 28
+    refresh_steps: int = 128
+    fallback: MemoryAwareConfig = MemoryAwareConfig()
+    speculates: bool = False
+
+    def __post_init__(self) -> None:
+        require_probability(self, "overflow_probability")
+        require_positive(self, "length_bias")
+        require_at_least(1, self, "classes", "min_samples", "min_class_samples", "window", "refresh_steps")
+        require_at_least(2, self, "horizons")
+
+
+class ForecastAdmission:
+    """Admits the longest prefix of the queue that is safe at every horizon. Never holds back the only request."""
+
+    def __init__(
+        self,
+        config: ForecastAdmissionConfig,
+        learned: "ForecastAdmission | None" = None,
+        *,
+        step_times: Callable[[], StepTimes | None] | None = None,
+    ) -> None:
+        """With ``step_times``, what preemptions cost and bring is weighed up (``Overcommit``), and until there are
+        enough samples everybody is taken to live 24 steps longer: eq. 12 on a prior four times too long was measured to
+        leave half of a small cache empty. It gives None while it is not known what a prompt costs. learned: one with as
+        many classes, whose lengths this one takes over; it must not be used any more.
+        """
+        self.config = config
+        self._step_times = step_times
+        self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
+        self._held_back = False
+        self._fallback = MemoryAware(config.fallback) if step_times is None else None
+        if learned:
+            learned._read_steps()
+        self._lengths: LengthStatistics = (
+            learned._lengths if learned else LengthStatistics(classes=config.classes, window=config.window)
+        )
+        self._unread: list[StepResult] = []
+        if config.speculates:
+            self._lengths.stop_counting_steps()
+        self._survival = _SurvivalTable(config.classes, config.horizons)
+        self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
+        self._refreshes = 0
+        self._steps_to_refresh = 0
+        self._cap = 0
+        self._stands = 1  # times as long as usual
+        self._departed = 0  # when the cap was found
+        self._steps_to_review = 0
+
+    @property
+    def uses_forecast(self) -> bool:
+        """False while there are too few samples."""
+        return self._lengths.completed >= self.config.min_samples
+
+    def plan(self, state: BatchState) -> StepPlan:
+        if not self.uses_forecast:  # the next end may be the last sample needed
+            return self._fallback.plan(state)._replace(steps=1) if self._fallback else self._plan_unknown(state)
+        self._refresh(state)
+        if self._steps_to_review > 0 and state.departed - self._departed <= self._may_leave:
+            return self._standing_plan(state)
+        self._steps_to_review = 0
+        elsewhere = _held_elsewhere(state)
+        if steps := self._steps_ahead(state, elsewhere):
+            return capped_plan(state, state.slots, Limit.SLOTS, steps)
+        unfilled = self._still_to_start(state) > 0
+        candidates = state.waiting[: state.free_slots] if state.waiting else ()
+        safe, next_fits = self._fitting(state, candidates, elsewhere) if candidates else (0, False)
+        self._held_back |= next_fits
+        if safe == len(candidates):
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        self._cap, self._departed = state.running_count + safe, state.departed
+        self._stands = 2 if unfilled else 1
+        self._steps_to_review = self._stands * _REVIEW_STEPS
+        return self._standing_plan(state)
+
+    def _plan_unknown(self, state: BatchState) -> StepPlan:
+        """While next to nothing is known of lengths."""
+        candidates = state.waiting[: state.free_slots]
+        safe, _ = self._fitting(state, candidates, _held_elsewhere(state))
+        if safe == len(candidates):
+            return capped_plan(state, state.slots, Limit.SLOTS)
+        return capped_plan(state, state.running_count + safe, Limit.MEMORY)
+
+    @property
+    def _may_leave(self) -> int:
+        """When more have departed, the batch is looked at again."""
+        return max(0, floor(self._stands * LEFT_SHARE * self._cap) - 1)
+
+    def _standing_plan(self, state: BatchState) -> StepPlan:
+        """The cap found last, less those who have departed since."""
+        steps = min(KEPT_STEPS, self._steps_to_review, self._steps_to_refresh)
+        left = state.departed - self._departed
+        plan = capped_plan(state, self._cap - left, Limit.MEMORY, steps)
+        return plan._replace(may_leave=self._may_leave - left, max_served=plan.max_batch_size)
+
+    def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
+        """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as
+        many come from the cache, and one prompt may be begun that is computed later."""
+        if state.max_model_len is None:
+            return 0
+        budget, most = state.max_batch_tokens, min(KEPT_STEPS, self._steps_to_refresh)
+        capacity = state.capacity_tokens - elsewhere - state.max_model_len - budget
+        room = capacity - state.running.total_tokens
+        if room < budget:
+            return 0
+        # Everybody lives on to the last horizon: the usual case of a large cache, told at once.
+        if room - state.slots * (self._survival.end + state.block_size) < most * budget:
+            room = capacity - ceil(self._largest_load(state))
+        return max(0, min(most, room // budget))
+
+    def _largest_load(self, state: BatchState) -> float:
+        """Tokens that are not exceeded at any horizon by the batch and what as many as there are slots generate
+        besides, at the accepted chance."""
+        load = self._load(state, 1.0)
+        more, doubt = self._survival.growth()
+        mean = load.mean + state.slots * (more + state.block_size)
+        return float((mean + self._safety_factor * np.sqrt(load.variance + state.slots * doubt)).max())
+
+    def observe(self, result: StepResult) -> None:
+        self._steps_to_refresh -= 1
+        self._steps_to_review = 0 if result.preempted else self._steps_to_review - 1
+        self._unread.append(result)
+        if not self.uses_forecast:
+            if self._fallback:
+                self._fallback.observe(result)
+            self._read_steps()
+        elif len(self._unread) == READ_STEPS:
+            self._read_steps()
+        if self._step_times is not None and self.uses_forecast:
+            self._weigh(result, self._step_times)
+
+    def _read_steps(self) -> None:
+        """Learn the lengths of the steps that have been observed meanwhile."""
+        unread, self._unread = self._unread, []
+        for result in unread:
+            self._lengths.observe(result)
+
+    def _weigh(self, result: StepResult, step_times: Callable[[], StepTimes | None]) -> None:
+        self.overcommit.observe(result)
+        if self.overcommit.due:
+            self.overcommit.move(step_times(), binding=self._held_back)
+            self._held_back = False
+
+    def batch_size(self, state: BatchState) -> int:
+        """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
+        if self._fallback and not self.uses_forecast:
+            return self._fallback.batch_size(state)
+        if not state.free_slots or (self.uses_forecast and not self._refreshes):
+            return state.slots
+        prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
+        alike = RequestView(
+            request_id="", arrival_s=state.now_s, prompt_tokens=prompt, class_index=_commonest_class(state)
+        )
+        return state.running_count + self._fitting_alike(state, alike)
+
+    def _fitting_alike(self, state: BatchState, alike: RequestView) -> int:
+        """How many such requests, as far as there are slots, are within the capacity at every horizon."""
+        unshared, capacity = unshared_fraction(state), state.capacity_tokens - _held_elsewhere(state)
+        if self._fits_whatever_happens(state, (alike,) * state.free_slots, capacity):
+            return state.free_slots
+        load, more = self._load(state, unshared), self._load_of(alike, unshared, state.block_size)
+
+        def exceeds(count: int) -> bool:
+            return not self._fits(capacity, load.plus(more.times(count)))
+
+        return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
+
+    def _mean_prompt_tokens(self) -> float:
+        moments = self._lengths.moments()
+        return moments.mean_prompt_tokens if moments else 0.0
+
+    def _refresh(self, state: BatchState) -> None:
+        """Rebuild what is due: every class at first, afterwards one class at a time."""
+        if self._refreshes and self._steps_to_refresh > 0:
+            return
+        self._read_steps()
+        classes = self.config.classes
+        for class_index in (self._refreshes % classes,) if self._refreshes else range(classes):
+            self._learn(state, class_index)
+        self._refreshes += 1
+        self._steps_to_refresh = max(1, min(self.config.refresh_steps, self._lengths.completed) // classes)
+
+    def _learn(self, state: BatchState, class_index: int) -> None:
+        running = state.running
+        if self._lengths.count(class_index) >= self.config.min_class_samples:
+            mine = running.class_index == class_index if self.config.classes > 1 else slice(None)
+            ages = running.output_tokens[mine]
+            law = self._lengths.table(class_index, ages).law()
+        else:
+            law = self._lengths.pooled_table(running.output_tokens).law()
+        if law is not None:
+            self._survival.learn(class_index, law.stretched(self.config.length_bias))
+
+    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...], elsewhere: int) -> tuple[int, bool]:
+        """How many candidates, from the head of the queue, are within the capacity at every horizon, beside so many
+        tokens that nobody in the batch holds; and whether the next one would fit now."""
+        if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
+            return len(candidates), False
+        unshared, known = unshared_fraction(state), candidates[: self._still_to_start(state)]
+        load = self._load(state, unshared, known)
+        beside = max(0, elsewhere - sum([candidate.cached_tokens for candidate in known]))
+        if known and not self._fits(state.capacity_tokens - beside, load):
+            known, beside = (), elsewhere
+            load = self._load(state, unshared)
+        for safe, candidate in enumerate(candidates[len(known) :], len(known)):
+            load = load.plus(self._load_of(candidate, unshared, state.block_size))
+            # A cache that has come before its request starts is among those elsewhere until then.
+            beside = max(0, beside - candidate.cached_tokens)
+            if not self._fits(state.capacity_tokens - beside, load):
+                return safe, bool(load.mean[0] <= state.capacity_tokens - beside)
+        return len(candidates), False
+
+    def _still_to_start(self, state: BatchState) -> int:
+        """Whom the last cap was for, and who has not started yet: while exclusive batching decodes, all of them. They
+        are likely to fit still, and need not be looked at one by one."""
+        return max(0, self._cap - (state.departed - self._departed) - state.running_count)
+
+    def _load(self, state: BatchState, unshared: float, others: tuple[RequestView, ...] = ()) -> "_Load":
+        """Of the batch and others; half a block of each request is not filled."""
+        running = state.running
+        classes, ages, prompts = running.class_index, running.output_tokens, running.prompt_tokens
+        if others:
+            told = np.array([(one.class_index, one.output_tokens, one.prompt_tokens) for one in others])
+            classes, ages, prompts = np.concatenate(((classes, ages, prompts), told.T), axis=1)
+        return self._survival.load(classes, ages, unshared * prompts + (ages + 0.5 * state.block_size))
+
+    def _load_of(self, candidate: RequestView, unshared: float, block_size: int) -> "_Load":
+        held = unshared * candidate.prompt_tokens + candidate.output_tokens + 0.5 * block_size
+        return self._survival.load_of(candidate.class_index, candidate.output_tokens, held)
+
+    def _fits(self, capacity_tokens: int, load: "_Load") -> bool:
+        """Whether the load is within the capacity now, when there is no more than there is, and within it and what is
+        admitted beyond it at every horizon."""
+        if load.mean[0] > capacity_tokens:
+            return False
+        limit = capacity_tokens * (1.0 + self.overcommit.share)
+        likely, horizons = load.mean + self._safety_factor * np.sqrt(load.variance), self._survival.horizons
+        peak = likely.argmax()
+        if likely[peak] <= limit or load.at_most(horizons[peak]) > limit:  # nearly always one of the two
+            return bool(likely[peak] <= limit)
+        return float(np.minimum(likely, load.at_most(horizons)).max()) <= limit
+
+    def _fits_whatever_happens(
+        self, state: BatchState, candidates: tuple[RequestView, ...], capacity_tokens: int
+    ) -> bool:
+        """Whether everybody could live on to the last horizon: the usual case of a large cache, told at once."""
+        running = state.running
+        if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
+            return False  # the full reckoning says which one
+        longest = self._survival.end + state.block_size
+        room = capacity_tokens - running.total_tokens - (len(running) + len(candidates)) * longest
+        return room >= 0 and sum([request.prompt_tokens + request.output_tokens for request in candidates]) <= room
+
+
+def _commonest_class(state: BatchState) -> int:
+    """Among the requests at hand; 0 where there are none."""
+    waiting = np.fromiter((request.class_index for request in state.waiting), np.int64)
+    return int(np.bincount(np.concatenate((state.running.class_index, waiting)), minlength=1).argmax())
+
+
+def _held_elsewhere(state: BatchState) -> int:
+    """Tokens in blocks that nobody in the batch holds: those of sessions that wait for their next input, of caches on
+    their way here or to be fetched from here, of answers whose last token is in flight. They are taken to stay."""
+    counted = state.running.computed_tokens + state.running_count * state.block_size // 2
+    return max(0, state.capacity_tokens - state.free_tokens - counted)
+
+
+class _Load(NamedTuple):
+    """Tokens that requests hold at each horizon.
+
+    Attributes:
+        mean, variance: shape (horizons,) each.
+        requests: how many they are.
+    """
+
+    mean: FloatArray
+    variance: FloatArray
+    requests: int
+
+    def plus(self, other: "_Load") -> "_Load":
+        return _Load(self.mean + other.mean, self.variance + other.variance, self.requests + other.requests)
+
+    def times(self, count: int) -> "_Load":
+        return _Load(count * self.mean, count * self.variance, count * self.requests)
+
+    def at_most(self, steps: FloatArray) -> FloatArray:
+        """What they hold after so many steps, if nobody ends."""
+        held: float = self.mean[0]
+        return held + self.requests * steps
+
+
+class _SurvivalTable:
+    """P = P(alive at a horizon | age) per class, precomputed on a grid of ages and horizons.
+
+    Layout: row class * ages + age cell; columns P at every horizon, then P * (1 - P) at every horizon. Both grids end
+    where the longest law has all but ended. Ages are quadratic, dense where answers are young, and rounded down to
+    their cell, beyond the grid to its last one. Horizons are denser still at their start: there a batch of some 80
+    peaks, within the few steps in which it may be that nobody ends.
+    """
+
+    def __init__(self, classes: int, horizons: int) -> None:
+        self._laws: list[SurvivalLaw | None] = [None] * classes
+        self._points = horizons
+        self._lay_grids(_UNKNOWN_STEPS)
+
+    @property
+    def end(self) -> int:
+        """The last horizon, decode steps."""
+        return self._end
+
+    @property
+    def horizons(self) -> FloatArray:
+        """Decode steps from now, the first 0."""
+        return self._horizons
+
+    def learn(self, class_index: int, law: SurvivalLaw) -> None:
+        """Take a class's law; the grids follow when the longest law has become much longer or shorter."""
+        self._laws[class_index] = law
+        longest = max(min(known.quantile(_LONGEST), known.edges[-1]) for known in self._laws if known is not None)
+        if not 0.8 * self._end <= longest <= self._end:
+            self._lay_grids(ceil(1.1 * longest))
+        else:
+            self._fill(class_index, law)
+
+    def _lay_grids(self, end: int) -> None:
+        self._end = end
+        self._horizons = end * np.linspace(0.0, 1.0, self._points) ** 2.5
+        self._ages = np.unique((end * np.linspace(0.0, 1.0, _AGE_CELLS) ** 2).astype(np.int64))
+        self._cell = np.searchsorted(self._ages, np.arange(end + 1), side="right") - 1
+        self._table = np.zeros((len(self._laws) * len(self._ages), 2 * self._points))
+        self._table[:, : self._points] = 1.0
+        for class_index, law in enumerate(self._laws):
+            if law is not None:
+                self._fill(class_index, law)
+
+    def _fill(self, class_index: int, law: SurvivalLaw) -> None:
+        alive = law.alive(self._ages[:, None], self._horizons[None, :])
+        first = class_index * len(self._ages)
+        self._table[first : first + len(self._ages)] = np.hstack((alive, alive * (1.0 - alive)))
+
+    def load(self, class_index: IntArray, ages: IntArray, held: FloatArray) -> _Load:
+        """Of a batch.
+
+        Args:
+            class_index, ages, held: of each request, shape (n,); held: tokens it holds now.
+
+        Raises:
+            InputError: a class_index is not below the number of classes.
+        """
+        row, rows = self._cell.take(ages, mode="clip"), len(self._table)
+        if len(self._laws) > 1:
+            row = row + class_index * len(self._ages)
+        # Requests of one row differ in what they hold alone, so the table is gone through once and not for each.
+        try:
+            powers = np.array([np.bincount(row, power, rows) for power in (None, held, held * held)]) @ self._table
+        except ValueError as error:  # there are rows beyond the table
+            raise self._unknown(class_index.max()) from error
+        tau, n = self._horizons, len(self._horizons)
+        doubt = powers[:, n:]
+        mean, variance = powers[1, :n] + tau * powers[0, :n], doubt[2] + tau * (2.0 * doubt[1] + tau * doubt[0])
+        return _Load(mean, variance, len(ages))
+
+    def load_of(self, class_index: int, age: int, held: float) -> _Load:
+        """As ``load``, of one request."""
+        if len(self._laws) == 1:
+            class_index = 0
+        elif class_index >= len(self._laws):
+            raise self._unknown(class_index)
+        row, n = self._table[class_index * len(self._ages) + self._cell[min(age, self._end)]], len(self._horizons)
+        later = held + self._horizons
+        return _Load(row[:n] * later, row[n:] * later * later, 1)
+
+    def growth(self) -> tuple[FloatArray, FloatArray]:
+        """Mean and variance of the tokens of its answer that a request which starts now holds at each horizon, shape
+        (horizons,) each; of the classes the one where that is most."""
+        young, tau, n = self._table[:: len(self._ages)], self._horizons, len(self._horizons)
+        return (young[:, :n] * tau).max(axis=0), (young[:, n:] * tau * tau).max(axis=0)
+
+    def _unknown(self, class_index: int) -> InputError:
+        return InputError(f"class_index must be below {len(self._laws)}, got {class_index}")

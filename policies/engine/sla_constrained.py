@@ -1,0 +1,84 @@
+"""How many requests latency allows: Algorithm 2, corrected.
+
+Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching). Departures, with ERRATA numbers:
+
+* It reaches both bounds (1.10), keeps low <= limit <= high (1.11), learns nothing upward while the limit does not bind
+  but what the batch proves safe (1.12) and brackets with limit*SLA/latency: for any latency a + c*b with a >= 0 that
+  lies between b and the answer, so an upward shift is met in a few updates.
+* Latency is the time between two tokens of a running request, prefill steps in between included.
+* A cap below the running batch evicts nothing: relief comes from completions (1.7).
+"""
+
+from dataclasses import dataclass
+
+from policies.checks import require_at_least, require_order, require_positive
+from policies.engine.latency_search import LatencySearch, TokenGap, WindowMean
+from policies.engine.plans import KEPT_STEPS, capped_plan
+from policies.types import BatchState, Limit, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlaConstrainedConfig:
+    """Algorithm 2, corrected.
+
+    Attributes:
+        itl_target_s: D_SLA, mean seconds between tokens.
+        min_batch_size, max_batch_size: B_min and B_max; the engine's slots bound the batch besides.
+        initial_batch_size: where the search begins; it climbs by at most ``stride`` beyond what is known to be safe.
+        stride: alpha, requests.
+        window_steps: steps per update; as many more where less than half of them decode.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+
+    itl_target_s: float
+    min_batch_size: int = 1
+    max_batch_size: int = 4096
+    initial_batch_size: int = 32
+    stride: int = 16
+    window_steps: int = 16
+
+    def __post_init__(self) -> None:
+        require_positive(self, "itl_target_s")
+        require_at_least(1, self, "min_batch_size", "initial_batch_size", "stride", "window_steps")
+        require_order(self, "min_batch_size", "max_batch_size")
+
+
+class SlaConstrained:
+    """001's Algorithm 2, corrected: the largest batch whose mean time between tokens meets the target.
+
+    Limits: the mean is held, not a percentile, and the answer moves with the context the batch reads (ERRATA 1.17).
+    """
+
+    def __init__(self, config: SlaConstrainedConfig) -> None:
+        self.config = config
+        self._gap = TokenGap()
+        self._window = WindowMean(config.window_steps)
+        self._search = LatencySearch(
+            minimum=config.min_batch_size,
+            maximum=config.max_batch_size,
+            initial=config.initial_batch_size,
+            target_s=config.itl_target_s,
+            stride=config.stride,
+        )
+
+    @property
+    def limit(self) -> int:
+        """B: requests that may run."""
+        return self._search.value
+
+    def plan(self, state: BatchState) -> StepPlan:
+        return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead())
+
+    def steps_ahead(self) -> int:
+        """Steps until the limit may move."""
+        return min(KEPT_STEPS, self._window.steps_left)
+
+    def observe(self, result: StepResult) -> None:
+        gap_s = self._gap.add(result)
+        if gap_s:
+            full = result.running_count >= self.limit and result.waiting_count > 0
+            self._window.add(gap_s, result.decode_requests, binding=full)
+        if window := self._window.step():
+            self._search.update(window.latency_s, window.used, binding=window.binding)

@@ -1,0 +1,1 @@
+"""Batches that run to their end."""

@@ -1,0 +1,1 @@
+"""How long answers are: statistics and laws."""

@@ -1,0 +1,1 @@
+"""The papers' literal and closed forms: chosen by name, never by default."""

@@ -1,0 +1,1 @@
+"""Who waits where, who goes when, and to whom."""

@@ -1,0 +1,148 @@
+"""In which order waiting requests start: one sort key per request, computed once, at arrival.
+
+A key is a finite double, so it serves as the score of a Redis sorted set; the lowest goes first. Equal keys are the
+driver's to break (by arrival, or by id as Redis does). Keys of different orders must not share a queue.
+
+Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). Estimated work
+and the virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the
+short, without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from policies.checks import require_at_least
+from policies.errors import ConfigError, InputError
+
+
+class Order(Protocol):
+    """Ranks waiting requests."""
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        """The sort key; a request with a lower key starts first.
+
+        Args:
+            arrival_s: on one clock for all requests of the queue (for a shared queue the store's own time).
+            estimated_work_s: predicted seconds of engine time, see `policies.router.placement.work_s`.
+        """
+
+
+class FCFS:
+    """First come, first served."""
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        return arrival_s
+
+
+class SJF:
+    """Shortest prompt first (002). No bound: short arrivals may overtake a long request for ever."""
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        return float(prompt_tokens)
+
+
+class LJF:
+    """Longest prompt first (002), for batches of like size in offline work. No bound, as SJF."""
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        return -float(prompt_tokens)
+
+
+class EstimatedWork:
+    """Least work first: prompt and predicted output in seconds. No bound, as SJF."""
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        return estimated_work_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualDeadlineConfig:
+    """How much a class and a second of work count against a second of waiting.
+
+    Attributes:
+        class_targets_s: seconds in which a request of that class should start; a smaller target goes earlier.
+        default_target_s: the target of requests without a class, or of one not named above.
+        work_weight: seconds of head start that one second less of estimated work is worth; 0 orders by class and
+            arrival only, a large one approaches least work first. What 1 and 4 gain over first come, first served
+            docs/what-pays.md measures (`queue-order`).
+        max_work_s: work counts up to here, so that no estimate, however wrong, can put a request off by more than
+            work_weight * max_work_s.
+
+    Raises:
+        ConfigError: a value is negative or not finite.
+    """
+
+    class_targets_s: Mapping[str, float] = field(default_factory=dict)
+    default_target_s: float = 1.0
+    work_weight: float = 1.0
+    max_work_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "default_target_s", "work_weight", "max_work_s")
+        for slo_class, target_s in self.class_targets_s.items():
+            if not 0.0 <= target_s < math.inf:
+                raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
+
+
+class VirtualDeadline:
+    """Orders by a deadline fixed at arrival, which is ageing without ever touching a queued request again.
+
+        key = arrival_s + target_s(class) + work_weight * min(estimated_work_s, max_work_s)
+
+    Bound. Write a, t, w for a request's arrival, target and counted work (0 <= w <= max_work_s), t_min for the smallest
+    target of any class. A request that arrives at a' > a starts first only if its key is not higher:
+
+        a' + t' + work_weight * w' <= a + t + work_weight * w
+        a' - a <= (t - t') + work_weight * (w - w') <= (t - t_min) + work_weight * w =: D
+
+    because t' >= t_min and w' >= 0. So only arrivals within D seconds after a request can overtake it, whatever the
+    load (`overtaking_window_s`), and no request's D exceeds max target - min target + work_weight * max_work_s
+    (`overtaking_bound_s`). Nothing smaller holds: an arrival of the most urgent class without work just inside D does
+    overtake.
+
+    Consequence for the wait. Until a waiting request starts, a server that pops the lowest key starts only requests
+    that waited at a or arrived in (a, a + D]. Let U be their work and what was left at a of the running ones. A server
+    that never idles while something waits and does c seconds of work per second starts the request by a + U / c, and no
+    arrival after a + D can add to U.
+    """
+
+    def __init__(self, config: VirtualDeadlineConfig) -> None:
+        self.config = config
+        targets = (*config.class_targets_s.values(), config.default_target_s)
+        self._least_target_s, self._greatest_target_s = min(targets), max(targets)
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        """The virtual deadline, on the clock of ``arrival_s``.
+
+        Raises:
+            InputError: arrival_s is not finite, or estimated_work_s is negative or NaN (infinite work is capped).
+        """
+        if not math.isfinite(arrival_s):
+            raise InputError(f"arrival_s must be finite, got {arrival_s}")
+        return arrival_s + self._head_start_s(slo_class, estimated_work_s)
+
+    def _head_start_s(self, slo_class: str | None, estimated_work_s: float) -> float:
+        if not estimated_work_s >= 0.0:
+            raise InputError(f"estimated_work_s must be >= 0, got {estimated_work_s}")
+        return self._target_s(slo_class) + self.config.work_weight * min(estimated_work_s, self.config.max_work_s)
+
+    def _target_s(self, slo_class: str | None) -> float:
+        if slo_class is None:
+            return self.config.default_target_s
+        return self.config.class_targets_s.get(slo_class, self.config.default_target_s)
+
+    def overtaking_window_s(self, slo_class: str | None, estimated_work_s: float) -> float:
+        """D of this request: arrivals more than this many seconds after it cannot start before it.
+
+        Raises:
+            InputError: estimated_work_s is negative or NaN.
+        """
+        return self._head_start_s(slo_class, estimated_work_s) - self._least_target_s
+
+    @property
+    def overtaking_bound_s(self) -> float:
+        """The largest D of any request under this configuration."""
+        spread_s = self._greatest_target_s - self._least_target_s
+        return spread_s + self.config.work_weight * self.config.max_work_s

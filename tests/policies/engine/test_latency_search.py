@@ -1,0 +1,132 @@
+"""The latency search keeps its invariants whatever it is told, and finds the answer of any linear plant."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.engine.latency_search import LatencySearch, LatencyWindow, TokenGap, WindowMean
+from policies.types import Phase, StepResult
+
+
+def make_search(minimum: int = 1, maximum: int = 512, initial: int = 32, stride: int = 16) -> LatencySearch:
+    return LatencySearch(minimum=minimum, maximum=maximum, initial=initial, target_s=0.05, stride=stride)
+
+
+def make_result(*, step_s: float, decodes: int, prefills: int = 0, running: int = 8) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=step_s,
+        phase=Phase.MIXED,
+        prefill_tokens=100 * prefills,
+        prefill_requests=prefills,
+        decode_requests=decodes,
+        kv_tokens=0,
+        max_batch_size=8,
+        running_count=running,
+        waiting_count=0,
+    )
+
+
+@given(
+    bounds=st.tuples(st.integers(1, 300), st.integers(0, 300)),
+    initial=st.integers(-5, 1000),
+    stride=st.integers(1, 64),
+    updates=st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 2000), st.booleans()), max_size=40),
+)
+@settings(deadline=None)
+def test_bounds_never_cross_whatever_is_measured(
+    bounds: tuple[int, int], initial: int, stride: int, updates: list[tuple[float, float, bool]]
+) -> None:
+    minimum, maximum = bounds[0], bounds[0] + bounds[1]
+    search = make_search(minimum, maximum, initial, stride)
+    for latency_s, used, binding in updates:
+        search.update(latency_s, used, binding=binding)
+        assert minimum <= search.low <= search.value <= search.high <= maximum
+
+
+@given(base=st.floats(0, 0.2), slope=st.floats(1e-6, 0.05), initial=st.integers(1, 512), stride=st.integers(4, 64))
+@settings(deadline=None)
+def test_on_any_linear_plant_it_ends_within_one_of_the_answer(
+    base: float, slope: float, initial: int, stride: int
+) -> None:
+    search = make_search(initial=initial, stride=stride)
+    for _ in range(400):
+        search.update(base + slope * search.value, search.value, binding=True)
+    # A request more or less may jump over the dead band: then it alternates between the two neighbours.
+    assert search.value == 1 or base + slope * (search.value - 1) <= 0.052
+    assert search.value == 512 or base + slope * (search.value + 1) >= 0.048
+
+
+def test_a_fast_system_that_is_not_full_teaches_nothing() -> None:
+    search = make_search(initial=40)
+    search.update(0.01, 5, binding=False)
+    assert (search.value, search.low, search.high) == (40, 1, 512)
+
+
+def test_what_ran_fast_enough_raises_a_value_that_nobody_waits_behind() -> None:
+    search = make_search(initial=32, stride=16)
+    search.update(0.0125, 32, binding=False)
+    assert 32 * 0.05 / 0.0125 <= search.value <= 32 * 0.05 / 0.0125 + 16
+
+
+def test_a_low_load_raises_nothing_beyond_a_stride_above_what_it_proves() -> None:
+    search = make_search(initial=32, stride=16)
+    for _ in range(100):
+        search.update(0.01, 8, binding=False)
+    assert search.value <= 8 * 0.05 / 0.01 + 16
+
+
+def test_a_batch_on_its_way_down_is_not_cut_twice_for_the_same_latency() -> None:
+    search = make_search(initial=200)
+    search.update(0.1, 200, binding=True)
+    value = search.value
+    search.update(0.099, 198, binding=True)
+    assert search.value == value
+
+
+def test_a_step_beyond_what_is_safe_is_at_most_a_stride() -> None:
+    search = make_search(initial=32, stride=16)
+    search.update(0.04, 32, binding=True)
+    assert search.value <= 32 * 0.05 / 0.04 + 16
+
+
+def windows(mean: WindowMean, *samples: tuple[float, float, bool] | None) -> list[LatencyWindow | None]:
+    """What each step ends, one with a sample or one without."""
+    ended = []
+    for sample in samples:
+        if sample:
+            mean.add(sample[0], sample[1], binding=sample[2])
+        ended.append(mean.step())
+    return ended
+
+
+def test_a_window_ends_with_the_means_of_its_samples() -> None:
+    first, closed, third = windows(WindowMean(2), (0.1, 10, True), (0.3, 20, True), (0.1, 10, True))
+    assert closed == LatencyWindow(latency_s=0.2, used=15, binding=True)
+    assert first is third is None
+
+
+def test_steps_without_a_sample_count_in_a_window() -> None:
+    assert windows(WindowMean(4), (0.1, 10, True), None, (0.3, 20, True), None)[3] == LatencyWindow(
+        latency_s=0.2, used=15, binding=True
+    )
+
+
+def test_a_window_with_few_samples_goes_on_for_as_many_steps_more() -> None:
+    mean = WindowMean(4)
+    assert windows(mean, None, (0.1, 10, True), None, None) == [None] * 4
+    assert mean.steps_left == 4
+    ended = windows(mean, (0.3, 20, True), None, None, None)
+    assert ended == [None] * 3 + [LatencyWindow(latency_s=0.2, used=15, binding=True)]
+
+
+def test_half_a_window_at_the_limit_does_not_count_as_binding() -> None:
+    closed = windows(WindowMean(2), (0.1, 10, True), (0.1, 10, False))[1]
+    assert closed is not None
+    assert not closed.binding
+
+
+def test_the_gap_between_two_tokens_holds_the_prefills_in_between() -> None:
+    gap = TokenGap()
+    assert gap.add(make_result(step_s=0.02, decodes=8)) == 0.02
+    assert gap.add(make_result(step_s=0.5, decodes=0, prefills=2, running=10)) is None
+    assert gap.add(make_result(step_s=0.02, decodes=10)) == 0.52

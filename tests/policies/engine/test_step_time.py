@@ -1,0 +1,244 @@
+"""Step times learned online: recovery of the coefficients, robustness, following a shift, and never a negative cost."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.engine.step_time import StepTimeConfig, StepTimeModel, seconds_per_token
+from policies.errors import ConfigError, InputError
+from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+
+TRUE = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
+    decode=StepCoefficients(overhead_s=0.008, decode_s=3e-5, kv_s=6e-8),
+    mixed=StepCoefficients(overhead_s=0.009, prefill_s=5e-5, decode_s=3e-5, kv_s=6e-8, interference_s=4e-5),
+)
+
+
+def make_result(step_s: float, prefill: int, decodes: int, kv: int) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=step_s,
+        phase=Phase.MIXED,
+        prefill_tokens=prefill,
+        prefill_requests=int(prefill > 0),
+        decode_requests=decodes,
+        kv_tokens=kv,
+        max_batch_size=256,
+        running_count=decodes + 1,
+        waiting_count=0,
+    )
+
+
+def feed(
+    model: StepTimeModel,
+    times: StepTimes,
+    steps: int,
+    *,
+    seed: int = 0,
+    noise: float = 0.03,
+    stalls: float = 0.0,
+    kinds: tuple[Phase, ...] = tuple(Phase),
+) -> None:
+    """Steps of log-uniform content with multiplicative noise; a share of them stalls to 20 times their length."""
+    rng = np.random.default_rng(seed)
+    for index in range(steps):
+        kind = kinds[index % len(kinds)]
+        prefill = 0 if kind is Phase.DECODE else int(np.exp(rng.uniform(3, 8.3)))
+        decodes = 0 if kind is Phase.PREFILL else int(np.exp(rng.uniform(0, 5.55)))
+        kv = decodes * int(rng.integers(100, 3000))
+        step_s = times.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=kv)
+        stall = 20.0 if rng.random() < stalls else 1.0
+        model.observe(make_result(step_s * float(rng.lognormal(0, noise)) * stall, prefill, decodes, kv))
+
+
+def assert_close(found: StepTimes | None, rel: float) -> None:
+    """Compare predictions, not coefficients: an overhead of a long prefill says little."""
+    assert found is not None
+    for prefill in (0, 100, 4000):
+        for decodes, context in ((0, 0), (4, 500), (250, 2000)):
+            content = {"prefill_tokens": prefill, "decode_requests": decodes, "kv_tokens": decodes * context}
+            assert found.step_s(**content) == pytest.approx(TRUE.step_s(**content), rel=rel)
+
+
+class TestStepTimeModel:
+    def test_it_recovers_all_three_forms_from_steps(self) -> None:
+        model = StepTimeModel()
+        feed(model, TRUE, 3000)
+        assert_close(model.times(), rel=0.03)
+
+    def test_stalls_hardly_bend_it(self) -> None:
+        model = StepTimeModel()
+        feed(model, TRUE, 3000, stalls=0.05)
+        assert_close(model.times(), rel=0.06)
+
+    def test_a_stall_among_the_first_steps_is_no_harm_either(self) -> None:
+        model = StepTimeModel()
+        model.observe(make_result(3.0, 0, 8, 4000))
+        feed(model, TRUE, 3000)
+        assert_close(model.times(), rel=0.05)
+
+    def test_one_very_large_prefill_among_small_ones_is_not_taken_for_a_stall(self) -> None:
+        model = StepTimeModel()
+        for tokens in (32_000, 200, 220, 240, 260, 280, 300, 320) * 3:
+            model.observe(make_result(TRUE.step_s(prefill_tokens=tokens), tokens, 0, 0))
+        times = model.times()
+        assert times is not None
+        assert times.prefill.overhead_s == pytest.approx(0.004, rel=0.01)
+        assert times.prefill.prefill_s == pytest.approx(5e-5, rel=0.01)
+
+    def test_exact_steps_leave_exact_coefficients_where_they_are(self) -> None:
+        model = StepTimeModel(StepTimeConfig(prior=TRUE))
+        feed(model, TRUE, 600, noise=0.0)
+        for tokens in (1, 8000, 8000, 8000, 8000, 8000, 2, 8000) * 8:
+            model.observe(make_result(TRUE.step_s(prefill_tokens=tokens), tokens, 0, 0))
+        times = model.times()
+        assert times is not None
+        assert times.prefill.overhead_s == pytest.approx(TRUE.prefill.overhead_s, rel=1e-5)
+
+    def test_a_lasting_shift_is_followed(self) -> None:
+        slow = StepTimes(
+            prefill=StepCoefficients(overhead_s=0.006, prefill_s=7.5e-5),
+            decode=StepCoefficients(overhead_s=0.012, decode_s=4.5e-5, kv_s=9e-8),
+            mixed=StepCoefficients(
+                overhead_s=0.0135, prefill_s=7.5e-5, decode_s=4.5e-5, kv_s=9e-8, interference_s=6e-5
+            ),
+        )
+        model = StepTimeModel(StepTimeConfig(forgetting=0.99))
+        feed(model, slow, 1500)
+        feed(model, TRUE, 3000, seed=1)
+        assert_close(model.times(), rel=0.06)
+
+    def test_a_form_that_faded_stays_until_new_steps_come_and_follows_them(self) -> None:
+        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.04, prefill_s=5e-4))
+        faded, lasting = StepTimeModel(), StepTimeModel()
+        for model in (faded, lasting):
+            feed(model, slow, 64)
+        faded.fade(Phase.PREFILL)
+        before, after = lasting.times(), faded.times()
+        assert before is not None and after is not None
+        assert after.prefill.step_s(prefill_tokens=500) == pytest.approx(before.prefill.step_s(prefill_tokens=500))
+        for model in (faded, lasting):
+            feed(model, TRUE, 16, kinds=(Phase.PREFILL,))
+        before, after = lasting.times(), faded.times()
+        assert before is not None and after is not None
+        truth_s = TRUE.step_s(prefill_tokens=500)
+        assert truth_s < after.prefill.step_s(prefill_tokens=500) < 0.8 * before.prefill.step_s(prefill_tokens=500)
+
+    def test_few_steps_after_a_long_past_that_faded_move_the_form(self) -> None:
+        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.008, prefill_s=1e-4))
+        model = StepTimeModel()
+        feed(model, slow, 600, kinds=(Phase.PREFILL,))
+        model.fade(Phase.PREFILL)
+        feed(model, TRUE, 8, kinds=(Phase.PREFILL,))
+        times = model.times()
+        assert times is not None
+        assert times.prefill.step_s(prefill_tokens=500) < 0.95 * slow.prefill.step_s(prefill_tokens=500)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_long_prefills_before_short_ones_do_not_hide_what_short_ones_take(self, seed: int) -> None:
+        """The first fit may have an overhead below 0, under which a short prefill would take no time at all."""
+        rng = np.random.default_rng(seed)
+        model = StepTimeModel()
+        for tokens in (*rng.integers(4000, 8192, 16), *rng.integers(200, 1600, 200)):
+            step_s = TRUE.prefill.step_s(prefill_tokens=float(tokens))
+            model.observe(make_result(step_s * float(rng.normal(1.0, 0.1)), int(tokens), 0, 0))
+        times = model.times()
+        assert times is not None
+        truth_s = TRUE.prefill.step_s(prefill_tokens=500)
+        assert times.prefill.step_s(prefill_tokens=500) == pytest.approx(truth_s, rel=0.1)
+
+    def test_coefficients_alone_make_a_model(self) -> None:
+        assert StepTimeModel(StepTimeConfig(prior=TRUE)).times() == TRUE
+
+    def test_a_prior_is_held_where_a_steady_load_says_nothing(self) -> None:
+        model = StepTimeModel(StepTimeConfig(prior=TRUE))
+        steady = TRUE.step_s(decode_requests=64, kv_tokens=64_000)
+        for _ in range(5000):
+            model.observe(make_result(steady, 0, 64, 64_000))
+        assert_close(model.times(), rel=0.01)
+
+    def test_without_prior_or_steps_nothing_is_known(self) -> None:
+        model = StepTimeModel()
+        assert model.times() is None
+        feed(model, TRUE, 15, kinds=(Phase.DECODE,))
+        assert model.times() is None
+        assert not model.measured(Phase.DECODE)
+
+    @pytest.mark.parametrize("kind", list(Phase))
+    def test_one_measured_kind_lends_what_it_knows_to_the_others(self, kind: Phase) -> None:
+        model = StepTimeModel()
+        feed(model, TRUE, 200, kinds=(kind,))
+        times = model.times()
+        assert times is not None
+        assert model.measured(kind)
+        assert getattr(times, kind.value).overhead_s == pytest.approx(getattr(TRUE, kind.value).overhead_s, rel=0.15)
+        assert times.mixed.overhead_s > 0
+
+    def test_empty_steps_say_nothing(self) -> None:
+        model = StepTimeModel()
+        for _ in range(50):
+            model.observe(make_result(0.01, 0, 0, 0))
+            model.observe(make_result(0.0, 100, 0, 0))
+        assert model.times() is None
+
+    @given(
+        steps=st.lists(
+            st.tuples(st.floats(1e-5, 100), st.integers(0, 10_000), st.integers(0, 500), st.integers(0, 10**6)),
+            min_size=16,
+            max_size=80,
+        )
+    )
+    @settings(deadline=None)
+    def test_whatever_is_observed_no_cost_is_negative_but_the_interference(
+        self, steps: list[tuple[float, int, int, int]]
+    ) -> None:
+        model = StepTimeModel(StepTimeConfig(min_steps=1))
+        for step_s, prefill, decodes, kv in steps:
+            model.observe(make_result(step_s, prefill, decodes, kv))
+        times = model.times()
+        if times is not None:
+            for form in (times.prefill, times.decode, times.mixed):
+                assert min(form.overhead_s, form.prefill_s, form.decode_s, form.kv_s) >= 0
+
+    def test_a_forgetting_that_forgets_everything_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="forgetting"):
+            StepTimeConfig(forgetting=0.4)
+
+
+class TestSecondsPerToken:
+    @given(r=st.floats(0, 1), tokens=st.integers(1, 10**6))
+    @settings(deadline=None)
+    def test_it_is_the_marginal_cost_of_a_large_step(self, r: float, tokens: int) -> None:
+        form, context = TRUE.mixed, 700.0
+        step_s = form.step_s(
+            prefill_tokens=(1 - r) * tokens, decode_requests=r * tokens, kv_tokens=r * tokens * context
+        )
+        marginal = seconds_per_token(form, decode_fraction=r, context_tokens=context)
+        assert (step_s - form.overhead_s) / tokens == pytest.approx(marginal, rel=1e-6)
+
+    def test_it_holds_a_published_quadratic_in_the_decode_share(self) -> None:
+        # EB+ calibration, Qwen3-8B on RTX PRO 6000 (weifang231/eb-vllm, Apache-2.0): a + b r + c r^2, s per token.
+        a, b, c = 6.29342675989941e-05, 0.00019689261661008702, 9.8989734316548e-06
+        form = StepCoefficients(overhead_s=0.0, prefill_s=a, decode_s=a + b + c, interference_s=-c)
+        for r in (0.0, 0.3, 0.5, 1.0):
+            found = seconds_per_token(form, decode_fraction=r, context_tokens=0.0)
+            assert found == pytest.approx(a + b * r + c * r * r)
+
+    def test_a_share_above_one_is_refused(self) -> None:
+        with pytest.raises(InputError):
+            seconds_per_token(TRUE.mixed, decode_fraction=1.1, context_tokens=0)
+
+
+def test_a_mixed_step_is_never_shorter_than_its_decodes_alone() -> None:
+    """A fit to few mixed steps may find an interference far below zero; times must not follow it there."""
+    times = StepTimes(
+        prefill=StepCoefficients(overhead_s=0.0, prefill_s=1e-3),
+        decode=StepCoefficients(overhead_s=2e-3, decode_s=1e-4),
+        mixed=StepCoefficients(overhead_s=0.0, prefill_s=1e-3, interference_s=-7e-3),
+    )
+    assert times.step_s(prefill_tokens=20, decode_requests=30) == times.step_s(decode_requests=30)
+    assert times.step_s(prefill_tokens=2000, decode_requests=30) > 1.0
