@@ -23,7 +23,9 @@ OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
 HANG_TIMEOUT_S = 20.0
 OF_THE_NODE_S = 30.0  # for which Ray's own processes may be away
 WARM_UP_S, LOAD_S, LOOK_EVERY_S = 120.0, 600.0, 60.0
-MAX_GROWTH_BYTES = 64 << 20  # in LOAD_S; what is kept of each request grows by more
+MAX_GROWTH_BYTES = 32 << 20  # in LOAD_S
+# The heap of vLLM's CPU build has not settled after two minutes of answers of all lengths, and grows ever more slowly.
+MAX_CORE_GROWTH_BYTES = 256 << 20
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,10 @@ def memory(sluice: Sluice) -> dict[str, int]:
     return found
 
 
+def most_growth_bytes(name: str) -> int:
+    return MAX_CORE_GROWTH_BYTES if name.startswith("VLLM::EngineCore") else MAX_GROWTH_BYTES
+
+
 async def asks_of_every_kind(client: httpx.AsyncClient, number: int) -> None:
     """What is not a plain stream: some of it is refused, some leaves."""
     chat = {"model": "sluice-demo", "messages": [{"role": "user", "content": f"What is {number}?"}], "max_tokens": 30}
@@ -149,7 +155,7 @@ async def test_nothing_grows_in_ten_minutes_of_mixed_load(sluice: Sluice) -> Non
         print(f"{name:52} {before.get(name, 0) >> 20:6} MiB {size >> 20:6} MiB")
     print(f"{len(traffic.streams)} streams, {len(traffic.probes)} new requests beside the mixed ones")
     assert before.keys() == after.keys(), "somebody has died"
-    assert {name: size for name, size in after.items() if size - before[name] > MAX_GROWTH_BYTES} == {}
+    assert [name for name, size in after.items() if size - before[name] > most_growth_bytes(name)] == []
 
 
 def test_without_the_cluster_s_table_all_goes_on_for_a_while_and_then_all_ends(sluice: Sluice) -> None:
