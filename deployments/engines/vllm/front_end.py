@@ -5,14 +5,14 @@ import dataclasses
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from transformers import AutoConfig
 from vllm import ModelRegistry, SamplingParams
@@ -238,6 +238,17 @@ def front_end_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     return engine_config(engine_args)
 
 
+@contextmanager
+def _handed_in(core: RoutedEngineCore) -> Iterator[None]:
+    """vLLM has no way to hand a client in: its factory yields this one meanwhile."""
+    factory = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = factory
+
+
 class RoutedAsyncLLM(AsyncLLM):
     """vLLM's front-end engine on top of the routed client."""
 
@@ -256,8 +267,7 @@ class RoutedAsyncLLM(AsyncLLM):
         vocabulary = config.model_config.get_vocab_size()
         logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
         core = RoutedEngineCore(routed, model, unsupported, logprobs)
-        # vLLM has no way to hand a client in; for this one call its factory yields ours.
-        with patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: core):
+        with _handed_in(core):
             super().__init__(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
