@@ -8,7 +8,6 @@ from typing import NoReturn
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.lora.request import LoRARequest
 from vllm.reasoning import ReasoningParserManager
@@ -16,6 +15,11 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ModuleNotFoundError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
 from deployments.config.application import FILE_CONNECTOR, why_one_worker, why_refused
 from policies.errors import ConfigError
