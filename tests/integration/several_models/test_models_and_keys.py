@@ -1,6 +1,7 @@
 """Models and adapters behind one address, for holders of keys, with the learned predictor."""
 
 import json
+import time
 
 import httpx
 import openai
@@ -37,6 +38,10 @@ def test_adapters_answer_by_name(models: Sluice) -> None:
     assert changed == ask("changed") != plain
 
 
+# A page shows what each router counted at its last heartbeat, and is itself a second old at most.
+PUBLISHED_S = 3.0
+
+
 def answered_questions(sluice: Sluice, model: str) -> float:
     answered = [
         line for line in sluice.metrics() if "sluice_predictor_questions_total" in line and 'outcome="answered"' in line
@@ -47,6 +52,7 @@ def answered_questions(sluice: Sluice, model: str) -> float:
 def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     """About plain prompts and about chats."""
     holder, hint = client(models, KEY), {"X-Sluice-Expected-Tokens": "12"}
+    time.sleep(PUBLISHED_S)
     before = answered_questions(models, SCALED)
     holder.completions.create(model=SCALED, prompt="How many rivers?", max_tokens=3, extra_headers=hint)
     wait_until(lambda: answered_questions(models, SCALED) == before + 1, 60, "the prompt is counted")
