@@ -61,16 +61,12 @@ def test_a_policy_out_of_a_package_plans_the_steps_of_the_engine(one_engine: Slu
 
 def test_an_order_out_of_a_package_makes_the_keys_of_the_queue(one_engine: Sluice) -> None:
     """A second later for each token of the prompt, as it is set here."""
-    answer = one_engine.client().completions.create(
-        model="./my-model",
-        prompt="Once upon a time in a land of many rivers",
-        max_tokens=400,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    next(answer)
-    (ticket,) = tickets(one_engine)
-    usage = next(chunk.usage for chunk in answer if chunk.usage)
+    completions, prompt = one_engine.client().completions, "Once upon a time in a land of many rivers"
+    usage = completions.create(model="./my-model", prompt=prompt, max_tokens=1).usage
+    assert usage and usage.prompt_tokens > 5
+    wait_until(lambda: not tickets(one_engine), 60, "the tickets of what has ended are gone")
+    long = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    with completions.create(model="./my-model", prompt=prompt, stream=True, **long) as answer:
+        next(answer)
+        (ticket,) = tickets(one_engine)
     assert ticket[KEY] - ticket[ARRIVAL] == pytest.approx(usage.prompt_tokens)
-    assert usage.prompt_tokens > 5
