@@ -3,6 +3,7 @@
 SluiceError
 ├── ConfigError        (also ValueError)  a setting is out of bounds, or names something unknown
 ├── InputError         (also ValueError)  a value handed to a function is out of its domain
+├── PolicyError                           a policy of the user's own answered what nobody can act on
 ├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
 ├── ReplicaLostError                      an engine replica went away with requests on board
 ├── ApplicationStartError                 `sluice serve` could not start
@@ -25,6 +26,10 @@ class ConfigError(SluiceError, ValueError):
 
 class InputError(SluiceError, ValueError):
     """A value handed to a function lies outside the domain its docstring gives."""
+
+
+class PolicyError(SluiceError):
+    """A policy of the user's own answered what no driver can act on; the message names it."""
 
 
 class AdmissionError(SluiceError):

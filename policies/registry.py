@@ -1,9 +1,10 @@
 """Every policy that is chosen by name: kind -> (config class, policy class).
 
 A policy without settings has no config class. ``build`` takes the settings as keywords; a config field that is itself a
-config or a record takes one, built by the caller.
+config or a record takes one, built by the caller. ``build_of`` takes a class of the user's own as well.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ from policies.engine.stock import Stock
 from policies.errors import ConfigError
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.papers.sla_constrained_literal import SlaConstrainedLiteral, SlaConstrainedLiteralConfig
+from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
 from policies.router.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
 
@@ -62,7 +64,27 @@ def kinds(family: Family) -> tuple[str, ...]:
     return tuple(kind for kind, entry in REGISTRY.items() if entry.family is family)
 
 
-def build(kind: str, **params: Any) -> Any:
+# Of placements there is none. Which replica takes a request is decided inside one Lua call, by tables that all routers
+# change: a class in Python would go by what they were before it.
+_OWN = {Family.BATCH: CheckedBatchPolicy, Family.ORDER: CheckedOrder}
+
+
+def build_of(family: Family, name: str, settings: Mapping[str, Any]) -> Any:
+    """A new policy of that family, by a kind of the registry or as ``package.module:Class``.
+
+    Raises:
+        ConfigError: there is no such policy, or it refuses the settings.
+    """
+    own = _OWN.get(family)
+    if own is not None and ":" in name:
+        return own(name, settings)
+    if name not in kinds(family):
+        other = ", or a class of your own as package.module:Class" if own else ""
+        raise ConfigError(f"{family.value} policy must be one of {', '.join(kinds(family))}{other}, got {name!r}")
+    return build(name, **settings)
+
+
+def build(kind: str, /, **params: Any) -> Any:
     """A new policy of that kind.
 
     Raises:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import inf
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -298,6 +298,13 @@ class BatchPolicy(Protocol):
 
     def observe(self, result: StepResult) -> None:
         """Take note of one executed step; called once per step, in order."""
+
+
+@runtime_checkable
+class Offers(Protocol):
+    """A batch policy that knows how many requests it would let run; one that does not offers all slots."""
+
+    def batch_size(self, state: BatchState) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ from typing import Any
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.registry import Family, build, kinds
+from policies.registry import Family, build_of
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Order
+from policies.router.placement import Placement
 from policies.types import BatchPolicy, StepTimes
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock
@@ -30,13 +31,14 @@ class ClusterConfig:
 
     Attributes:
         times: what policies and router take a step to cost; engines too, unless ``clock`` is finer.
-        batch, order, placement: kinds of the registry; ``*_settings`` their settings.
+        batch, order, placement: kinds of the registry, or ``package.module:Class`` of the first two; ``*_settings``
+            their settings.
         bins: how lengths are binned, or None.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
         clients: closed loop: so many requests are kept in the system and arrival times do not count; None is open.
 
     Raises:
-        ConfigError: a value is out of bounds, or a policy is of another family.
+        ConfigError: a value is out of bounds, or a policy is unknown, of another family or refuses its settings.
     """
 
     times: StepTimes
@@ -57,20 +59,24 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "replicas", "clients")
-        for family, kind in (
-            (Family.BATCH, self.batch),
-            (Family.ORDER, self.order),
-            (Family.PLACEMENT, self.placement),
-        ):
-            if kind not in kinds(family):
-                raise ConfigError(f"{family.value} policy must be one of {', '.join(kinds(family))}, got {kind!r}")
+        self.batch_policy()
+        self.order_policy()
+        self.placement_policy()
         if self.replica_classes and len(self.replica_classes) != self.replicas:
             raise ConfigError(f"replica_classes must name {self.replicas} replicas, got {len(self.replica_classes)}")
 
     def batch_policy(self) -> BatchPolicy:
         """A new policy for one engine."""
-        policy: BatchPolicy = build(self.batch, **self.batch_settings)
+        policy: BatchPolicy = build_of(Family.BATCH, self.batch, self.batch_settings)
         return policy
+
+    def order_policy(self) -> Order:
+        order: Order = build_of(Family.ORDER, self.order, self.order_settings)
+        return order
+
+    def placement_policy(self) -> Placement:
+        placement: Placement = build_of(Family.PLACEMENT, self.placement, {})
+        return placement
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +135,8 @@ def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
     """``order`` in the place of the configured one."""
     return Router(
         config.router,
-        order=order or build(config.order, **config.order_settings),
-        placement=build(config.placement),
+        order=order or config.order_policy(),
+        placement=config.placement_policy(),
         step_times=config.times,
         bins=MultiBin(config.bins) if config.bins else None,
     )

@@ -55,8 +55,10 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     one = _command(commands, "simulate", "what would a serving system do with this traffic?", _SIMULATE_EPILOG)
     one.add_argument("--system", choices=SYSTEMS, default="sluice", help="policies (default: %(default)s)")
     one.add_argument("--replicas", type=int, default=1, help="engines (default: %(default)s)")
-    one.add_argument("--batch", help="another batch policy of the registry, such as memory_aware")
-    one.add_argument("--order", help="another order of the queue, such as fcfs")
+    one.add_argument("--batch", help="another batch policy, such as memory_aware, or your own: package.module:Class")
+    one.add_argument("--batch-args", default="{}", metavar="JSON", help="settings of --batch: '{\"window\": 500}'")
+    one.add_argument("--order", help="another order of the queue, such as fcfs, or your own: package.module:Class")
+    one.add_argument("--order-args", default="{}", metavar="JSON", help="settings of --order")
     one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
     one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
     one.add_argument(
@@ -167,13 +169,23 @@ def _split(options: argparse.Namespace, mode: Literal["always", "auto"], min_pro
 
 
 def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfig:
-    changes: dict[str, Any] = {"clients": options.clients}
-    if options.batch:
-        changes |= {"batch": options.batch, "batch_settings": {}}
-    if options.order:
-        changes |= {"order": options.order, "order_settings": {}}
+    changes = {"clients": options.clients, **_other_policy(options, "batch"), **_other_policy(options, "order")}
     promised = _targets(options) if options.target else None
     return system(options.system, profile, _engine(options, profile), options.replicas, promised, **changes)
+
+
+def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]) -> dict[str, Any]:
+    """Fields of ClusterConfig; none where the system's own policy stays."""
+    name, text = getattr(options, family), getattr(options, f"{family}_args")
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--{family}-args must be JSON, got {text!r}: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--{family}-args must be a JSON object of settings, got {text!r}")
+    if not name and settings:
+        raise ConfigError(f"--{family}-args needs --{family}")
+    return {family: name, f"{family}_settings": settings} if name else {}
 
 
 def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from policies.checks import require_at_least
-from policies.types import BatchPolicy, BatchState, FinishedRequest, Phase, RequestView, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, FinishedRequest, Offers, Phase, RequestView, StepPlan, StepResult
 from simulator.batch import Batch, Rows
 from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
@@ -28,13 +28,6 @@ class StepClock(Protocol):
     """What a step costs: `StepTimes`, or anything finer."""
 
     def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float: ...
-
-
-@runtime_checkable
-class _Offers(Protocol):
-    """A batch policy that knows how many requests it would let run."""
-
-    def batch_size(self, state: BatchState) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +114,7 @@ class Engine:
 
     def offered(self, now_s: float) -> int:
         """Requests that it would hold without a queue of its own, by its policy if that can say so."""
-        if isinstance(self.policy, _Offers):
+        if isinstance(self.policy, Offers):
             return min(self.config.slots, self.policy.batch_size(self._state(now_s)))
         return self.config.slots
 

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator, model_validator
 
 from deployments.config.profile import calibrated
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
@@ -29,8 +29,9 @@ from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
+from policies.registry import Family, build_of
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import VirtualDeadlineConfig
+from policies.router.order import Order, VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.types import StepCoefficients, StepTimes
@@ -398,6 +399,28 @@ class OrderSection(Section):
 
     work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Seconds of head start that one second less of predicted work is worth."""
+    policy: str | None = None
+    """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
+    the virtual deadline. See docs/write-a-policy.md."""
+    policy_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of `policy`, its keywords."""
+
+    @model_validator(mode="after")
+    def _has_one_order(self) -> Self:
+        if self.policy is None and self.policy_args:
+            raise ValueError("policy_args are settings of policy, and there is none")
+        if self.policy is not None:
+            if self.work_weight != OrderSection.model_fields["work_weight"].default:
+                raise ValueError(f"work_weight is of the virtual deadline, and policy {self.policy} decides")
+            build_of(Family.ORDER, self.policy, self.policy_args)
+        return self
+
+    def build(self, deadline: VirtualDeadlineConfig) -> Order:
+        """`deadline` is of the order that stands where no other is named."""
+        if self.policy is None:
+            return VirtualDeadline(deadline)
+        order: Order = build_of(Family.ORDER, self.policy, self.policy_args)
+        return order
 
 
 class WorkSection(Section):
@@ -806,11 +829,12 @@ class AppConfig(ModelSection):
 
         In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one,
         and replicas that move KV caches in another way must not be paired with them. Nor may another version of Sluice
-        read tables that it would write otherwise.
+        read tables that it would write otherwise, or keys of two orders share a queue.
         """
         kind = [self.engine.kind] if self.engine.kind != "vllm" else []
         cache = [self.engine.prefill.connector] if self.engine.prefill else []
-        what = json.dumps([state_version(), engine_version, self.vllm_argv(), *kind, *cache])
+        order = [self.order.policy, self.order.policy_args] if self.order.policy else []
+        what = json.dumps([state_version(), engine_version, self.vllm_argv(), *kind, *cache, *order])
         return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
     def prefill_namespace(self, engine_version: str) -> str:
@@ -885,6 +909,9 @@ class AppConfig(ModelSection):
     def gang(self) -> GangSection | None:
         """How engines take batches, None where they take single requests."""
         return self.engine.gang if self.engine.kind == "transformers" else None
+
+    def order_policy(self) -> Order:
+        return self.order.build(self.order_config())
 
     def order_config(self) -> VirtualDeadlineConfig:
         targets = {name: section.ttft_s for name, section in self.classes.items()}

@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from deployments.config.profile import calibrated
 from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
-from policies.types import StepTimes
+from policies.registry import Family, build_of
+from policies.types import BatchPolicy, StepTimes
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mode = Literal["stock", "mixed", "exclusive", "auto"]
+
+# What the driver itself obeys, and what tells classes apart: it goes with any policy.
+_OF_ANY_POLICY = {"mode", "policy", "policy_args", "max_batch_size", "class_itl_targets_s"}
 
 KEY = "sluice"
 SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
@@ -56,11 +60,28 @@ class SchedulerSettings(BaseModel):
     """What an answer is taken for before any has been seen."""
     profile: Path | None = None
     """A file that `sluice calibrate` wrote for this model and hardware."""
+    policy: str | None = None
+    """A class of your own that plans every step, `package.module:Class`, or another of policies/registry.py by name;
+    null is Sluice's. See docs/write-a-policy.md. It cannot change live."""
+    policy_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of `policy`, its keywords."""
 
     @model_validator(mode="after")
     def _is_valid(self) -> Self:
         self.auto_config(None)
+        if self.policy is None and self.policy_args:
+            raise ValueError("policy_args are settings of policy, and there is none")
+        if self.policy is not None:
+            if unheeded := sorted(self._differing() - _OF_ANY_POLICY):
+                raise ValueError(f"{', '.join(unheeded)}: policy {self.policy} decides, give it policy_args")
+            if self.mode not in ("auto", "stock"):
+                raise ValueError(f"mode {self.mode}: policy {self.policy} decides, leave mode out")
+            self.chosen_policy(self.policy)
         return self
+
+    def _differing(self) -> set[str]:
+        """Names of settings that are not as they are by default."""
+        return set(self.model_dump(exclude_defaults=True))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -112,13 +133,21 @@ class SchedulerSettings(BaseModel):
             speculates=speculates,
         )
 
-    def policy(self, *, learned: Auto | None, phases: bool, speculates: bool = False) -> Auto:
-        """A policy with these settings, and with what another one of the same classes has learned.
+    def build_policy(self, *, learned: BatchPolicy | None, phases: bool, speculates: bool = False) -> BatchPolicy:
+        """A policy with these settings, and with what one of the same classes and the same `policy` has learned.
 
         Raises:
             ConfigError: the profile cannot be used, or there are not as many classes as were learned about.
         """
+        if self.policy is not None:
+            return self.chosen_policy(self.policy) if learned is None else learned
+        assert learned is None or isinstance(learned, Auto)
         return Auto(self.auto_config(self.known_step_times(), phases=phases, speculates=speculates), learned)
+
+    def chosen_policy(self, name: str) -> BatchPolicy:
+        """A new policy of that name or class. Raises ConfigError: there is none, or it refuses `policy_args`."""
+        policy: BatchPolicy = build_of(Family.BATCH, name, self.policy_args)
+        return policy
 
     def known_step_times(self) -> StepTimes | None:
         """Out of the profile. Raises ConfigError when it cannot be read or holds several engines."""

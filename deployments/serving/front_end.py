@@ -22,7 +22,6 @@ from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
-from policies.router.order import VirtualDeadline
 from policies.router.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
@@ -199,7 +198,7 @@ class FrontEnd:
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
             bins=MultiBin(config.bins.build(config.gang)),
-            order=VirtualDeadline(config.order_config()),
+            order=config.order_policy(),
             step_times=config.work.build(),
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,

@@ -1,9 +1,11 @@
 """What every batch policy promises, checked over all that are registered and over compositions of them."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from policies.engine.smallest import Smallest
 from policies.engine.step_time import StepTimeConfig
-from policies.registry import Family, build, kinds
+from policies.registry import Family, build, build_of, kinds
 from policies.types import (
     BatchPolicy,
     BatchState,
@@ -67,6 +69,9 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
         build("sla_constrained", **TARGET),
     ),
 }
+
+if own := os.environ.get("SLUICE_POLICY"):  # package.module:Class, see docs/write-a-policy.md
+    MAKERS[own] = partial(build_of, Family.BATCH, own, {})
 
 every_policy = pytest.mark.parametrize("make", list(MAKERS.values()), ids=list(MAKERS))
 

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -44,7 +45,9 @@ class Sluice:
     As on a machine without a compiler, and where nothing was compiled before.
     """
 
-    def __init__(self, folder: Path, port: int, *options: str, key: str = "none") -> None:
+    def __init__(
+        self, folder: Path, port: int, *options: str, key: str = "none", env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.port, self.url, self.key = port, f"http://127.0.0.1:{port}", key
         self.log = folder / f"sluice-{port}-{time.monotonic_ns()}.log"
         nothing_compiles = {"CXX": str(folder / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
@@ -55,7 +58,7 @@ class Sluice:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=folder,
-                env={**os.environ, **nothing_compiles},
+                env={**os.environ, **nothing_compiles, **env},
             )
 
     def __enter__(self) -> "Sluice":

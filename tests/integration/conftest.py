@@ -18,6 +18,7 @@ import yaml
 
 from deployments.config.application import DEMO_MODEL
 from deployments.process.environment import cpu_env, free_port
+from tests import tutorial
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice, is_free
 from tests.integration.several_models.models import KEY, settings
 from tests.integration.split import SPLIT_SETTINGS
@@ -114,14 +115,19 @@ def models_begun(
 
 @pytest.fixture(scope="session")
 def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    """One engine with a model of the user's own, by its folder; for `test_cores`."""
+    """One engine with a model of the user's own, by its folder, and policies out of a package of theirs, those of
+    docs/write-a-policy.md; for `test_cores`."""
     folder = tmp_path_factory.mktemp("one")
     shutil.copytree(DEMO_MODEL, folder / "my-model")
     # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.
     of_vllm = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
-    (folder / "one.yaml").write_text(yaml.safe_dump({"vllm_args": of_vllm}))
+    policies = tutorial.write(folder)
+    own = yaml.safe_load((folder / "keep-free.yaml").read_text())
+    order = {"policy": tutorial.ORDER, "policy_args": {"s_per_1000_tokens": 1000}}
+    (folder / "one.yaml").write_text(yaml.safe_dump({**own, "order": order, "vllm_args": of_vllm}))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(policies), os.environ.get("PYTHONPATH"))))}
     options = ("--config", "one.yaml", "--model", "./my-model", "--engine-replicas", "1")
-    with Sluice(folder, free_port(), *options) as application:
+    with Sluice(folder, free_port(), *options, env=env) as application:
         yield application
 
 

@@ -1,14 +1,20 @@
-"""A model of the user's own, by its folder, on a machine with a core to spare, and the rest of its application."""
+"""A model and policies of the user's own, on a machine with a core to spare, and the rest of the application."""
 
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
+import redis
 
 from deployments.process.environment import cores_beside_engines
 from tests.integration.application import Sluice
+from tests.tutorial import POLICY
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+KEY, ARRIVAL = 2, 5  # of a ticket; router/lua/prelude.lua counts from 1
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +37,36 @@ def test_an_engine_may_run_where_the_others_may_not(one_engine: Sluice) -> None:
     replicas, parents = (*one_engine.routers(), *one_engine.engine_replicas()), one_engine.parents_of_new_replicas()
     for other in (one_engine.process, one_engine.redis(), *replicas, *parents):
         assert os.sched_getaffinity(other.pid) == beside, other
+
+
+def engine_status(sluice: Sluice) -> dict[str, object]:
+    (replica,) = sluice.status()["replicas"].values()
+    engine: dict[str, object] = replica["engine"]
+    return engine
+
+
+def tickets(sluice: Sluice) -> list[list[float]]:
+    with redis.Redis.from_url(sluice.redis_url()) as client:
+        (table,) = client.keys("*:tickets") or ("none",)
+        return [msgspec.msgpack.decode(packed) for packed in client.hvals(table)]
+
+
+def test_a_policy_out_of_a_package_plans_the_steps_of_the_engine(one_engine: Sluice) -> None:
+    """It lets in who is there and who fits, and no more: a lone request sees a cap of one."""
+    assert one_engine.client().completions.create(model="./my-model", prompt="Rivers:", max_tokens=30).choices[0].text
+    wait_until(lambda: engine_status(one_engine).get("max_batch_size") == 1, 60, "the status shows its last plan")
+    status = engine_status(one_engine)
+    assert (status["policy"], status["limited_by"]) == (POLICY, "memory")
+
+
+def test_an_order_out_of_a_package_makes_the_keys_of_the_queue(one_engine: Sluice) -> None:
+    """A second later for each token of the prompt, as it is set here."""
+    completions, prompt = one_engine.client().completions, "Once upon a time in a land of many rivers"
+    usage = completions.create(model="./my-model", prompt=prompt, max_tokens=1).usage
+    assert usage and usage.prompt_tokens > 5
+    wait_until(lambda: not tickets(one_engine), 60, "the tickets of what has ended are gone")
+    long = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    with completions.create(model="./my-model", prompt=prompt, stream=True, **long) as answer:
+        next(answer)
+        (ticket,) = tickets(one_engine)
+    assert ticket[KEY] - ticket[ARRIVAL] == pytest.approx(usage.prompt_tokens)

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput
@@ -24,6 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from deployments.config.scheduler import SCHEDULER_CLASS
 from policies.types import StepResult
+from tests.tutorial import POLICY, put_on_path
 from tests.virtual_engine import MODEL
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -123,7 +126,7 @@ class Engine:
             self.core.scheduler.on_step = self.steps.append
         self.blocks = self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self.tokens: Tokens = {}
-        self.preempts = False
+        self.preemptions = 0
         self.cached_tokens = 0
         self.sessions: dict[str, Session] = {}
 
@@ -135,11 +138,12 @@ class Engine:
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params, priority=priority)
 
     def run(self, each_step: Callable[[int], None] = lambda step: None) -> Tokens:
-        step = 0
+        step, preempted = 0, dict[str, int]()
         while self.engine.has_unfinished_requests():
             each_step(step)
             step += 1
-            self.preempts |= any(request.num_preemptions for request in self.core.scheduler.requests.values())
+            for request in self.core.scheduler.requests.values():
+                preempted[request.request_id] = request.num_preemptions
             for session in self.sessions.values():
                 session.before_step()
             for output in self.engine.step():
@@ -148,9 +152,14 @@ class Engine:
                 elif output.finished:
                     self.tokens[output.request_id] = [tuple(one.token_ids) for one in output.outputs]
                     self.cached_tokens += output.num_cached_tokens or 0
+        self.preemptions = sum(preempted.values())
         if self.steps:
             self.core.scheduler.report()
         return self.tokens
+
+    @property
+    def preempts(self) -> bool:
+        return self.preemptions > 0
 
     def close(self) -> None:
         pool = self.core.scheduler.kv_cache_manager.block_pool
@@ -249,6 +258,20 @@ def test_a_mode_of_each_kind_gives_the_tokens_of_stock(case: str) -> None:
     assert stock.preempts == (case == "a cache so tight that stock preempts")
     assert (stock.cached_tokens > 0) == (case == "prefix cache")
     all_give(expected, ONE_OF_EACH, shape, **args)
+
+
+def test_a_policy_out_of_another_package_gives_the_tokens_of_stock_and_keeps_some_cache_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings that docs/write-a-policy.md serves."""
+    put_on_path(tmp_path, monkeypatch)
+    args = {"max_model_len": 512, "num_gpu_blocks_override": 28}
+    settings = yaml.safe_load((tmp_path / "keep-free.yaml").read_text())["engine"]["scheduler"]
+    expected, stock = answers(None, workload(branches=False), **args)
+    tokens, engine = answers(settings, workload(branches=False), **args)
+    assert tokens == expected and len(tokens) == FEWER
+    assert engine.core.scheduler.status()["policy"] == POLICY
+    assert stock.preemptions > 4 * engine.preemptions
 
 
 def test_priorities_change_no_token() -> None:

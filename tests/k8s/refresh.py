@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from deployments.config import application as config
+from deployments.config import scheduler
 from deployments.config.application import AppConfig
 from deployments.http import keys
 from deployments.http.keys import KeyEntry
@@ -32,6 +33,7 @@ CHART_SETS = {
     "KeysSection": {"file"},
 }
 DROPPED = ("title", "format", "writeOnly")
+ANYTHING: dict[str, Any] = {}  # the schema of pydantic's JsonValue
 APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."
 README_HEAD = """\
 # The chart `sluice`
@@ -64,10 +66,11 @@ def _docs_of(node: ast.ClassDef) -> dict[str, str]:
 
 def definitions() -> dict[str, Any]:
     """`app`, `keyEntry` and what they refer to, in draft-07."""
-    docs = field_docs(config) | field_docs(keys)
+    docs = field_docs(config) | field_docs(scheduler) | field_docs(keys)
     app = AppConfig.model_json_schema()
     models = {**app.pop("$defs"), "AppConfig": app, "KeyEntry": KeyEntry.model_json_schema()}
-    return {_name(name): _draft_07(name, model, docs.get(name, {})) for name, model in sorted(models.items())}
+    sections = {name: model for name, model in sorted(models.items()) if model != ANYTHING}
+    return {_name(name): _draft_07(name, model, docs.get(name, {})) for name, model in sections.items()}
 
 
 def _name(model: str) -> str:
@@ -93,6 +96,8 @@ def _clean(schema: Any) -> Any:
         return [_clean(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
+    if schema.get("$ref") == "#/$defs/JsonValue":
+        return ANYTHING
     if "$ref" in schema:  # draft-07 reads nothing beside a $ref
         return {"allOf": [{"$ref": f"#/definitions/{_name(schema['$ref'].split('/')[-1])}"}]}
     return {key: _clean(value) for key, value in schema.items() if key not in DROPPED and not _is_section(key, value)}

@@ -1,5 +1,6 @@
 """The configuration as YAML gives it: plain mappings."""
 
+import datetime
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from deployments.config.application import DEMO_ARGS, AppConfig
 from policies.router.multi_bin import MultiBin
 from policies.router.order import VirtualDeadline
 from tests.deployments.refused_args import REFUSED_ARGS
+from tests.tutorial import ORDER, POLICY, put_on_path
 
 
 def config(**settings: Any) -> AppConfig:
@@ -220,6 +222,82 @@ def test_every_setting_reaches_what_is_built() -> None:
     assert (bins.bins, bins.rule, bins.refit_every, bins.window_requests) == (2, "fixed", 3, 11)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
     assert (order.work_weight, order.default_target_s, dict(order.class_targets_s)) == (2.5, 4.0, {"standard": 4.0})
+
+
+@pytest.fixture
+def _keep_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_path(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("_keep_free")
+def test_policies_of_the_user_s_own_reach_engine_and_router() -> None:
+    scheduler = {"policy": POLICY, "policy_args": {"fraction": 0.2}, "max_batch_size": 9}
+    order = {"policy": ORDER, "policy_args": {"s_per_1000_tokens": 500}}
+    made = config(engine={"scheduler": scheduler}, order=order, classes={"standard": {"itl_s": 0.05}})
+    argv = made.engine_argv()
+    told = json.loads(argv[argv.index("--additional-config") + 1])["sluice"]
+    assert told == {"mode": "auto", "class_itl_targets_s": {"standard": 0.05}, **scheduler}
+    assert made.order_policy().key(100.0, "standard", 3.0, 40) == 120.0
+    assert config(order={"policy": "sjf"}).order_policy().key(100.0, None, 3.0, 40) == 40.0
+    assert isinstance(config().order_policy(), VirtualDeadline)
+
+
+@pytest.mark.usefixtures("_keep_free")
+def test_queues_of_two_orders_are_kept_apart() -> None:
+    spaces = [
+        config(order=order).namespace("1")
+        for order in (
+            {},
+            {"policy": "sjf"},
+            {"policy": ORDER},
+            {"policy": ORDER, "policy_args": {"s_per_1000_tokens": 2.0}},
+        )
+    ]
+    assert len(set(spaces)) == 4
+    assert config(order={"work_weight": 2.0}).namespace("1") == spaces[0]
+
+
+@pytest.mark.usefixtures("_keep_free")
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        ({"policy": "keep_fre:KeepFree"}, "No module named 'keep_fre'"),
+        ({"policy": "keep_free:KeepAll"}, "KeepAll"),
+        ({"policy": ORDER}, "no method plan and no method observe"),
+        ({"policy": POLICY, "policy_args": {"fraction": 2}}, "fraction must be above 0 and at most 0.5, got 2"),
+        ({"policy": POLICY, "policy_args": {"part": 0.2}}, "part"),
+        ({"policy": POLICY, "admission": "slots", "refill": 3}, "admission, refill: policy keep_free:KeepFree decides"),
+        ({"policy": POLICY, "mode": "mixed"}, "mode mixed: policy keep_free:KeepFree decides"),
+        ({"policy_args": {"fraction": 0.2}}, "policy_args are settings of policy"),
+        ({"policy": "fcfs"}, "batch policy must be one of auto"),
+    ],
+)
+def test_a_policy_that_could_not_serve_is_refused_with_its_path(scheduler: dict[str, Any], said: str) -> None:
+    found = refused(engine={"scheduler": scheduler})
+    assert list(found) == ["engine.scheduler"]
+    assert said in found["engine.scheduler"]
+
+
+@pytest.mark.usefixtures("_keep_free")
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"policy": "keep_fre:Patience"}, "No module named 'keep_fre'"),
+        ({"policy": POLICY}, "no method key"),
+        ({"policy": ORDER, "policy_args": {"speed": 2}}, "speed"),
+        ({"policy": ORDER, "work_weight": 2.0}, "work_weight is of the virtual deadline"),
+        ({"policy_args": {"speed": 2}}, "policy_args are settings of policy"),
+    ],
+)
+def test_an_order_that_could_not_serve_is_refused_with_its_path(order: dict[str, Any], said: str) -> None:
+    found = refused(order=order)
+    assert list(found) == ["order"]
+    assert said in found["order"]
+
+
+def test_settings_of_a_policy_are_what_json_can_say() -> None:
+    date = datetime.date(2026, 1, 1)
+    assert "JSON" in refused(order={"policy": "sjf", "policy_args": {"from": date}})["order.policy_args.from"]
 
 
 def test_the_password_of_redis_is_not_shown() -> None:

@@ -39,7 +39,7 @@ from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
 from policies.engine.auto import Auto
 from policies.errors import ConfigError, SluiceError
-from policies.types import FinishedRequest, Phase, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, FinishedRequest, Offers, Phase, StepPlan, StepResult
 from router.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class SluiceScheduler(AsyncScheduler):
         self.telemetry = Telemetry()
         self.transfers = Transfers()
         self._stock_limits = (self.max_num_active_reqs, self.max_num_scheduled_tokens)
-        self._policy: Auto | None = None
+        self._policy: BatchPolicy | None = None
         steps_overlap = self.scheduler_config.async_scheduling
         self._stock_class = SluiceScheduler if steps_overlap else _StepByStep
         self._planned_class = _PlannedScheduler if steps_overlap else _PlannedStepByStep
@@ -84,9 +84,14 @@ class SluiceScheduler(AsyncScheduler):
             The settings in force.
 
         Raises:
-            ConfigError: a setting is unknown or wrong, or names other classes; nothing has changed then.
+            ConfigError: a setting is unknown or wrong, or names other classes or another policy; nothing has changed
+                then.
         """
         self.report()
+        # Before they are looked at, which runs the code that they name: that is for the configuration alone to say.
+        for name in ("policy", "policy_args"):
+            if changes.get(name, now := getattr(self.settings, name)) != now:
+                raise ConfigError(f"{name} cannot change while the engine runs: set engine.scheduler and redeploy")
         settings = self.settings.changed(changes)
         now, then = self.settings.class_names, settings.class_names
         # By index one class's lengths would be another's. In mode stock nothing is learned, but then a replica that
@@ -117,9 +122,11 @@ class SluiceScheduler(AsyncScheduler):
             self._requeue(create_request_queue(self.policy))
         self.__class__ = self._stock_class
 
-    def _policy_of(self, settings: SchedulerSettings) -> Auto:
+    def _policy_of(self, settings: SchedulerSettings) -> BatchPolicy:
         """A policy with these settings that goes on with what the present one has learned."""
-        return settings.policy(learned=self._policy, phases=self._phases_work, speculates=self.num_spec_tokens > 0)
+        return settings.build_policy(
+            learned=self._policy, phases=self._phases_work, speculates=self.num_spec_tokens > 0
+        )
 
     @property
     def _phases_work(self) -> bool:
@@ -153,9 +160,9 @@ class _StepByStep(SluiceScheduler):
 class _PlannedScheduler(SluiceScheduler):
     """With planned steps; made only by `SluiceScheduler._adopt`."""
 
-    _policy: Auto
+    _policy: BatchPolicy
 
-    def _plan_by(self, policy: Auto) -> None:
+    def _plan_by(self, policy: BatchPolicy) -> None:
         fresh = self._policy is None
         self._policy = policy
         slots = min(self._stock_limits[0], self.settings.max_batch_size or self._stock_limits[0])
@@ -182,6 +189,7 @@ class _PlannedScheduler(SluiceScheduler):
         snapshot = self._taken(self.clock.now())
         return {
             "mode": self.settings.mode,
+            **({} if self.settings.policy is None else {"policy": self.settings.policy}),
             "batch_size": self._offered(snapshot),
             **self.telemetry.of_policy(self._policy, snapshot.state),
             **self.telemetry.of_steps(),
@@ -189,8 +197,14 @@ class _PlannedScheduler(SluiceScheduler):
 
     def _offered(self, snapshot: Snapshot) -> int:
         """Routers count every request that they sent, also those which stand in no batch; each of them once."""
-        others = min(self._policy.batch_size(snapshot.state, snapshot.joining), snapshot.state.slots - snapshot.begun)
+        others = min(self._allowed(snapshot), snapshot.state.slots - snapshot.begun)
         return min(self._taker.slots, others + snapshot.apart)
+
+    def _allowed(self, snapshot: Snapshot) -> int:
+        """Requests that the policy would let run as things stand."""
+        if isinstance(self._policy, Auto):
+            return self._policy.batch_size(snapshot.state, snapshot.joining)
+        return self._policy.batch_size(snapshot.state) if isinstance(self._policy, Offers) else snapshot.state.slots
 
     def _taken(self, now_s: float) -> Snapshot:
         return self._taker.take(now_s, in_flight=self._account.in_flight)
@@ -225,7 +239,7 @@ class _PlannedScheduler(SluiceScheduler):
             return super().schedule(throttle)
         self.report()
         snapshot = self._taken(self._now_s)
-        plan = self._policy.plan(snapshot.state)
+        plan = self._asked(snapshot.state)
         throttle = self._apply(plan, snapshot, throttle_prefills)
         if plan.steps > 1 and (most := self._most_steps(plan, snapshot)) < plan.steps:
             plan = plan._replace(steps=most)
@@ -234,6 +248,11 @@ class _PlannedScheduler(SluiceScheduler):
         self._chunks = snapshot.chunks
         self.telemetry.planned(plan, time.perf_counter() - began)
         return super().schedule(throttle)
+
+    def _asked(self, state: BatchState) -> StepPlan:
+        """The policy's plan; mixed where phases cannot be kept apart, which another's policy does not know."""
+        plan = self._policy.plan(state)
+        return plan if plan.phase is Phase.MIXED or self._phases_work else plan._replace(phase=Phase.MIXED)
 
     def _most_steps(self, plan: StepPlan, snapshot: Snapshot) -> int:
         """Steps for which this plan's slots stay what they are."""

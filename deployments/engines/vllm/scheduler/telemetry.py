@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies.engine.auto import Auto
-from policies.types import BatchState, Phase, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, Phase, StepPlan, StepResult
 
 _QUANTILES = (0.5, 0.9, 0.99)
 
@@ -51,8 +51,11 @@ class Telemetry:
             "overhead_us_per_step": 1e6 * self.overhead_s / self._plans if self._plans else 0.0,
         }
 
-    def of_policy(self, policy: Auto, state: BatchState) -> dict[str, Any]:
-        """Step-time fit in seconds, quantiles of the output length, and where there may be phases, their length."""
+    def of_policy(self, policy: BatchPolicy, state: BatchState) -> dict[str, Any]:
+        """Step-time fit in seconds, quantiles of the output length, and where there may be phases, their length. Of
+        another policy nothing of this is known."""
+        if not isinstance(policy, Auto):
+            return {}
         times, law = policy.phases.step_times(), policy.law
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")

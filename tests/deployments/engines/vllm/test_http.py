@@ -22,7 +22,7 @@ from deployments.engines.vllm.grammars import Compiled
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, log_causes
 from deployments.serving.router import Router
-from policies.errors import AdmissionError, InputError, StateStoreError
+from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import free, request_bodies
@@ -156,7 +156,14 @@ async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_befo
         assert vars(caplog.records[-1])["outcomes"] == ["refused"]
 
 
-@pytest.mark.parametrize("error", [UnicodeEncodeError("utf-8", "a", 0, 1, "no such letter"), TypeError("no such type")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeEncodeError("utf-8", "a", 0, 1, "no such letter"),
+        TypeError("no such type"),
+        PolicyError("theirs:Order.key must answer a finite number, got nan"),
+    ],
+)
 async def test_what_is_answered_with_500_leaves_its_cause(
     client: httpx.AsyncClient, routed: Routed, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:

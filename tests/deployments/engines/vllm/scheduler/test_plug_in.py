@@ -5,6 +5,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from deployments.engines.vllm.scheduler.plug_in import _PlannedScheduler, core_c
 from policies.errors import ConfigError, SluiceError
 from policies.types import StepCoefficients, StepTimes
 from tests.slow_connector import arrive
+from tests.tutorial import POLICY, put_on_path
 from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -595,6 +597,69 @@ def test_settings_change_while_nothing_runs(depth: int) -> None:
     engine.add("last", 40, 5)
     engine.run()
     check_answers(engine)
+
+
+@pytest.fixture
+def _keep_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_path(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("_keep_free")
+@both_depths
+def test_a_policy_of_the_user_s_own_plans_every_step(depth: int) -> None:
+    settings = {"policy": POLICY, "policy_args": {"fraction": 0.5}}
+    engine = VirtualEngine(settings, depth=depth, blocks=120)
+    for number in range(16):
+        engine.add(f"r{number}", 160, 20)
+    engine.step()
+    status = engine.scheduler.status()
+    assert (status["policy"], status["limited_by"]) == (POLICY, "memory")
+    assert len(engine.scheduler.running) == status["max_batch_size"] == 5, "ten blocks each, of the half of 119"
+    assert engine.scheduler.status()["batch_size"] == 32, "it does not say, and offers all slots"
+    engine.run()
+    check_answers(engine)
+    stock = VirtualEngine({"mode": "stock"}, depth=depth, blocks=120)
+    run_closed(stock, workload(150), clients=48)
+    run_closed(engine, workload(150), clients=48)
+    check_answers(engine)
+    assert engine.preempted < stock.preempted / 4
+    kept = engine.scheduler._policy
+    engine.scheduler.control({"max_batch_size": 4})
+    assert engine.scheduler._policy is kept, "with what it has learned"
+    engine.scheduler.control({"mode": "stock"})
+    assert "policy" not in engine.scheduler.status()
+    engine.scheduler.control({"mode": "auto"})
+    assert engine.scheduler.status()["policy"] == POLICY
+
+
+@pytest.mark.usefixtures("_keep_free")
+def test_live_control_runs_nobody_s_code() -> None:
+    engine, own = VirtualEngine({"mode": "auto"}), VirtualEngine({"policy": POLICY})
+    for scheduler in (engine.scheduler, own.scheduler):
+        before = scheduler.settings
+        for changes in ({"policy": "theirs:Policy"}, {"policy_args": {"args": ["false"]}}):
+            with pytest.raises(ConfigError, match="cannot change while the engine runs"):
+                scheduler.control(changes)
+        assert scheduler.settings == before
+    with pytest.raises(ConfigError, match="policy keep_free:KeepFree decides"):
+        own.scheduler.control({"mode": "exclusive"})
+
+
+def test_a_paper_s_rule_serves_by_its_name() -> None:
+    engine = VirtualEngine({"policy": "memory_aware", "policy_args": {"prior_output_tokens": 100.0}}, blocks=120)
+    run_closed(engine, workload(60), clients=48)
+    check_answers(engine)
+    assert engine.scheduler.status()["policy"] == "memory_aware"
+
+
+def test_a_policy_that_parts_phases_is_carried_out_mixed_where_they_cannot_be_parted() -> None:
+    settings = {"policy": "exclusive_mixed", "policy_args": {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}}
+    parted, mixed = VirtualEngine(settings), VirtualEngine(settings, enable_lora=True)
+    for engine in (parted, mixed):
+        run_closed(engine, workload(60), clients=48)
+        check_answers(engine)
+    assert not [step for step in parted.log if step.mixed]
+    assert [step for step in mixed.log if step.mixed]
 
 
 def test_a_wrong_change_changes_nothing() -> None:
