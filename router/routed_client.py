@@ -318,14 +318,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
                 return
         self._settlements.add(quota, tokens)
 
-    def adjust_charge(self, tenant: Tenant | None, tokens: float) -> None:
-        """Take more tokens than were charged before the work was done; below 0 they come back.
-
-        They are not refused, and delay what comes next. The shared state has them by the next heartbeat.
-        """
-        if tenant is not None and (quota := tenant.token_quota(0.0)) is not None:
-            self._settlements.add(quota, tokens)
-
     async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Unknown ids are ignored."""
         self._cancel([self._entries[i] for i in dict.fromkeys(request_ids) if i in self._entries], outcome)

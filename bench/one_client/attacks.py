@@ -50,11 +50,12 @@ def tools(number: int) -> list[dict[str, Any]]:
 
 def attacks(context_tokens: int) -> dict[str, Attack]:
     """By a name; those that follow the context are as large as it lets pass."""
-    long = "The quick brown fox jumps over 13 lazy dogs. " * (context_tokens * 16 // 45)
-    words = "word " * int(context_tokens * 0.9)
-    many = min(2048, context_tokens // 16)
+    return {**as_they_were_found(), **at_the_limits(context_tokens)}
+
+
+def as_they_were_found() -> dict[str, Attack]:
+    """Each once stopped all streams of a router, or an engine's grammars."""
     return {
-        # As they were found.
         "bad word of 3.9 MB": Attack(CHAT, chat(bad_words=["a" * 3_900_000])),
         "schema of oneOf, depth 12": Attack(CHAT, schema_of(one_ofs(12))),
         "120 000 messages": Attack(CHAT, chat(messages=USER * 120_000)),
@@ -73,7 +74,15 @@ def attacks(context_tokens: int) -> dict[str, Attack]:
         "anyOf of 1 000": Attack(CHAT, schema_of({"anyOf": [{"const": f"c{n}"} for n in range(1000)]})),
         "a recursive grammar": Attack(CHAT, chat(structured_outputs={"grammar": 'root ::= root "a"'})),
         "a schema that is itself": Attack(CHAT, schema_of({"$ref": "#"})),
-        # At the limits, so that they pass.
+    }
+
+
+def at_the_limits(context_tokens: int) -> dict[str, Attack]:
+    """As large as may be, so that they pass."""
+    long = "The quick brown fox jumps over 13 lazy dogs. " * (context_tokens * 16 // 45)
+    words = "word " * int(context_tokens * 0.9)
+    many = min(2048, context_tokens // 16)
+    return {
         "text as long as may be": Attack(TEXT, text(prompt=long)),
         "text that fits": Attack(TEXT, text(prompt=words)),
         "chat that fits": Attack(CHAT, chat(messages=[{"role": "user", "content": words}])),

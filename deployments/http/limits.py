@@ -41,7 +41,7 @@ FIELD_LIMITS: Mapping[str, FieldLimit] = MappingProxyType(
         "tools": FieldLimit(512, 1 << 18),
         "stop": FieldLimit(64, 4096),
         "stop_sequences": FieldLimit(64, 4096),
-        "stop_token_ids": FieldLimit(1024, 0),
+        "stop_token_ids": FieldLimit(1024),
         "bad_words": FieldLimit(256, 4096),
         "logit_bias": FieldLimit(1024, 1 << 14),
         "choice": FieldLimit(1024, 1 << 16),
