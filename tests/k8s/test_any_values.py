@@ -86,6 +86,7 @@ def any_values(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @example(values={"routerGroup": {"replicas": 1, "rayCpus": 2, "shmSize": "0.1"}})
+@example(values={"auth": {"rayToken": True}, "rayVersion": "2.51.9"})
 @example(values={"modelCache": {"enabled": True, "existingClaim": "0"}})
 @given(values=any_values())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -18,6 +18,9 @@
 {{- if and .Values.auth.apiKeys.entries .Values.auth.apiKeys.existingSecret -}}
 {{- fail "auth.apiKeys: set entries or existingSecret, not both" -}}
 {{- end -}}
+{{- if and .Values.auth.rayToken (semverCompare "<2.52.0" .Values.rayVersion) -}}
+{{- fail "auth.rayToken needs Ray 2.52 or newer: set rayVersion, or auth.rayToken: false" -}}
+{{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- fail "huggingface: set token or existingSecret, not both" -}}
 {{- end -}}
