@@ -93,14 +93,15 @@ def _fault(plan: object, state: BatchState) -> str | None:
     """What is wrong with a plan, None where nothing is."""
     if not isinstance(plan, StepPlan):
         return f"must answer a StepPlan, got {plan!r}"
-    for name in ("max_batch_size", "max_batch_tokens", "max_prefill_tokens", "steps"):
-        value = getattr(plan, name)
-        if value is not None and not value >= 1:
-            return f"must answer {name} of 1 or more, got {value}"
+    for name, least in (("max_batch_size", 1), ("max_batch_tokens", 1), ("steps", 1), ("starts", 0), ("departures", 0)):
+        if not (value := getattr(plan, name)) >= least:
+            return f"must answer {name} of {least} or more, got {value}"
+    if plan.max_prefill_tokens is not None and not plan.max_prefill_tokens >= 0:
+        return f"must answer max_prefill_tokens of 0 or more, or None, got {plan.max_prefill_tokens}"
     decodes, prompts = state.running_count - state.prefilling_count, state.prefilling_count
     if plan.phase is Phase.DECODE and not decodes and (prompts or state.waiting):
         return "answered DECODE where nobody decodes, and others could start"
-    may_start = bool(state.waiting) and plan.max_batch_size > state.running_count
+    may_start = bool(state.waiting) and plan.starts > 0 and plan.max_batch_size > state.running_count
     if plan.phase is Phase.PREFILL and not (prompts or may_start) and (decodes or state.waiting):
         return "answered PREFILL where nobody has a prompt to read, and others could go on"
     return None

@@ -12,7 +12,7 @@ What is made anew at every step or for every request is a named tuple, given by 
 dataclass takes about three times as long to make.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from math import inf
@@ -56,6 +56,8 @@ class RequestView(NamedTuple):
         max_output_tokens: the caller's own cap, or None.
         class_index: which length statistics it belongs to, 0 <= class_index < number of classes.
         slo_class: label of the service level, or None.
+        deadline_s: when its first token is due, on the driver's clock; inf where none was promised.
+        tpot_s: mean seconds a token that were promised to it; inf where none were.
     """
 
     request_id: str
@@ -67,6 +69,8 @@ class RequestView(NamedTuple):
     max_output_tokens: int | None = None
     class_index: int = 0
     slo_class: str | None = None
+    deadline_s: float = inf
+    tpot_s: float = inf
 
     @property
     def prefill_tokens(self) -> int:
@@ -84,6 +88,9 @@ class RunningRequests:
         prefill_tokens_left: int64, shape (n,); 0 once a request decodes.
         class_index: int64, shape (n,).
         predicted_output_tokens: float64, shape (n,); NaN where there is no prediction.
+        deadline_s: float64, shape (n,); when the first token is, or was, due; inf where none was promised.
+        first_token_s: float64, shape (n,); when it came; NaN before.
+        tpot_s: float64, shape (n,); mean seconds a token that were promised; inf where none were.
     """
 
     prompt_tokens: IntArray
@@ -91,6 +98,9 @@ class RunningRequests:
     prefill_tokens_left: IntArray
     class_index: IntArray
     predicted_output_tokens: FloatArray
+    deadline_s: FloatArray
+    first_token_s: FloatArray
+    tpot_s: FloatArray
 
     @classmethod
     def of(
@@ -101,6 +111,9 @@ class RunningRequests:
         prefill_tokens_left: ArrayLike | None = None,
         class_index: ArrayLike | None = None,
         predicted_output_tokens: ArrayLike | None = None,
+        deadline_s: ArrayLike | None = None,
+        first_token_s: ArrayLike | None = None,
+        tpot_s: ArrayLike | None = None,
     ) -> Self:
         """Build from any sequences, with the shapes checked; drivers that own buffers call the constructor instead.
 
@@ -108,22 +121,27 @@ class RunningRequests:
             InputError: the arrays differ in length or are not one-dimensional.
         """
         prompt = np.asarray(prompt_tokens, dtype=np.int64)
-        none = np.zeros(prompt.shape, dtype=np.int64)
-        arrays = (
+
+        def counts(given: ArrayLike | None) -> IntArray:
+            return np.zeros(prompt.shape, dtype=np.int64) if given is None else np.asarray(given, dtype=np.int64)
+
+        def seconds(given: ArrayLike | None, missing: float) -> FloatArray:
+            return np.full(prompt.shape, missing) if given is None else np.asarray(given, dtype=np.float64)
+
+        made = cls(
             prompt,
-            np.asarray(output_tokens, dtype=np.int64),
-            none if prefill_tokens_left is None else np.asarray(prefill_tokens_left, dtype=np.int64),
-            none if class_index is None else np.asarray(class_index, dtype=np.int64),
+            counts(output_tokens),
+            counts(prefill_tokens_left),
+            counts(class_index),
+            seconds(predicted_output_tokens, np.nan),
+            seconds(deadline_s, inf),
+            seconds(first_token_s, np.nan),
+            seconds(tpot_s, inf),
         )
-        predicted = (
-            np.full(prompt.shape, np.nan)
-            if predicted_output_tokens is None
-            else np.asarray(predicted_output_tokens, dtype=np.float64)
-        )
-        shapes = {array.shape for array in arrays} | {predicted.shape}
+        shapes = {getattr(made, column.name).shape for column in fields(made)}
         if prompt.ndim != 1 or len(shapes) != 1:
             raise InputError(f"running arrays must share one shape (n,), got {sorted(shapes)}")
-        return cls(*arrays, predicted)
+        return made
 
     @classmethod
     def empty(cls) -> Self:
@@ -166,8 +184,7 @@ class BatchState(NamedTuple):
         max_batch_tokens: most tokens the engine computes in one step.
         departed: requests that have left the batch so far, however: only differences count.
         max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
-        slots_return: whether another may take the slot of who departs; not under the cap of a policy that is asked
-            before this one and has said how many it serves (``StepPlan.max_served``).
+        cuts_prompts: whether a step may hold a part of a prompt.
     """
 
     now_s: float
@@ -181,7 +198,7 @@ class BatchState(NamedTuple):
     max_batch_tokens: int
     departed: int
     max_model_len: int | None = None
-    slots_return: bool = True
+    cuts_prompts: bool = True
 
     @property
     def capacity_tokens(self) -> int:
@@ -206,34 +223,31 @@ class BatchState(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What the next step may do.
+    """What the next step may do, and for how long that may stand.
+
+    The driver asks again when one of ``steps`` and ``departures`` is over, and whenever something happens that matters
+    (``policies.engine.standing_plan``).
 
     Attributes:
-        phase: DECODE admits nothing and defers prefill chunks; PREFILL leaves running decodes out; MIXED does both.
-        max_batch_size: most requests that may run after admission, >= 1. Below the present batch it evicts nothing:
-            the batch drains by completions.
+        phase: DECODE starts nobody and defers prefill chunks; PREFILL leaves running decodes out; MIXED does both.
+        max_batch_size: most requests that may run at once, >= 1. Below the present batch it evicts nothing: the batch
+            drains by completions.
         limited_by: which limit made max_batch_size what it is.
         max_batch_tokens: most tokens of a step, >= 1.
-        max_prefill_tokens: most prompt tokens of a MIXED step in which somebody decodes, >= 1; None is no such bound.
-        admit: ids out of ``state.waiting`` to start, in order, without repetition; the others stay where they are.
-        steps: for so many steps, this one counted, the answer would stay the same but for who waits and what has only
-            just been learned, so a driver may keep the plan and report those steps together before it asks again. Not
-            once those begun have brought more than ``max_batch_tokens`` from the cache, somebody was preempted, or more
-            than ``may_leave`` have departed; and only in MIXED once a prompt has been begun that its first step did
-            not end.
-        may_leave: requests that may depart while the plan is kept; inf is any number.
-        max_served: most requests that may run while it is kept, with those that have departed meanwhile: by so much
-            others may not come in their place. Not below ``max_batch_size``.
+        starts: how many of those that wait may start, from the head of the queue, while the plan stands; inf is any
+            number.
+        steps: steps, this one included, before the driver asks again, >= 1.
+        departures: requests that may leave the batch before the driver asks again.
+        max_prefill_tokens: most prompt tokens of a MIXED step in which somebody decodes, >= 0; None is no such bound.
     """
 
     phase: Phase
     max_batch_size: int
     limited_by: Limit
     max_batch_tokens: int
-    admit: tuple[str, ...]
+    starts: float = inf
     steps: int = 1
-    may_leave: float = inf
-    max_served: float = inf
+    departures: float = inf
     max_prefill_tokens: int | None = None
 
     def budget(self, decodes: int) -> int:
@@ -241,10 +255,6 @@ class StepPlan(NamedTuple):
         if self.max_prefill_tokens is None or not decodes:
             return self.max_batch_tokens
         return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)
-
-    def cap(self, departed: int) -> int:
-        """Most requests that may run in a step once so many have departed under the plan."""
-        return int(min(self.max_batch_size, self.max_served - departed))
 
 
 class FinishedRequest(NamedTuple):
@@ -305,6 +315,15 @@ class Offers(Protocol):
     """A batch policy that knows how many requests it would let run; one that does not offers all slots."""
 
     def batch_size(self, state: BatchState) -> int: ...
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A batch policy that knows how long reading prompts takes: a driver sorts its queue by promises then."""
+
+    @property
+    def seconds_per_prompt_token(self) -> float | None:
+        """Decodes in between included; None while that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

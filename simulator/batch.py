@@ -16,7 +16,7 @@ from simulator.requests import Request
 Rows = IntArray | slice
 
 _PROMPT, _GENERATED, _LEFT, _CLASS, _COMPUTED, _TOTAL = range(6)
-_PREDICTED, _LAST_TOKEN = range(2)
+_PREDICTED, _LAST_TOKEN, _DEADLINE, _FIRST_TOKEN, _TPOT = range(5)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -38,17 +38,22 @@ class Batch:
         self.block_size = block_size
         self.prefilling = 0
         self._counts = np.zeros((6, slots), dtype=np.int64)
-        self._times = np.zeros((2, slots))
+        self._times = np.zeros((5, slots))
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def view(self) -> RunningRequests:
         """Views of the arrays, which the next step overwrites."""
-        n, c = len(self.requests), self._counts
+        c, t = self._counts[:, : len(self)], self._times[:, : len(self)]
         return RunningRequests(
-            c[_PROMPT, :n], c[_GENERATED, :n], c[_LEFT, :n], c[_CLASS, :n], self._times[_PREDICTED, :n]
+            c[_PROMPT], c[_GENERATED], c[_LEFT], c[_CLASS], t[_PREDICTED], t[_DEADLINE], t[_FIRST_TOKEN], t[_TPOT]
         )
+
+    @property
+    def unread_tokens(self) -> int:
+        """Of prompts in progress."""
+        return int(self._counts[_LEFT, : len(self)].sum()) if self.prefilling else 0
 
     def fits(self, request: Request) -> bool:
         """Whether the whole prompt has room now; what it will generate has not been asked."""
@@ -69,7 +74,13 @@ class Batch:
             held,
             request.output_tokens,
         )
-        self._times[:, n] = (np.nan if predicted is None else predicted, request.last_token_s or 0.0)
+        self._times[:, n] = (
+            np.nan if predicted is None else predicted,
+            request.last_token_s or 0.0,
+            request.deadline_s,
+            np.nan if request.first_token_s is None else request.first_token_s,
+            request.promised_tpot_s,
+        )
         self.free_blocks -= blocks_for(held, self.block_size)
         self.prefilling += 1
         self.requests.append(request)
@@ -149,9 +160,10 @@ class Batch:
 
     def gaps_s(self, rows: Rows, now_s: float) -> FloatArray:
         """Seconds since the last token of these rows, whose last token is now."""
-        last = self._times[_LAST_TOKEN]
+        last, first = self._times[_LAST_TOKEN], self._times[_FIRST_TOKEN]
         gaps = now_s - last[rows]
         last[rows] = now_s
+        first[rows] = np.fmin(first[rows], now_s)
         return np.asarray(gaps)
 
     def finish(self, now_s: float) -> list[Request]:

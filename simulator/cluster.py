@@ -34,6 +34,7 @@ class ClusterConfig:
         batch, order, placement: kinds of the registry, or ``package.module:Class`` of the first two; ``*_settings``
             their settings.
         bins: how lengths are binned, or None.
+        promises: seconds to the first token and of a token on the mean, by class, "*" for every one not named.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
         clients: closed loop: so many requests are kept in the system and arrival times do not count; None is open.
 
@@ -52,6 +53,7 @@ class ClusterConfig:
     placement: str = "least_outstanding_work"
     router: RouterConfig = field(default_factory=RouterConfig)
     bins: MultiBinConfig | None = None
+    promises: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     replica_classes: tuple[frozenset[str] | None, ...] = ()
     clients: int | None = None
     failures: tuple[Failure, ...] = ()
@@ -145,6 +147,10 @@ def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
 def admitted(config: ClusterConfig, workload: Workload) -> tuple[list[Request], list[Request]]:
     """Fresh requests that fit into an engine's cache, and those that never could."""
     requests = workload.requests()
+    for request in requests:
+        promised = config.promises.get(request.slo_class or "*", config.promises.get("*"))
+        if promised is not None:
+            request.promised_ttft_s, request.promised_tpot_s = promised
     capacity = config.engine.capacity_tokens
     served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
     refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]

@@ -6,7 +6,6 @@ from vLLM: tokens are accounted for at the end of the step (no step is in flight
 the whole prompt's room is asked for at admission.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +13,19 @@ from math import inf
 from typing import Protocol
 
 from policies.checks import require_at_least
-from policies.types import BatchPolicy, BatchState, FinishedRequest, Offers, Phase, RequestView, StepPlan, StepResult
+from policies.engine.promised_queue import PromisedQueue, Waiting
+from policies.engine.standing_plan import StandingPlan
+from policies.types import (
+    BatchPolicy,
+    BatchState,
+    FinishedRequest,
+    Offers,
+    Paced,
+    Phase,
+    RequestView,
+    StepPlan,
+    StepResult,
+)
 from simulator.batch import Batch, Rows
 from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
@@ -38,7 +49,7 @@ class EngineConfig:
         slots: most requests that run at once (vLLM's max_num_seqs).
         total_blocks, block_size: the KV cache; block_size in tokens.
         max_batch_tokens: most tokens per step (vLLM's max_num_batched_tokens).
-        ordered: what waits starts by the router's key, as with Sluice's scheduler, not as it came.
+        ordered: what waits starts by its promise, as with Sluice's scheduler, not as it came.
 
     Raises:
         ConfigError: a value is below 1.
@@ -70,6 +81,7 @@ class _Step:
     prefill_requests: int = 0
     completed: tuple[int, ...] = ()
     preempted: int = 0
+    started: int = 0
     step_s: float = 0.0
 
     @property
@@ -95,8 +107,9 @@ class Engine:
         self._times = times
         self._on_finished = on_finished
         self._batch = Batch(config.slots, config.total_blocks, config.block_size)
-        self._waiting: deque[tuple[RequestView, Request]] = deque()
+        self._waiting: PromisedQueue[Request] = PromisedQueue()
         self._views: tuple[RequestView, ...] | None = ()
+        self._standing: StandingPlan | None = None
         self._step: _Step | None = None
         self._awake = False
         self._stopped = False
@@ -105,6 +118,25 @@ class Engine:
     @property
     def holds(self) -> int:
         return len(self._batch) + len(self._waiting)
+
+    @property
+    def waits(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def holds_in_time(self) -> int:
+        """All that run, and those that wait and are not late."""
+        return len(self._batch) + self._waiting.in_time
+
+    @property
+    def in_time_tokens(self) -> int:
+        """Unread, of prompts in progress and of those that wait and are not late."""
+        return self._batch.unread_tokens + self._waiting.in_time_tokens
+
+    @property
+    def seconds_per_prompt_token(self) -> float | None:
+        """The pace at which it reads, as far as its policy knows it."""
+        return self.policy.seconds_per_prompt_token if isinstance(self.policy, Paced) else None
 
     @property
     def mean_context_tokens(self) -> float | None:
@@ -120,11 +152,18 @@ class Engine:
 
     def submit(self, request: Request, now_s: float) -> list[Event]:
         request.entered_s = now_s
-        at = len(self._waiting)
-        while self.config.ordered and at and self._waiting[at - 1][1].key > request.key:
-            at -= 1
-        self._waiting.insert(at, (request.view(), request))
+        promised = self.config.ordered
+        self._waiting.add(
+            Waiting(
+                request,
+                arrival_s=request.arrival_s if promised else now_s,
+                deadline_s=request.deadline_s if promised else inf,
+                unread_tokens=request.view().prefill_tokens,
+            )
+        )
         self._views = None
+        if self._standing is not None:
+            self._standing.arrived()
         return self._wake(now_s)
 
     def _wake(self, now_s: float) -> list[Event]:
@@ -138,8 +177,8 @@ class Engine:
         self._stopped, self._step = True, None
         running = [self._batch.preempt() for _ in range(len(self._batch))][::-1]
         self._note_lost(running)
-        held = running + [request for _, request in self._waiting]
-        self._waiting.clear()
+        held = running + [one.item for one in self._waiting]
+        self._waiting = PromisedQueue()
         for request in held:
             request.entered_s = None
         return held
@@ -157,10 +196,24 @@ class Engine:
         return events
 
     def _open(self, now_s: float) -> _Step:
-        plan = self.policy.plan(self._state(now_s))
-        step = self._schedule(plan, now_s)
+        standing = self._standing
+        if standing is None or not standing.stands(
+            departed=self._departed, prompts_in_progress=self._batch.prefilling > 0
+        ):
+            standing = self._planned(now_s)
+        step = self._schedule(standing, now_s)
+        standing.taken(started=step.started, preempted=step.preempted > 0, empty=step.empty)
         step.step_s = _IDLE_STEP_S if step.empty else self._seconds(step)
         return step
+
+    def _planned(self, now_s: float) -> StandingPlan:
+        pace = self.seconds_per_prompt_token
+        if self.config.ordered and pace is not None and self._waiting.changed:
+            self._waiting.split(now_s, pace, self._batch.unread_tokens)
+            self._views = None
+        state = self._state(now_s)
+        self._standing = StandingPlan(self.policy.plan(state), state)
+        return self._standing
 
     def _seconds(self, step: _Step) -> float:
         return self._times.step_s(
@@ -169,7 +222,7 @@ class Engine:
 
     def _state(self, now_s: float) -> BatchState:
         if self._views is None:
-            self._views = tuple(view for view, _ in islice(self._waiting, self.config.slots))
+            self._views = tuple(one.item.view() for one in islice(self._waiting, self.config.slots))
         return BatchState(
             now_s=now_s,
             running=self._batch.view(),
@@ -183,7 +236,8 @@ class Engine:
             departed=self._departed,
         )
 
-    def _schedule(self, plan: StepPlan, now_s: float) -> _Step:
+    def _schedule(self, standing: StandingPlan, now_s: float) -> _Step:
+        plan = standing.plan
         step = _Step(plan, slice(0, 0))
         budget = plan.max_batch_tokens
         if plan.phase is not Phase.PREFILL:
@@ -192,15 +246,15 @@ class Engine:
             budget = plan.budget(step.decodes) - step.decodes
         if plan.phase is not Phase.DECODE:
             budget = self._continue_prompts(step, budget)
-            if not step.preempted and plan.admit:
-                self._admit(step, budget, now_s)
+            if not step.preempted:
+                self._admit(step, budget, standing.cap(len(self._batch)), now_s)
         return step
 
     def _preempt(self, step: _Step, lost: list[Request]) -> None:
         for request in lost:
             request.preemptions += 1
-            request.key = -inf  # it stays in front
-            self._waiting.appendleft((request.view(), request))
+            unread_tokens = request.view().prefill_tokens
+            self._waiting.put_back(Waiting(request, arrival_s=request.arrival_s, unread_tokens=unread_tokens))
         if lost:
             self._note_lost(lost)
             self._departed += len(lost)
@@ -233,32 +287,20 @@ class Engine:
                 step.completed += (row,)
         return tokens
 
-    def _admit(self, step: _Step, budget: int, now_s: float) -> None:
-        """Start what the plan names, in its order, until slots, budget or blocks run out."""
-        for request_id in step.plan.admit:
-            full = len(self._batch) >= min(step.plan.max_batch_size, self.config.slots)
-            if full or budget <= 0 or not self._batch.fits(self._waiting_request(request_id)):
+    def _admit(self, step: _Step, budget: int, cap: int, now_s: float) -> None:
+        """Start the head of the queue until cap, budget or blocks run out."""
+        cap = min(cap, self.config.slots)
+        while self._waiting and len(self._batch) < cap and budget > 0:
+            request = self._waiting.head().item
+            if not self._batch.fits(request):
                 return
-            request = self._take(request_id)
+            self._waiting.pop()
+            self._views = None
             if request.started_s is None:
                 request.started_s = now_s
             self._batch.admit(request)
+            step.started += 1
             budget -= self._compute(step, len(self._batch) - 1, budget)
-
-    def _waiting_request(self, request_id: str) -> Request:
-        head = self._waiting[0][1]
-        if head.request_id == request_id:
-            return head
-        return next(request for view, request in self._waiting if view.request_id == request_id)
-
-    def _take(self, request_id: str) -> Request:
-        self._views = None
-        if self._waiting[0][0].request_id == request_id:
-            return self._waiting.popleft()[1]
-        place = next(i for i, (view, _) in enumerate(self._waiting) if view.request_id == request_id)
-        request = self._waiting[place][1]
-        del self._waiting[place]
-        return request
 
     def _close(self, step: _Step, now_s: float) -> Iterable[Event]:
         batch_size, waiting = len(self._batch), len(self._waiting)
@@ -275,7 +317,7 @@ class Engine:
         finished = self._batch.finish(now_s)
         self._departed += len(finished)
         self.policy.observe(self._result(step, now_s, batch_size, waiting, finished))
-        return self._on_finished(now_s, self, finished) if finished else ()
+        return self._on_finished(now_s, self, finished) if finished or step.completed else ()
 
     def _note_tokens(self, step: _Step, now_s: float) -> None:
         if step.decodes:

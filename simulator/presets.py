@@ -8,7 +8,7 @@ bins: they only matter to gang batches.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isinf
+from math import inf
 from typing import Any
 
 from policies.errors import ConfigError
@@ -54,16 +54,21 @@ def system(
 def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Order, batch and router as the live system sets them up for what is promised."""
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
-    each = [targets.get(name) for name in (EVERY_CLASS, *names)]
     order: dict[str, Any] = {"class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names}}
-    if each[0] is not None:
-        order["default_target_s"] = min(each[0].ttft_s, NO_HURRY_S)
-    between_tokens = tuple(None if target is None or isinf(target.tpot_s) else target.tpot_s for target in each)
+    if EVERY_CLASS in targets:
+        order["default_target_s"] = min(targets[EVERY_CLASS].ttft_s, NO_HURRY_S)
     return {
-        "batch_settings": {"classes": len(each), "itl_targets_s": between_tokens},
+        "batch_settings": {"classes": len(names) + 1},
         "order_settings": order,
-        "router": RouterConfig(credit="admitted", class_names=names),
+        "router": RouterConfig(credit_s=credit_s(targets), class_names=names, promises=True),
+        "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},
     }
+
+
+def credit_s(targets: Mapping[str, Target]) -> float:
+    """The longest promise of a first token: what takes longer to read could not be in time in any case, and waits where
+    all replicas share it."""
+    return max((target.ttft_s for target in targets.values() if target.ttft_s < inf), default=NO_HURRY_S)
 
 
 def _batch(**settings: Any) -> Callable[[ClusterConfig], ClusterConfig]:
@@ -77,7 +82,7 @@ def _in_order_of_arrival(config: ClusterConfig) -> ClusterConfig:
 # What takes each feature out.
 FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
     "forecast admission": _batch(admission="slots"),
-    "latency targets": _batch(itl_targets_s=()),
+    "promises": lambda config: replace(config, promises={}),
     "phases by cost": _batch(mode="mixed"),
     "virtual deadline": _in_order_of_arrival,
     "placement by work": lambda config: replace(config, placement="most_credit"),

@@ -1,6 +1,7 @@
 """A request on its way through the simulator: what it is, and what became of it."""
 
 from dataclasses import dataclass
+from math import inf
 
 from policies.types import RequestView
 
@@ -16,6 +17,7 @@ class Request:
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
         work_s, key: what the router took it to cost, and ordered it by.
         entered_s: when it came to the engine that holds it.
+        promised_ttft_s, promised_tpot_s: what it was promised, first token and mean of a token; inf is nothing.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
     """
 
@@ -30,6 +32,8 @@ class Request:
     work_s: float = 0.0
     key: float = 0.0
     entered_s: float | None = None
+    promised_ttft_s: float = inf
+    promised_tpot_s: float = inf
     generated_tokens: int = 0
     replica_id: str | None = None
     started_s: float | None = None
@@ -50,7 +54,14 @@ class Request:
             predicted_output_tokens=self.predicted_output_tokens,
             class_index=self.class_index,
             slo_class=self.slo_class,
+            deadline_s=self.deadline_s,
+            tpot_s=self.promised_tpot_s,
         )
+
+    @property
+    def deadline_s(self) -> float:
+        """When its first token is due; inf where none was promised."""
+        return self.arrival_s + self.promised_ttft_s
 
     @property
     def prefix_tokens(self) -> int:

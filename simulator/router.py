@@ -7,10 +7,10 @@ the others.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from typing import Literal
+from math import inf
 
-from policies.checks import require_at_least
+from policies.checks import require_at_least, require_positive
+from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
 from policies.router.autoscale import FleetState
 from policies.router.multi_bin import MultiBin
 from policies.router.order import Order
@@ -21,7 +21,6 @@ from simulator.engine import Engine
 from simulator.requests import Request
 
 HEARTBEAT_S = 1.0  # as live: `router.routed_client.RoutedClientConfig`
-_Queue = list[tuple[float, int, int, Request]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +30,27 @@ class RouterConfig:
     Attributes:
         credit_lookahead: requests a replica is given beyond what it offers; None sets no limit, so that nothing waits
             in the router (a plain load balancer).
-        credit: what a replica offers: all its slots, or those that its policy would fill as things stand, asked for
-            with every heartbeat.
+        credit_s: a replica is given requests beyond its slots, as many again at most, while the prompts in time that it
+            has not read take less than this; a late one only where none waits. None: slots alone.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
+        promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
+        reserves: whether replicas are reserved for classes, so that each class queues by itself.
 
     Raises:
         ConfigError: a value is out of bounds.
     """
 
     credit_lookahead: int | None = 0
-    credit: Literal["slots", "admitted"] = "slots"
+    credit_s: float | None = None
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
+    promises: bool = False
+    reserves: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
+        require_positive(self, "credit_s")
 
 
 class Router:
@@ -68,11 +72,8 @@ class Router:
         self._empty_view = ReplicaView(replica_id="", credit=0, step_times=step_times)
         self._engines: dict[str, Engine] = {}
         self._views: dict[str, ReplicaView] = {}
-        self._queues: dict[str | None, _Queue] = {}
-        self._sequence = 0
+        self._queues: dict[str | None, PromisedQueue[Request]] = {}
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
-        self._offered: dict[str, int] = {}
-        self._asked_s: dict[str, float] = {}
 
     def state(self) -> FleetState:
         """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
@@ -82,14 +83,13 @@ class Router:
             slots=sum(engine.config.slots for engine in here),
             running=sum(engine.holds for engine in here),
             waiting=self.waiting,
-            waiting_s=sum(entry[-1].work_s for queue in self._queues.values() for entry in queue),
+            waiting_s=sum(one.item.work_s for queue in self._queues.values() for one in queue),
         )
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
         ahead = self.config.credit_lookahead
         self._engines[engine.replica_id] = engine
-        self._offered[engine.replica_id], self._asked_s[engine.replica_id] = engine.config.slots, now_s
         self._views[engine.replica_id] = replace(
             self._empty_view,
             replica_id=engine.replica_id,
@@ -117,47 +117,66 @@ class Router:
                 request.class_index = bin_index
         if self._class_index:
             request.class_index = self._class_index.get(request.slo_class or "", 0)
-        self._ask_again(now_s)
         self._enqueue(request)
         return self._dispatch(now_s)
 
     def _enqueue(self, request: Request) -> None:
         request.work_s = self._work.request_work_s(self._empty_view, request.view())
         request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
-        self._sequence += 1
-        queue = self._queues.setdefault(request.slo_class, [])
-        heappush(queue, (request.key, request.class_index, self._sequence, request))
+        queue = self._queues.setdefault(request.slo_class if self.config.reserves else None, PromisedQueue())
+        promised = self.config.promises
+        unread_tokens = request.view().prefill_tokens
+        deadline_s = request.deadline_s if promised else inf
+        queue.add(Waiting(request, arrival_s=request.key, deadline_s=deadline_s, unread_tokens=unread_tokens))
         self.waiting += 1
-
-    def _ask_again(self, now_s: float) -> None:
-        """What replicas offer, of those whose last heartbeat is over."""
-        if self.config.credit == "slots":
-            return
-        for replica_id, view in self._views.items():
-            if now_s - self._asked_s[replica_id] >= HEARTBEAT_S:
-                offered = self._engines[replica_id].offered(now_s)
-                more, self._offered[replica_id] = offered - self._offered[replica_id], offered
-                self._views[replica_id] = replace(view, credit=view.credit + more)
-                self._asked_s[replica_id] = now_s
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events: list[Event] = []
-        while self.waiting and (placed := self._place()):
+        while self.waiting and (placed := self._place(now_s)):
             request, replica_id = placed
             events += self._engines[replica_id].submit(request, now_s)
         return events
 
-    def _place(self) -> tuple[Request, str] | None:
-        """Take the lowest key that some replica with credit serves."""
-        for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue[0][:3]):
-            request = queue[0][-1]
-            replica_id = self._placement.choose(list(self._views.values()), request.view())
+    def _place(self, now_s: float) -> tuple[Request, str] | None:
+        """Take the first that some replica with credit serves."""
+        if self.config.promises:
+            self._put_late_behind(now_s)
+        for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue.head().order):
+            head = queue.head()
+            replica_id = self._placement.choose(self._offering(head), head.item.view())
             if replica_id is not None:
-                heappop(queue)
+                queue.pop()
                 self.waiting -= 1
-                self._put_on(request, replica_id)
-                return request, replica_id
+                self._put_on(head.item, replica_id)
+                return head.item, replica_id
         return None
+
+    def _put_late_behind(self, now_s: float) -> None:
+        """Heads that no replica could read in time."""
+        paces = [pace for each in self._views if (pace := self._engines[each].seconds_per_prompt_token)]
+        for queue in self._queues.values():
+            while queue and (head := queue.head()).rank is Rank.IN_TIME:
+                if now_s + head.unread_tokens * min(paces, default=0.0) <= head.deadline_s:
+                    break
+                queue.put_behind()
+
+    def _offering(self, head: Waiting[Request]) -> list[ReplicaView]:
+        """Replicas with what they offer to this request."""
+        views = list(self._views.values())
+        if self.config.credit_s is None:
+            return views
+        late = head.rank is Rank.LATE
+        return [replace(view, credit=self._credit(self._engines[view.replica_id], late)) for view in views]
+
+    def _credit(self, engine: Engine, late: bool) -> int:
+        """Requests that an engine takes: a late one where none waits, others by what it has to read for them."""
+        if late:
+            return engine.config.slots - engine.holds if not engine.waits else 0
+        pace = engine.seconds_per_prompt_token
+        if pace is None:
+            return engine.config.slots - engine.holds
+        room = 2 * engine.config.slots - engine.holds_in_time
+        return room if pace * engine.in_time_tokens < (self.config.credit_s or 0.0) else 0
 
     def _put_on(self, request: Request, replica_id: str) -> None:
         view = self._views[replica_id]
@@ -177,5 +196,4 @@ class Router:
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)
             self._views[engine.replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
-        self._ask_again(now_s)
         return self._dispatch(now_s)

@@ -10,6 +10,7 @@ from itertools import islice
 
 import numpy as np
 
+from policies.engine.standing_plan import StandingPlan
 from policies.types import (
     BatchPolicy,
     BatchState,
@@ -66,6 +67,10 @@ class ToyEngine:
     plans: list[StepPlan] = field(default_factory=list)
     used_blocks: int = 0
     departed: int = 0
+    stands: bool = False
+    asked: int = 0
+    _standing: StandingPlan | None = None
+    _untold: list[StepResult] = field(default_factory=list)
     _prefill: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -78,6 +83,8 @@ class ToyEngine:
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
+        if self._standing is not None:
+            self._standing.arrived()
 
     def snapshot(self) -> BatchState:
         return BatchState(
@@ -112,18 +119,18 @@ class ToyEngine:
 
     def step(self) -> StepResult:
         """Plan, run and account one step."""
-        state = self.snapshot()
-        plan = self.policy.plan(state)
-        check_plan(state, plan)
+        standing = self._plan()
+        plan = standing.plan
         self._prefill = {}
         budget = plan.max_batch_tokens
         decoding, preempted = self._decode(budget) if plan.phase is not Phase.PREFILL else ([], 0)
-        budget = plan.budget(len(decoding))
+        budget, started = plan.budget(len(decoding)), 0
         context = sum(job.computed for job in decoding)
         if plan.phase is not Phase.DECODE:
             self._prefill_running(budget - len(decoding))
-            self._admit(plan, budget - len(decoding) - sum(self._prefill.values()))
+            started = self._admit(standing.cap(len(self.running)), budget - len(decoding) - sum(self._prefill.values()))
         tokens = sum(self._prefill.values())
+        standing.taken(started=started, preempted=preempted > 0, empty=not (tokens or decoding))
         step_s = self.times.step_s(prefill_tokens=tokens, decode_requests=len(decoding), kv_tokens=context)
         self.now_s += step_s
         batch = len(self.running)
@@ -141,10 +148,30 @@ class ToyEngine:
             preempted=preempted,
             finished=self._finish(),
         )
-        self.policy.observe(result)
+        self._untold.append(result)
+        if not self.stands:
+            self._tell()
         self.results.append(result)
         self.plans.append(plan)
         return result
+
+    def _plan(self) -> StandingPlan:
+        """The plan that stands, where plans may; else a new one at every step."""
+        prefilling = any(job.prefill_left for job in self.running)
+        if not (self.stands and self._standing) or not self._standing.stands(
+            departed=self.departed, prompts_in_progress=prefilling
+        ):
+            self._tell()
+            state = self.snapshot()
+            plan = self.policy.plan(state)
+            check_plan(state, plan)
+            self._standing, self.asked = StandingPlan(plan, state), self.asked + 1
+        return self._standing
+
+    def _tell(self) -> None:
+        for result in self._untold:
+            self.policy.observe(result)
+        self._untold.clear()
 
     def _decode(self, budget: int) -> tuple[list[Job], int]:
         """Decode what fits, preempting the youngest while a block is missing: who decoded, and how many were lost."""
@@ -178,15 +205,17 @@ class ToyEngine:
             if job.prefill_left and budget > 0:
                 budget -= self._compute(job, budget)
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        for request_id in plan.admit:
-            job = next(job for job in self.waiting if job.request_id == request_id)
-            full = len(self.running) >= plan.max_batch_size
-            if full or budget <= 0 or self._blocks(job.prefill_left) > self.free_blocks:
-                return
-            self.waiting.remove(job)
+    def _admit(self, cap: int, budget: int) -> int:
+        """Returns how many have started."""
+        started = 0
+        while self.waiting and len(self.running) < cap and budget > 0:
+            if self._blocks(self.waiting[0].prefill_left) > self.free_blocks:
+                break
+            job = self.waiting.popleft()
             self.running.append(job)
             budget -= self._compute(job, budget)
+            started += 1
+        return started
 
     def _compute(self, job: Job, budget: int) -> int:
         tokens = min(job.prefill_left, budget, self.free_blocks * self.block_size)
@@ -212,22 +241,22 @@ class ToyEngine:
 
 
 def check_plan(state: BatchState, plan: StepPlan) -> None:
-    """The contract of a plan: a positive cap and budget, waiting ids without repetition, and something to run."""
-    waiting = [request.request_id for request in state.waiting]
+    """The contract of a plan: a positive cap and budget, and something to run."""
+    may_start = bool(state.waiting) and plan.starts > 0 and plan.max_batch_size > state.running_count
     assert plan.max_batch_size >= 1
     assert plan.max_batch_tokens >= 1
-    assert plan.max_prefill_tokens is None or plan.max_prefill_tokens >= 1
-    assert len(set(plan.admit)) == len(plan.admit)
-    assert set(plan.admit) <= set(waiting)
-    assert len(plan.admit) <= max(0, plan.max_batch_size - state.running_count)
+    assert plan.max_prefill_tokens is None or plan.max_prefill_tokens >= 0
+    assert plan.starts >= 0
+    assert plan.steps >= 1
+    assert plan.departures >= 0
     decoding = state.running_count - state.prefilling_count
     if plan.phase is Phase.DECODE:
-        assert not plan.admit
-        assert decoding or not (state.running_count or waiting)
+        assert not plan.starts
+        assert decoding or not (state.running_count or state.waiting)
     elif plan.phase is Phase.PREFILL:
-        assert plan.admit or state.prefilling_count
-    elif state.running_count or waiting:
-        assert plan.admit or state.running_count
+        assert may_start or state.prefilling_count
+    elif state.running_count or state.waiting:
+        assert may_start or state.running_count
 
 
 def run_closed(engine: ToyEngine, jobs: list[Job], clients: int) -> ToyEngine:

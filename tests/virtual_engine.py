@@ -33,6 +33,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from deployments.engines.vllm.measurement import loads
+from deployments.engines.vllm.request_metadata import RequestMetadata
 from deployments.engines.vllm.scheduler.plug_in import SluiceScheduler
 from policies.types import StepCoefficients, StepResult, StepTimes
 from tests.fakes import ManualClock
@@ -172,6 +174,36 @@ class VirtualEngine:
         self.answers[request_id] = Answer(self.clock.now(), prompt_tokens, output_tokens)
         self.scheduler.add_request(request)
         return request
+
+    def measure(self) -> "VirtualEngine":
+        """What `deployments.engines.vllm.measurement` asks of an engine that has just started."""
+        scheduler = self.scheduler
+        given = loads(
+            slots=scheduler.max_num_running_reqs,
+            max_batch_tokens=scheduler.scheduler_config.max_num_batched_tokens,
+            max_model_len=scheduler.max_model_len,
+            cache_tokens=self.blocks * scheduler.block_size,
+        )
+        told = RequestMetadata(measures=True).as_extra_args()
+        for number, load in enumerate(given):
+            decoding = [f"d{number}-{at}" for at in range(load.decoding)]
+            for request_id in decoding:
+                self.add(request_id, 16, 1400, max_tokens=load.most_steps, extra_args=told)
+            while any(len(self.answers[one].tokens) < 12 for one in decoding):
+                self.step()
+            for at, prompt in enumerate(load.prompts):
+                answer = f"p{number}-{at}"
+                self.add(answer, prompt, 1, max_tokens=1, extra_args=told)
+                while not self.answers[answer].ended:
+                    self.step()
+            for request_id in decoding:
+                self.abort(request_id)
+            self.run()
+        self.answers.clear()
+        self.log.clear()
+        self.scheduler.report()
+        self._results.clear()
+        return self
 
     def abort(self, request_id: str) -> None:
         self.answers[request_id].aborted = True

@@ -872,8 +872,7 @@ class AppConfig(ModelSection):
         planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
         if prefill is None and not planned:
             return None
-        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
-        return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
+        return settings.changed({"classes": sorted({*self.classes, *settings.classes})})
 
     def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
         """Both sides get the same but for what they do: caches go from those that prefill to those that decode."""
@@ -899,11 +898,7 @@ class AppConfig(ModelSection):
 
     def itl_targets(self) -> dict[str, float | None]:
         """Of every class, what decode replicas hold."""
-        settings = self.engine.scheduler
-        return {
-            name: settings.class_itl_targets_s.get(name, section.itl_s or settings.itl_target_s)
-            for name, section in self.classes.items()
-        }
+        return {name: section.itl_s or self.engine.scheduler.tpot_s for name, section in self.classes.items()}
 
     @property
     def gang(self) -> GangSection | None:

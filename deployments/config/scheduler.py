@@ -22,7 +22,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mode = Literal["stock", "mixed", "exclusive", "auto"]
 
 # What the driver itself obeys, and what tells classes apart: it goes with any policy.
-_OF_ANY_POLICY = {"mode", "policy", "policy_args", "max_batch_size", "class_itl_targets_s"}
+_OF_ANY_POLICY = {"mode", "policy", "policy_args", "max_batch_size", "classes", "ttft_s", "tpot_s"}
 
 KEY = "sluice"
 SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
@@ -38,14 +38,18 @@ class SchedulerSettings(BaseModel):
     prefill and decode share a step; `auto` chooses between these two by measured step times."""
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
     """By survival forecast, by 001's eq. 12, or as vLLM does, until memory is full."""
+    ttft_s: Seconds | None = None
+    """Seconds until the first token, promised to requests that bring no promise of their own, as under plain
+    `vllm serve`."""
+    tpot_s: Seconds | None = None
+    """Mean seconds of a token after the first, promised likewise."""
+    sla: Literal["budget", "search"] = "budget"
+    """How times per token are kept: by the model of step times, or by 001's Algorithm 2 for one mean time between
+    tokens, `itl_target_s`."""
     itl_target_s: Seconds | None = None
-    """Mean seconds between two tokens to hold, by batch size and chunk; null is throughput alone."""
-    class_itl_targets_s: dict[str, Seconds] = Field(default_factory=dict)
-    """The same for service classes by name; while one of its requests runs, the strictest class counts."""
-    itl_budget_s: Seconds | None = None
-    """The longest gap that a refill of exclusive batching may put between two tokens."""
-    class_itl_budgets_s: dict[str, Seconds] = Field(default_factory=dict)
-    """The same for service classes by name; while one of its requests runs, the strictest class counts."""
+    """What `sla: search` holds."""
+    classes: tuple[str, ...] = ()
+    """Service classes whose lengths are learned apart, by name; the application fills it in."""
     refill: int | None = Field(default=None, ge=1)
     """k, the free slots at which exclusive batching refills; null is what measurement says."""
     max_wait_s: Seconds | None = None
@@ -60,6 +64,9 @@ class SchedulerSettings(BaseModel):
     """What an answer is taken for before any has been seen."""
     profile: Path | None = None
     """A file that `sluice calibrate` wrote for this model and hardware."""
+    measure_s: float = Field(default=10.0, ge=0, le=600, allow_inf_nan=False)
+    """Most seconds at an engine's start, before it takes requests, to measure what steps cost, for `mode: auto` without
+    a profile; 0 leaves it out, and `auto` then stays with mixed steps until it has seen what prefills cost alone."""
     policy: str | None = None
     """A class of your own that plans every step, `package.module:Class`, or another of policies/registry.py by name;
     null is Sluice's. See docs/write-a-policy.md. It cannot change live."""
@@ -109,21 +116,23 @@ class SchedulerSettings(BaseModel):
         return self.parse(self.model_dump() | dict(changes))
 
     @property
+    def measures(self) -> bool:
+        """Whether a new engine is measured: where the mode follows from it, and no file has told."""
+        return self.mode == "auto" and self.policy is None and self.profile is None and self.measure_s > 0.0
+
+    @property
     def class_names(self) -> tuple[str | None, ...]:
         """Class of each class_index; the first is for all requests of no named class."""
-        return (None, *sorted(self.class_itl_targets_s | self.class_itl_budgets_s))
+        return (None, *sorted(set(self.classes)))
 
     def auto_config(self, known: StepTimes | None, *, phases: bool = True, speculates: bool = False) -> AutoConfig:
         """The policy's settings; `phases` False keeps to mixed steps."""
-        names = self.class_names
-        targets = tuple(self.class_itl_targets_s.get(name or "", self.itl_target_s) for name in names)
-        budgets = tuple(self.class_itl_budgets_s.get(name or "", self.itl_budget_s) for name in names)
         return AutoConfig(
             mode=self.mode if phases and self.mode != "stock" else "mixed",
             admission=self.admission,
-            itl_targets_s=targets,
-            itl_budgets_s=budgets,
-            classes=len(names),
+            sla=self.sla,
+            itl_target_s=self.itl_target_s,
+            classes=len(self.class_names),
             refill=self.refill,
             max_wait_s=self.max_wait_s,
             overcommit=self.overcommit,

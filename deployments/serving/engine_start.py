@@ -9,6 +9,7 @@ from typing import Any
 from ray._private.worker import global_worker
 
 from deployments.config.application import AppConfig, Role
+from deployments.config.scheduler import SchedulerSettings
 from deployments.process.environment import check_build
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import last_error, last_line
@@ -46,20 +47,23 @@ async def _build(config: AppConfig, role: Role) -> Any:
     args = parse_vllm_args(config.engine_argv(role))
     if config.gang is None:
         check_build(config.engine.num_gpus)
-        return await _vllm(args)
+        return await _vllm(args, config.scheduler_settings(role))
     from deployments.engines.transformers.engine import TransformersEngine
 
     return await asyncio.to_thread(TransformersEngine, args, config.gang, asyncio.get_running_loop())
 
 
-async def _vllm(args: Namespace) -> Any:
+async def _vllm(args: Namespace, scheduler: SchedulerSettings | None) -> Any:
     from deployments.engines.vllm.engine import VllmEngine
 
     try:
-        return await asyncio.to_thread(VllmEngine, args)
+        engine = await asyncio.to_thread(VllmEngine, args)
     except RuntimeError as error:  # it says "see above", and above is the log of this process
         why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
         raise EngineStartError(f"the engine did not start: {why or error}") from error
+    if scheduler is not None and scheduler.measures:
+        await engine.measure(scheduler.measure_s)
+    return engine
 
 
 async def _make_ready(engine: Any) -> None:

@@ -1,19 +1,22 @@
-"""The engine's default policy: forecast admission, latency-bound batch and chunk, exclusive or mixed by cost.
+"""The engine's default policy: forecast admission, promised times per token, exclusive or mixed by cost.
 
-A composition, not a new decision: ``Smallest`` over the admission, with latency targets also ``ClassTargets``
-(Algorithm 2 and the chunk under the strictest class's target), and ``ExclusiveMixed`` last, so that phases wait for
-requests that the others would really let in. Whoever needs other settings of the parts composes them the same way.
+A composition, not a new decision: what memory allows, then what promises allow, and the phase last, so that phases
+wait for requests that the others would really let in. While a promised time per token binds steps, or a first token
+could not wait for the end of a cycle, prefill and decode share steps: where the mean over a cycle would just have kept
+the promise, phases cost up to two points of the requests in time.
 """
 
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from policies.checks import require_at_least, require_one_of
-from policies.engine.class_targets import ClassTargets, ClassTargetsConfig
+from policies.checks import require_at_least, require_one_of, require_positive
+from policies.engine.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.engine.smallest import Smallest
+from policies.engine.sla_constrained import SlaConstrained, SlaConstrainedConfig
+from policies.engine.smallest import Smallest, joined, narrowed_by
+from policies.engine.step_budget import StepBudget
 from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
@@ -27,25 +30,28 @@ class AutoConfig:
     """The few settings that depend on the service; the rest are the parts' defaults.
 
     Attributes:
-        itl_targets_s: mean time between tokens to hold, by class_index, None for throughput alone; one for each class,
-            or empty for none.
-        itl_budgets_s: longest gap that a refill of exclusive batching may put between two tokens; likewise. mode:
-        "auto", "exclusive" or "mixed". admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves
-        memory to the engine. refill: requests per refill of exclusive batching; None is the exact phase length.
-        max_wait_s: a head of the queue older than this opens a refill at once, or None. overcommit: let the forecast
-        admit more while preemptions cost less than they bring (``policies.engine.overcommit``). overflow_probability,
-        classes: as in ``ForecastAdmissionConfig``. prior_output_tokens: mean and standard deviation that answers are
-        taken to have before any has been seen. step_times: measured earlier on this model and GPU, or None. speculates:
-        a decode step may bring a request several tokens (speculative decoding).
+        mode: "auto", "exclusive" or "mixed".
+        admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
+        sla: how promised times per token are kept: "budget" by the model of step times, "search" is Algorithm 2 for one
+            mean time between tokens, ``itl_target_s``.
+        itl_target_s: goes with "search".
+        refill: requests per refill of exclusive batching; None is the exact phase length.
+        max_wait_s: a head of the queue older than this opens a refill at once, or None.
+        overcommit: let the forecast admit more while preemptions cost less than they bring
+            (``policies.engine.overcommit``).
+        overflow_probability, classes: as in ``ForecastAdmissionConfig``; eq. 12 takes the first too.
+        prior_output_tokens: mean and standard deviation that eq. 12 takes answers to have before any has been seen.
+        step_times: measured earlier on this model and GPU, or None.
+        speculates: a decode step may bring a request several tokens (speculative decoding).
 
     Raises:
-        ConfigError: a value is out of bounds.
+        ConfigError: a value is out of bounds, or "search" comes without its target, or that without it.
     """
 
-    itl_targets_s: tuple[float | None, ...] = ()
-    itl_budgets_s: tuple[float | None, ...] = ()
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
+    sla: Literal["budget", "search"] = "budget"
+    itl_target_s: float | None = None
     refill: int | None = None
     max_wait_s: float | None = None
     overcommit: bool = True
@@ -58,31 +64,24 @@ class AutoConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "classes")
         require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
-        for name in ("itl_targets_s", "itl_budgets_s"):
-            if (given := getattr(self, name)) and len(given) != self.classes:
-                raise ConfigError(f"{name} must hold {self.classes} values, got {given}")
-        self.targets()
+        require_one_of(("budget", "search"), self, "sla")
+        require_positive(self, "itl_target_s")
+        if (self.sla == "search") != (self.itl_target_s is not None):
+            raise ConfigError(f'itl_target_s goes with sla "search", got {self.itl_target_s} with "{self.sla}"')
+        self.memory_aware()
         self.forecast()
         self.exclusive()
 
-    def targets(self) -> ClassTargetsConfig | None:
-        """None where no class has a target."""
-        if all(target is None for target in self.itl_targets_s):
-            return None
-        return ClassTargetsConfig(itl_targets_s=self.itl_targets_s)
-
     def memory_aware(self) -> MemoryAwareConfig:
         return MemoryAwareConfig(
+            overflow_probability=self.overflow_probability,
             prior_output_tokens=self.prior_output_tokens,
             prior_output_std_tokens=self.prior_output_tokens,
         )
 
     def forecast(self) -> ForecastAdmissionConfig:
         return ForecastAdmissionConfig(
-            overflow_probability=self.overflow_probability,
-            classes=self.classes,
-            fallback=self.memory_aware(),
-            speculates=self.speculates,
+            overflow_probability=self.overflow_probability, classes=self.classes, speculates=self.speculates
         )
 
     def exclusive(self) -> ExclusiveMixedConfig:
@@ -90,7 +89,6 @@ class AutoConfig:
             mode=self.mode,
             phase_rule="exact" if self.refill is None else "fixed",
             refill=self.refill,
-            itl_budgets_s=self.itl_budgets_s,
             max_wait_s=self.max_wait_s,
             step_times=StepTimeConfig(prior=self.step_times),
             speculates=self.speculates,
@@ -98,7 +96,13 @@ class AutoConfig:
 
 
 class Auto:
-    """Every part at its default, composed."""
+    """Every part at its default, composed.
+
+    Attributes:
+        admission: what memory allows.
+        latency: what promised times per token allow.
+        phases: exclusive or mixed; its model of step times and its lengths are what others ask for.
+    """
 
     def __init__(self, config: AutoConfig, learned: "Auto | None" = None) -> None:
         """``learned``: a policy whose statistics this one takes over; it must not be used any more.
@@ -111,11 +115,7 @@ class Auto:
         self.config: AutoConfig = config
         self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
         self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned)
-        targets = config.targets()
-        self.targets: ClassTargets | None = (
-            ClassTargets(targets, learned.targets if learned else None) if targets else None
-        )
-        self._composed = Smallest(self.admission, *([self.targets] if self.targets else []), self.phases)
+        self.latency: StepBudget | Smallest = self._latency(config)
 
     def _admission(self, learned: "Auto | None") -> ForecastAdmission | MemoryAware | Stock:
         if self.config.admission == "memory_aware":
@@ -123,8 +123,16 @@ class Auto:
         if self.config.admission == "slots":
             return Stock()
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
-        step_times = self.phases.recompute_times if self.config.overcommit else None
+        step_times = self.phases.model.recompute_times if self.config.overcommit else None
         return ForecastAdmission(self.config.forecast(), known, step_times=step_times)
+
+    def _latency(self, config: AutoConfig) -> StepBudget | Smallest:
+        if config.itl_target_s is None:
+            return StepBudget(self.phases.model.times)
+        return Smallest(
+            SlaConstrained(SlaConstrainedConfig(itl_target_s=config.itl_target_s)),
+            ChunkSize(ChunkSizeConfig(itl_target_s=config.itl_target_s)),
+        )
 
     @property
     def law(self) -> SurvivalLaw | None:
@@ -136,11 +144,33 @@ class Auto:
         """Share admitted beyond the forecast; below 0 less than it."""
         return self.admission.overcommit.share if isinstance(self.admission, ForecastAdmission) else 0.0
 
+    @property
+    def strictest_s(self) -> float:
+        """The promised time per token that binds steps; inf where none does."""
+        return self.latency.strictest_s if isinstance(self.latency, StepBudget) else inf
+
+    @property
+    def seconds_per_prompt_token(self) -> float | None:
+        """Of reading, decodes in between included; None while that is not known."""
+        return self.latency.seconds_per_token if isinstance(self.latency, StepBudget) else None
+
     def plan(self, state: BatchState) -> StepPlan:
-        return self._composed.plan(state)
+        plans = [self.admission.plan(state)]
+        narrowed = narrowed_by(state, plans[0])
+        plans.append(self.latency.plan(narrowed))
+        if self._may_take_turns(state):
+            plans.append(self.phases.plan(narrowed_by(narrowed, plans[1])))
+        return joined(state, plans)
+
+    def _may_take_turns(self, state: BatchState) -> bool:
+        """Whether nobody's time per token binds, and who is next can wait for the end of a cycle."""
+        waits_s = state.waiting[0].deadline_s - state.now_s if state.waiting else inf
+        return self.strictest_s == inf and not 0.0 <= waits_s < self.phases.cycle_s
 
     def observe(self, result: StepResult) -> None:
-        self._composed.observe(result)
+        self.latency.observe(result)
+        self.admission.observe(result)
+        self.phases.observe(result)
 
     def batch_size(self, state: BatchState, joining: int = 0) -> int:
         """Requests that may be in the engine at once as things stand: what a replica can offer without a queue.
@@ -151,7 +181,10 @@ class Auto:
         joining: requests besides that have their memory and will be in a batch: the bound on latency is for them too.
         """
         memory = self.admission.batch_size(state)
-        latency = inf
-        if self.targets:  # of all of them, who need no slot of these
-            latency = self.targets.batch_size(state._replace(slots=state.slots + joining)) - joining
-        return max(0 if joining else 1, int(min(state.slots, memory, latency)))
+        return max(0 if joining else 1, int(min(state.slots, memory, self._latency_bound(state) - joining)))
+
+    def _latency_bound(self, state: BatchState) -> float:
+        """Requests that promised times per token allow."""
+        if isinstance(self.latency, StepBudget):
+            return self.latency.batch_size(state)
+        return min(search.limit for search in self.latency.policies if isinstance(search, SlaConstrained))

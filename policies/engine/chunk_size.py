@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_positive
 from policies.engine.latency_search import LatencySearch, WindowMean
-from policies.engine.plans import KEPT_STEPS, capped_plan
+from policies.engine.plans import STANDING_STEPS, capped_plan
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 # Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.
@@ -60,12 +60,12 @@ class ChunkSize:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        plan = capped_plan(state, state.slots, Limit.SLOTS, self.steps_ahead())
+        plan = capped_plan(state, state.slots, Limit.SLOTS, steps=self._steps_ahead())
         return plan._replace(max_prefill_tokens=self.chunk_tokens)
 
-    def steps_ahead(self) -> int:
+    def _steps_ahead(self) -> int:
         """Steps until the chunk may change."""
-        return min(KEPT_STEPS, self._window.steps_left)
+        return min(STANDING_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
         if result.prefill_tokens and result.decode_requests:

@@ -15,14 +15,13 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
 * What is resident follows from ages and survival, so no steady state is assumed: eq. 8 is unsafe for a coefficient of
   variation above 1 and wasteful below (ERRATA 1.4), and sizes measured on a young batch over-admit (1.8).
 * Laws are stretched by ``length_bias``: too long an estimate costs little, one half too short collapses.
-* Without enough samples eq. 12 decides (``MemoryAware``), or with overcommit all are taken to live 24 steps longer.
+* Without enough samples all are taken to live 24 steps longer: eq. 12 on a prior four times too long was measured to
+  leave half of a small cache empty.
 * Blocks shared through a prefix cache are held once: prompts of the batch are scaled so that the tokens it holds now
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
-* A cap that binds stands for twelve steps, or until one in 24 has left the batch, anybody where less than 48 run; their
-  slots stay empty so long. Where those whom the last one was for have not started, as while exclusive batching decodes,
-  it stands twice as long. That loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short); others
-  who came in their place unseen would cost 0.3 to 1.0 %.
+* A cap that binds stands for twelve steps, or until one in 24 has left the batch, and slots that come free stay empty
+  so long: that loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short).
 * That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for
@@ -30,7 +29,7 @@ independent, and a cap that is not filled at once is for whoever is at the head 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from statistics import NormalDist
@@ -41,18 +40,17 @@ import numpy as np
 from policies.checks import require_at_least, require_positive, require_probability
 from policies.engine.overcommit import Overcommit
 from policies.engine.plans import (
-    KEPT_STEPS,
-    LEFT_SHARE,
-    READ_STEPS,
+    STANDING_SHARE,
+    STANDING_STEPS,
     capped_plan,
     mean_known_prompt_tokens,
     unshared_fraction,
 )
 from policies.errors import InputError
 from policies.lengths.statistics import LengthStatistics, SurvivalLaw
-from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.types import (
     BatchState,
+    BoolArray,
     FloatArray,
     IntArray,
     Limit,
@@ -62,12 +60,14 @@ from policies.types import (
     StepTimes,
 )
 
+# Cells of ages: an age is told within some 3 %, less than a law is known by.
 _AGE_CELLS = 64
-# A cap stands for so many steps, where memory binds, or until LEFT_SHARE of the batch has left it.
+# A cap that binds stands for so many steps: less than others, for slots of those who leave stay empty meanwhile.
 _REVIEW_STEPS = 12
-# While nothing is known of lengths everybody is taken to live so many steps longer, and then to end.
+# While nothing is known of lengths everybody is taken to live so many steps longer: admitting all that fits preempts at
+# once, and a prior of whole answers leaves half of a small cache empty.
 _UNKNOWN_STEPS = 24
-# The horizons end where a law has ended but for this share.
+# The horizons end where a law has ended but for this share: later horizons never bind.
 _LONGEST = 0.999
 
 
@@ -87,7 +87,6 @@ class ForecastAdmissionConfig:
         horizons: points of the horizon grid.
         refresh_steps: most steps between two refreshes of a class's law, fewer while fewer completions are known; one
             class is refreshed at a time.
-        fallback: eq. 12 and its prior moments.
         speculates: a decode step may bring a request several tokens: lengths are then learned without counting steps.
 
     Raises:
@@ -102,7 +101,6 @@ class ForecastAdmissionConfig:
     window: int = 1000
     horizons: int = 28
     refresh_steps: int = 128
-    fallback: MemoryAwareConfig = MemoryAwareConfig()
     speculates: bool = False
 
     def __post_init__(self) -> None:
@@ -122,32 +120,23 @@ class ForecastAdmission:
         *,
         step_times: Callable[[], StepTimes | None] | None = None,
     ) -> None:
-        """With ``step_times``, what preemptions cost and bring is weighed up (``Overcommit``), and until there are
-        enough samples everybody is taken to live 24 steps longer: eq. 12 on a prior four times too long was measured to
-        leave half of a small cache empty. It gives None while it is not known what a prompt costs. learned: one with as
-        many classes, whose lengths this one takes over; it must not be used any more.
+        """With ``step_times``, what preemptions cost and bring is weighed up (``Overcommit``); it gives None while it
+        is not known what a prompt costs. learned: one with as many classes, whose lengths this one takes over; it must
+        not be used any more.
         """
         self.config = config
         self._step_times = step_times
         self.overcommit: Overcommit = learned.overcommit if learned and step_times else Overcommit()
         self._held_back = False
-        self._fallback = MemoryAware(config.fallback) if step_times is None else None
-        if learned:
-            learned._read_steps()
         self._lengths: LengthStatistics = (
             learned._lengths if learned else LengthStatistics(classes=config.classes, window=config.window)
         )
-        self._unread: list[StepResult] = []
         if config.speculates:
             self._lengths.stop_counting_steps()
         self._survival = _SurvivalTable(config.classes, config.horizons)
         self._safety_factor = NormalDist().inv_cdf(1.0 - config.overflow_probability)
         self._refreshes = 0
         self._steps_to_refresh = 0
-        self._cap = 0
-        self._stands = 1  # times as long as usual
-        self._departed = 0  # when the cap was found
-        self._steps_to_review = 0
 
     @property
     def uses_forecast(self) -> bool:
@@ -155,60 +144,30 @@ class ForecastAdmission:
         return self._lengths.completed >= self.config.min_samples
 
     def plan(self, state: BatchState) -> StepPlan:
-        if not self.uses_forecast:  # the next end may be the last sample needed
-            return self._fallback.plan(state)._replace(steps=1) if self._fallback else self._plan_unknown(state)
-        self._refresh(state)
-        if self._steps_to_review > 0 and state.departed - self._departed <= self._may_leave:
-            return self._standing_plan(state)
-        self._steps_to_review = 0
+        if self.uses_forecast:
+            self._refresh(state)
         elsewhere = _held_elsewhere(state)
-        if steps := self._steps_ahead(state, elsewhere):
-            return capped_plan(state, state.slots, Limit.SLOTS, steps)
-        unfilled = self._still_to_start(state) > 0
-        candidates = state.waiting[: state.free_slots] if state.waiting else ()
+        if steps := self._steps_of_room(state, elsewhere):
+            return capped_plan(state, state.slots, Limit.SLOTS, steps=steps)
+        candidates = state.waiting[: state.free_slots]
         safe, next_fits = self._fitting(state, candidates, elsewhere) if candidates else (0, False)
         self._held_back |= next_fits
         if safe == len(candidates):
             return capped_plan(state, state.slots, Limit.SLOTS)
-        self._cap, self._departed = state.running_count + safe, state.departed
-        self._stands = 2 if unfilled else 1
-        self._steps_to_review = self._stands * _REVIEW_STEPS
-        return self._standing_plan(state)
+        cap = state.running_count + safe
+        departures = max(0, floor(STANDING_SHARE * cap) - 1)
+        return capped_plan(state, cap, Limit.MEMORY, steps=_REVIEW_STEPS, departures=departures)
 
-    def _plan_unknown(self, state: BatchState) -> StepPlan:
-        """While next to nothing is known of lengths."""
-        candidates = state.waiting[: state.free_slots]
-        safe, _ = self._fitting(state, candidates, _held_elsewhere(state))
-        if safe == len(candidates):
-            return capped_plan(state, state.slots, Limit.SLOTS)
-        return capped_plan(state, state.running_count + safe, Limit.MEMORY)
-
-    @property
-    def _may_leave(self) -> int:
-        """When more have departed, the batch is looked at again."""
-        return max(0, floor(self._stands * LEFT_SHARE * self._cap) - 1)
-
-    def _standing_plan(self, state: BatchState) -> StepPlan:
-        """The cap found last, less those who have departed since."""
-        steps = min(KEPT_STEPS, self._steps_to_review, self._steps_to_refresh)
-        left = state.departed - self._departed
-        plan = capped_plan(state, self._cap - left, Limit.MEMORY, steps)
-        return plan._replace(may_leave=self._may_leave - left, max_served=plan.max_batch_size)
-
-    def _steps_ahead(self, state: BatchState, elsewhere: int) -> int:
+    def _steps_of_room(self, state: BatchState, elsewhere: int) -> int:
         """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as
         many come from the cache, and one prompt may be begun that is computed later."""
-        if state.max_model_len is None:
+        if state.max_model_len is None or not self.uses_forecast:
             return 0
-        budget, most = state.max_batch_tokens, min(KEPT_STEPS, self._steps_to_refresh)
-        capacity = state.capacity_tokens - elsewhere - state.max_model_len - budget
-        room = capacity - state.running.total_tokens
-        if room < budget:
+        budget = state.max_batch_tokens
+        room = state.capacity_tokens - elsewhere - state.max_model_len - budget
+        if room < state.running.total_tokens + budget:
             return 0
-        # Everybody lives on to the last horizon: the usual case of a large cache, told at once.
-        if room - state.slots * (self._survival.end + state.block_size) < most * budget:
-            room = capacity - ceil(self._largest_load(state))
-        return max(0, min(most, room // budget))
+        return max(0, min(STANDING_STEPS, int(room - self._largest_load(state)) // budget))
 
     def _largest_load(self, state: BatchState) -> float:
         """Tokens that are not exceeded at any horizon by the batch and what as many as there are slots generate
@@ -220,22 +179,9 @@ class ForecastAdmission:
 
     def observe(self, result: StepResult) -> None:
         self._steps_to_refresh -= 1
-        self._steps_to_review = 0 if result.preempted else self._steps_to_review - 1
-        self._unread.append(result)
-        if not self.uses_forecast:
-            if self._fallback:
-                self._fallback.observe(result)
-            self._read_steps()
-        elif len(self._unread) == READ_STEPS:
-            self._read_steps()
+        self._lengths.observe(result)
         if self._step_times is not None and self.uses_forecast:
             self._weigh(result, self._step_times)
-
-    def _read_steps(self) -> None:
-        """Learn the lengths of the steps that have been observed meanwhile."""
-        unread, self._unread = self._unread, []
-        for result in unread:
-            self._lengths.observe(result)
 
     def _weigh(self, result: StepResult, step_times: Callable[[], StepTimes | None]) -> None:
         self.overcommit.observe(result)
@@ -245,8 +191,6 @@ class ForecastAdmission:
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
-        if self._fallback and not self.uses_forecast:
-            return self._fallback.batch_size(state)
         if not state.free_slots or (self.uses_forecast and not self._refreshes):
             return state.slots
         prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
@@ -258,12 +202,11 @@ class ForecastAdmission:
     def _fitting_alike(self, state: BatchState, alike: RequestView) -> int:
         """How many such requests, as far as there are slots, are within the capacity at every horizon."""
         unshared, capacity = unshared_fraction(state), state.capacity_tokens - _held_elsewhere(state)
-        if self._fits_whatever_happens(state, (alike,) * state.free_slots, capacity):
-            return state.free_slots
-        load, more = self._load(state, unshared), self._load_of(alike, unshared, state.block_size)
+        load = self._load(state, unshared)
+        more = self._survival.loads(*_columns((alike,)), self._held((alike,), unshared, state.block_size))
 
         def exceeds(count: int) -> bool:
-            return not self._fits(capacity, load.plus(more.times(count)))
+            return not self._fit(load.plus(more.times(count)), np.array([float(capacity)]))[0]
 
         return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
 
@@ -275,7 +218,6 @@ class ForecastAdmission:
         """Rebuild what is due: every class at first, afterwards one class at a time."""
         if self._refreshes and self._steps_to_refresh > 0:
             return
-        self._read_steps()
         classes = self.config.classes
         for class_index in (self._refreshes % classes,) if self._refreshes else range(classes):
             self._learn(state, class_index)
@@ -293,65 +235,44 @@ class ForecastAdmission:
         if law is not None:
             self._survival.learn(class_index, law.stretched(self.config.length_bias))
 
-    def _fitting(self, state: BatchState, candidates: tuple[RequestView, ...], elsewhere: int) -> tuple[int, bool]:
+    def _fitting(self, state: BatchState, candidates: Sequence[RequestView], elsewhere: int) -> tuple[int, bool]:
         """How many candidates, from the head of the queue, are within the capacity at every horizon, beside so many
         tokens that nobody in the batch holds; and whether the next one would fit now."""
-        if self._fits_whatever_happens(state, candidates, state.capacity_tokens - elsewhere):
-            return len(candidates), False
-        unshared, known = unshared_fraction(state), candidates[: self._still_to_start(state)]
-        load = self._load(state, unshared, known)
-        beside = max(0, elsewhere - sum([candidate.cached_tokens for candidate in known]))
-        if known and not self._fits(state.capacity_tokens - beside, load):
-            known, beside = (), elsewhere
-            load = self._load(state, unshared)
-        for safe, candidate in enumerate(candidates[len(known) :], len(known)):
-            load = load.plus(self._load_of(candidate, unshared, state.block_size))
-            # A cache that has come before its request starts is among those elsewhere until then.
-            beside = max(0, beside - candidate.cached_tokens)
-            if not self._fits(state.capacity_tokens - beside, load):
-                return safe, bool(load.mean[0] <= state.capacity_tokens - beside)
-        return len(candidates), False
+        unshared = unshared_fraction(state)
+        alone = self._survival.loads(*_columns(candidates), self._held(candidates, unshared, state.block_size))
+        load = self._load(state, unshared).plus(alone.added_up())
+        # A cache that has come before its request starts is among those elsewhere until then.
+        cached = np.cumsum([candidate.cached_tokens for candidate in candidates])
+        capacity = state.capacity_tokens - np.maximum(0.0, elsewhere - cached)
+        fits = self._fit(load, capacity)
+        safe = len(candidates) if fits.all() else int(fits.argmin())
+        return safe, safe < len(candidates) and bool(load.mean[safe, 0] <= capacity[safe])
 
-    def _still_to_start(self, state: BatchState) -> int:
-        """Whom the last cap was for, and who has not started yet: while exclusive batching decodes, all of them. They
-        are likely to fit still, and need not be looked at one by one."""
-        return max(0, self._cap - (state.departed - self._departed) - state.running_count)
-
-    def _load(self, state: BatchState, unshared: float, others: tuple[RequestView, ...] = ()) -> "_Load":
-        """Of the batch and others; half a block of each request is not filled."""
+    def _load(self, state: BatchState, unshared: float) -> "_Load":
+        """Of the batch; half a block of each request is not filled."""
         running = state.running
-        classes, ages, prompts = running.class_index, running.output_tokens, running.prompt_tokens
-        if others:
-            told = np.array([(one.class_index, one.output_tokens, one.prompt_tokens) for one in others])
-            classes, ages, prompts = np.concatenate(((classes, ages, prompts), told.T), axis=1)
-        return self._survival.load(classes, ages, unshared * prompts + (ages + 0.5 * state.block_size))
+        held = unshared * running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
+        return self._survival.load(running.class_index, running.output_tokens, held)
 
-    def _load_of(self, candidate: RequestView, unshared: float, block_size: int) -> "_Load":
-        held = unshared * candidate.prompt_tokens + candidate.output_tokens + 0.5 * block_size
-        return self._survival.load_of(candidate.class_index, candidate.output_tokens, held)
+    def _held(self, candidates: Sequence[RequestView], unshared: float, block_size: int) -> FloatArray:
+        """Tokens that each holds once its prompt is computed, shape (candidates,)."""
+        return np.array([unshared * one.prompt_tokens + one.output_tokens + 0.5 * block_size for one in candidates])
 
-    def _fits(self, capacity_tokens: int, load: "_Load") -> bool:
-        """Whether the load is within the capacity now, when there is no more than there is, and within it and what is
-        admitted beyond it at every horizon."""
-        if load.mean[0] > capacity_tokens:
-            return False
-        limit = capacity_tokens * (1.0 + self.overcommit.share)
-        likely, horizons = load.mean + self._safety_factor * np.sqrt(load.variance), self._survival.horizons
-        peak = likely.argmax()
-        if likely[peak] <= limit or load.at_most(horizons[peak]) > limit:  # nearly always one of the two
-            return bool(likely[peak] <= limit)
-        return float(np.minimum(likely, load.at_most(horizons)).max()) <= limit
+    def _fit(self, loads: "_Load", capacity_tokens: FloatArray) -> BoolArray:
+        """Whether each load is within its capacity now, when there is no more than there is, and within it and what is
+        admitted beyond it at every horizon; shape (loads,)."""
+        likely = loads.mean + self._safety_factor * np.sqrt(loads.variance)
+        most = np.minimum(likely, loads.at_most(self._survival.horizons)).max(axis=1)
+        within = most <= capacity_tokens * (1.0 + self.overcommit.share)
+        return np.asarray(within & (loads.mean[:, 0] <= capacity_tokens))
 
-    def _fits_whatever_happens(
-        self, state: BatchState, candidates: tuple[RequestView, ...], capacity_tokens: int
-    ) -> bool:
-        """Whether everybody could live on to the last horizon: the usual case of a large cache, told at once."""
-        running = state.running
-        if self.config.classes > 1 and running.class_index.max(initial=0) >= self.config.classes:
-            return False  # the full reckoning says which one
-        longest = self._survival.end + state.block_size
-        room = capacity_tokens - running.total_tokens - (len(running) + len(candidates)) * longest
-        return room >= 0 and sum([request.prompt_tokens + request.output_tokens for request in candidates]) <= room
+
+def _columns(candidates: Sequence[RequestView]) -> tuple[IntArray, IntArray]:
+    """Class and age of each."""
+    return (
+        np.array([one.class_index for one in candidates], dtype=np.int64),
+        np.array([one.output_tokens for one in candidates], dtype=np.int64),
+    )
 
 
 def _commonest_class(state: BatchState) -> int:
@@ -368,16 +289,16 @@ def _held_elsewhere(state: BatchState) -> int:
 
 
 class _Load(NamedTuple):
-    """Tokens that requests hold at each horizon.
+    """Tokens that groups of requests hold at each horizon.
 
     Attributes:
-        mean, variance: shape (horizons,) each.
-        requests: how many they are.
+        mean, variance: shape (groups, horizons) each.
+        requests: how many are in each group, shape (groups, 1).
     """
 
     mean: FloatArray
     variance: FloatArray
-    requests: int
+    requests: FloatArray
 
     def plus(self, other: "_Load") -> "_Load":
         return _Load(self.mean + other.mean, self.variance + other.variance, self.requests + other.requests)
@@ -385,10 +306,13 @@ class _Load(NamedTuple):
     def times(self, count: int) -> "_Load":
         return _Load(count * self.mean, count * self.variance, count * self.requests)
 
+    def added_up(self) -> "_Load":
+        """Of the first group, of the first two, of the first three, and so on."""
+        return _Load(*(np.cumsum(part, axis=0) for part in self))
+
     def at_most(self, steps: FloatArray) -> FloatArray:
         """What they hold after so many steps, if nobody ends."""
-        held: float = self.mean[0]
-        return held + self.requests * steps
+        return np.asarray(self.mean[:, :1] + self.requests * steps)
 
 
 class _SurvivalTable:
@@ -449,34 +373,30 @@ class _SurvivalTable:
         Raises:
             InputError: a class_index is not below the number of classes.
         """
-        row, rows = self._cell.take(ages, mode="clip"), len(self._table)
-        if len(self._laws) > 1:
-            row = row + class_index * len(self._ages)
+        row, rows = self._row(class_index, ages), len(self._table)
         # Requests of one row differ in what they hold alone, so the table is gone through once and not for each.
-        try:
-            powers = np.array([np.bincount(row, power, rows) for power in (None, held, held * held)]) @ self._table
-        except ValueError as error:  # there are rows beyond the table
-            raise self._unknown(class_index.max()) from error
+        powers = np.array([np.bincount(row, power, rows) for power in (None, held, held * held)]) @ self._table
         tau, n = self._horizons, len(self._horizons)
         doubt = powers[:, n:]
         mean, variance = powers[1, :n] + tau * powers[0, :n], doubt[2] + tau * (2.0 * doubt[1] + tau * doubt[0])
-        return _Load(mean, variance, len(ages))
+        return _Load(mean[None], variance[None], np.full((1, 1), float(len(ages))))
 
-    def load_of(self, class_index: int, age: int, held: float) -> _Load:
-        """As ``load``, of one request."""
+    def loads(self, class_index: IntArray, ages: IntArray, held: FloatArray) -> _Load:
+        """As ``load``, of each request by itself: a group of one."""
+        rows, n = self._table[self._row(class_index, ages)], len(self._horizons)
+        later = held[:, None] + self._horizons
+        return _Load(rows[:, :n] * later, rows[:, n:] * later * later, np.ones((len(ages), 1)))
+
+    def _row(self, class_index: IntArray, ages: IntArray) -> IntArray:
+        cell = self._cell.take(ages, mode="clip")
         if len(self._laws) == 1:
-            class_index = 0
-        elif class_index >= len(self._laws):
-            raise self._unknown(class_index)
-        row, n = self._table[class_index * len(self._ages) + self._cell[min(age, self._end)]], len(self._horizons)
-        later = held + self._horizons
-        return _Load(row[:n] * later, row[n:] * later * later, 1)
+            return cell
+        if class_index.max(initial=0) >= len(self._laws):
+            raise InputError(f"class_index must be below {len(self._laws)}, got {class_index.max()}")
+        return np.asarray(cell + class_index * len(self._ages))
 
     def growth(self) -> tuple[FloatArray, FloatArray]:
         """Mean and variance of the tokens of its answer that a request which starts now holds at each horizon, shape
         (horizons,) each; of the classes the one where that is most."""
         young, tau, n = self._table[:: len(self._ages)], self._horizons, len(self._horizons)
         return (young[:, :n] * tau).max(axis=0), (young[:, n:] * tau * tau).max(axis=0)
-
-    def _unknown(self, class_index: int) -> InputError:
-        return InputError(f"class_index must be below {len(self._laws)}, got {class_index}")

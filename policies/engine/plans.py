@@ -1,27 +1,27 @@
 """What plans of engine steps have in common."""
 
+from math import inf
+
 from policies.types import BatchState, Limit, Phase, StepPlan
 
-# Most steps that a plan is kept for: what is shown of a batch meanwhile is no older than this.
-KEPT_STEPS = 16
-# Share of the batch that leaves before blocks are counted again where they are short.
-LEFT_SHARE = 1 / 24
-# Steps whose lengths and times are learned together: the code for it is not in the processor's caches between two steps
-# of an engine, and fetching it costs more than learning. Whoever decides by them reads what there is before.
-READ_STEPS = 32
+# A plan where nothing presses stands for 16 steps or until one in 24 has left: on a toy engine with eight loads that
+# gave 0.9985 to 1.0034 of the throughput of planning at every step, and asks in a fifth to a third of the steps.
+STANDING_STEPS = 16
+STANDING_SHARE = 1 / 24
 
 
-def capped_plan(state: BatchState, cap: int, limited_by: Limit, steps: int = 1) -> StepPlan:
+def capped_plan(state: BatchState, cap: int, limited_by: Limit, *, steps: int = 1, departures: float = inf) -> StepPlan:
     """A mixed step of at most ``cap`` requests, never less than one and never more than the slots."""
     size = max(1, min(cap, state.slots))
-    room = max(0, size - state.running_count)
+    binds = size < state.slots
     return StepPlan(
         phase=Phase.MIXED,
         max_batch_size=size,
-        limited_by=limited_by if size < state.slots else Limit.SLOTS,
+        limited_by=limited_by if binds else Limit.SLOTS,
         max_batch_tokens=state.max_batch_tokens,
-        admit=tuple([request.request_id for request in state.waiting[:room]]),
+        starts=max(0, size - state.running_count) if binds else inf,
         steps=steps,
+        departures=departures,
     )
 
 

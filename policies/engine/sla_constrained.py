@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_order, require_positive
 from policies.engine.latency_search import LatencySearch, TokenGap, WindowMean
-from policies.engine.plans import KEPT_STEPS, capped_plan
+from policies.engine.plans import STANDING_STEPS, capped_plan
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 
@@ -69,11 +69,11 @@ class SlaConstrained:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.limit, Limit.SLA, self.steps_ahead())
+        return capped_plan(state, self.limit, Limit.SLA, steps=self._steps_ahead())
 
-    def steps_ahead(self) -> int:
+    def _steps_ahead(self) -> int:
         """Steps until the limit may move."""
-        return min(KEPT_STEPS, self._window.steps_left)
+        return min(STANDING_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)

@@ -41,8 +41,6 @@ _FLOOR = 0.05
 _FAINT = 1e-9
 # Anything shorter is a clock's rounding, not a step.
 _LEAST_STEP_S = 1e-6
-# What is left of a form's weight when it fades.
-_FADED = 0.1
 
 _COLUMNS = {
     Phase.PREFILL: ("overhead_s", "prefill_s"),
@@ -105,7 +103,6 @@ class _Form:
         self._bounded = np.array([name != "interference_s" for name in self._names])
         self._config = config
         self.steps = 0
-        self._short_until = _SHORT_BLOCKS * _BLOCK
         self._spread: float | None = None
         self._rows: list[tuple[float, ...]] = []
         self._seconds: list[float] = []
@@ -124,7 +121,7 @@ class _Form:
         self.steps += 1
         self._rows.append(row)
         self._seconds.append(step_s)
-        if len(self._rows) == (_BLOCK if self.steps <= self._short_until else _LATER_BLOCK):
+        if len(self._rows) == (_BLOCK if self.steps <= _SHORT_BLOCKS * _BLOCK else _LATER_BLOCK):
             self._absorb(np.array(self._rows) / self._scale, np.array(self._seconds))
             self._rows.clear()
             self._seconds.clear()
@@ -149,13 +146,6 @@ class _Form:
     def _become(self, information: FloatArray, moment: FloatArray) -> None:
         self._information, self._moment, self._known = information, moment, True
         self._solution = self._fitted = None
-
-    def fade(self) -> None:
-        self._information, self._moment = _FADED * self._information, _FADED * self._moment
-        self._solution = self._fitted = None
-        self._rows.clear()
-        self._seconds.clear()
-        self._short_until = max(self._short_until, self.steps + _BLOCK)
 
     def take_all(self, x: FloatArray, y: FloatArray) -> None:
         """Fit to these steps alone, each with the same relative weight; x: rows, shape (steps, columns)."""
@@ -220,22 +210,14 @@ class StepTimeModel:
         kind, row = _row(result)
         self._forms[kind].add(row, result.step_s)
 
-    def fade(self, kind: Phase) -> None:
-        """What was observed of this kind so far weighs less from now on; the form stays until new steps come."""
-        self._forms[kind].fade()
-
     def measured(self, kind: Phase) -> bool:
         """Whether it has seen enough steps that held only prefill, only decodes, or both."""
-        return not self.steps_missing(kind)
+        return self._forms[kind].steps >= self.config.min_steps
 
-    def steps_missing(self, kind: Phase) -> int:
-        """Steps of that kind without which it is not measured."""
-        return max(0, self.config.min_steps - self._forms[kind].steps)
-
-    @property
-    def knows_prefills(self) -> bool:
-        """Whether ``times`` says what a prompt costs: until enough steps have held one, nothing there."""
-        return self.config.prior is not None or self.measured(Phase.PREFILL) or self.measured(Phase.MIXED)
+    def recompute_times(self) -> StepTimes | None:
+        """As ``times``, but None while it is not known what a prompt costs: before enough steps have held one."""
+        known = self.config.prior is not None or self.measured(Phase.PREFILL) or self.measured(Phase.MIXED)
+        return self.times() if known else None
 
     def times(self) -> StepTimes | None:
         """The three forms as they stand; None while there is neither a prior nor one measured kind.
@@ -258,38 +240,6 @@ def _row(result: StepResult) -> tuple[Phase, tuple[float, ...]]:
     if not p:
         return Phase.DECODE, (1.0, d, kv)
     return Phase.MIXED, (1.0, p, d, kv, p * d / (p + d))
-
-
-class StepContents:
-    """What several steps held, summed for each kind, so that what they take by given step times is known at once. They
-    are summed in blocks, which costs less than one by one between two steps of an engine."""
-
-    def __init__(self) -> None:
-        self._rows = {kind: [0.0] * len(columns) for kind, columns in _COLUMNS.items()}
-        self._block: list[StepResult] = []
-
-    def add(self, result: StepResult) -> None:
-        self._block.append(result)
-        if len(self._block) == _LATER_BLOCK:
-            self._sum_up()
-
-    def _sum_up(self) -> None:
-        for result in self._block:
-            if result.scheduled_tokens:
-                kind, row = _row(result)
-                self._rows[kind] = [total + value for total, value in zip(self._rows[kind], row, strict=True)]
-        self._block.clear()
-
-    def seconds(self, times: StepTimes) -> float:
-        """Of all of them together. Mixed ones take as long as their decodes alone at least, on the mean."""
-        self._sum_up()
-        alone_s, mixed_s = self._seconds(Phase.MIXED, times.decode), self._seconds(Phase.MIXED, times.mixed)
-        pure_s = self._seconds(Phase.PREFILL, times.prefill) + self._seconds(Phase.DECODE, times.decode)
-        return pure_s + max(alone_s, mixed_s)
-
-    def _seconds(self, kind: Phase, form: StepCoefficients) -> float:
-        columns = zip(_COLUMNS[kind], self._rows[kind], strict=True)
-        return float(sum([getattr(form, name) * total for name, total in columns]))
 
 
 def fit_step_times(results: Sequence[StepResult]) -> StepTimes:

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from policies.engine.plans import KEPT_STEPS, capped_plan, mean_known_prompt_tokens, unshared_fraction
+from policies.engine.plans import STANDING_STEPS, capped_plan, mean_known_prompt_tokens, unshared_fraction
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 
@@ -10,7 +10,7 @@ class Stock:
     """The engine's own behaviour: fill the slots, mix prefill and decode. The baseline everything is compared with."""
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, state.slots, Limit.SLOTS, KEPT_STEPS)
+        return capped_plan(state, state.slots, Limit.SLOTS, steps=STANDING_STEPS)
 
     def batch_size(self, state: BatchState) -> int:
         """Requests that may run at once as things stand: the engine starts those whose prompts fit now."""

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,9 +41,8 @@ TARGET = {"itl_target_s": 0.03}
 
 MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     "auto": lambda: build("auto"),
-    "auto with a latency target": lambda: build(
-        "auto", itl_targets_s=(0.03,) * 3, itl_budgets_s=(0.1,) * 3, classes=3, step_times=TIMES
-    ),
+    "auto that knows step times": lambda: build("auto", classes=3, step_times=TIMES),
+    "auto that searches": lambda: build("auto", sla="search", itl_target_s=0.03, step_times=TIMES),
     "stock": lambda: build("stock"),
     "memory_aware": lambda: build("memory_aware", min_samples=4),
     "memory_aware linear": lambda: build("memory_aware", form="linear", basis="resident", min_samples=4),
@@ -93,6 +91,9 @@ def states(draw: st.DrawFn) -> BatchState:
             output_tokens=[0 if part else output + 1 for _, output, part in running],
             prefill_tokens_left=[prompt if part else 0 for prompt, _, part in running],
             class_index=[index % 3 for index in range(len(running))],
+            deadline_s=[(np.inf, 0.5)[index % 2] for index in range(len(running))],
+            first_token_s=[np.nan if part else 0.1 * index for index, (_, _, part) in enumerate(running)],
+            tpot_s=[(np.inf, 0.02, 0.2)[index % 3] for index in range(len(running))],
         ),
         waiting=tuple(
             RequestView(
@@ -102,6 +103,8 @@ def states(draw: st.DrawFn) -> BatchState:
                 output_tokens=output,
                 cached_tokens=output,
                 class_index=index % 3,
+                deadline_s=(np.inf, 1.0)[index % 2],
+                tpot_s=(np.inf, 0.03)[index % 2],
             )
             for index, (prompt, output) in enumerate(waiting)
         ),
@@ -226,128 +229,26 @@ class _Scribbler:
         self.policy.observe(result)
 
 
-class _Keeper:
-    """A driver that keeps a plan for as long as it may, and reports the steps before it asks again."""
-
-    def __init__(self, policy: BatchPolicy) -> None:
-        self.policy = policy
-        self.kept = 0
-        self._plan: StepPlan | None = None
-        self._steps_left = self._departed = 0
-        self._untold: list[StepResult] = []
-
-    def plan(self, state: BatchState) -> StepPlan:
-        if self._plan and self._may_keep(self._plan, state):
-            self.kept += 1
-            self._steps_left -= 1
-            cap = self._plan.cap(state.departed - self._departed)
-            room = 0 if self._plan.phase is Phase.DECODE else max(0, cap - state.running_count)
-            admit = tuple(request.request_id for request in state.waiting[:room])
-            return self._plan._replace(max_batch_size=cap, admit=admit)
-        for result in self._untold:
-            self.policy.observe(result)
-        self._untold.clear()
-        self._plan = self.policy.plan(state)
-        self._steps_left, self._departed = self._plan.steps - 1, state.departed
-        return self._plan
-
-    def _may_keep(self, plan: StepPlan, state: BatchState) -> bool:
-        undisturbed = plan.phase is Phase.MIXED or not state.prefilling_count
-        return self._steps_left > 0 and undisturbed and state.departed - self._departed <= plan.may_leave
-
-    def observe(self, result: StepResult) -> None:
-        self._untold.append(result)
-        if result.preempted:
-            self._steps_left = 0
-
-
 @every_policy
-@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (6000, 64), (150, 512), (60, 512)])
-def test_a_plan_that_is_kept_is_what_would_have_been_planned(
-    make: Callable[[], BatchPolicy], blocks: int, budget: int
-) -> None:
-    assert _driven(_Keeper(make()), blocks, budget) == _driven(make(), blocks, budget)
+@pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (150, 512)])
+def test_asking_less_often_costs_next_to_nothing(make: Callable[[], BatchPolicy], blocks: int, budget: int) -> None:
+    always, seldom = (
+        _served(ToyEngine(make(), TIMES, slots=64, total_blocks=blocks, max_batch_tokens=budget, stands=stands))
+        for stands in (False, True)
+    )
+    assert always.asked == len(always.results)
+    assert seldom.now_s < 1.03 * always.now_s
 
 
-@pytest.mark.parametrize("name", ["auto", "auto with a latency target", "exclusive_mixed", "exclusive_mixed exclusive"])
-@pytest.mark.parametrize("blocks", [6000, 150])
-def test_looking_at_what_has_been_learned_changes_nothing(name: str, blocks: int) -> None:
-    make = MAKERS[name]
-    assert _driven(_Onlooker(make()), blocks) == _driven(make(), blocks)
+@pytest.mark.parametrize(("name", "share"), [("stock", 0.2), ("auto", 0.3), ("forecast_admission", 0.3)])
+def test_a_policy_is_asked_in_few_of_the_steps(name: str, share: float) -> None:
+    engine = _served(ToyEngine(build(name), TIMES, slots=64, max_batch_tokens=512, max_model_len=1024, stands=True))
+    assert engine.asked < share * len(engine.results)
 
 
-class _Onlooker:
-    """A driver whose monitoring asks after every step, when the policy would read some steps later."""
-
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-        self._phases = getattr(policy, "phases", policy)
-
-    def plan(self, state: BatchState) -> StepPlan:
-        plan: StepPlan = self.policy.plan(state)
-        return plan
-
-    def observe(self, result: StepResult) -> None:
-        self.policy.observe(result)
-        self._phases.step_times()
-        self._phases.law()
-
-
-@pytest.mark.parametrize(
-    ("name", "share"), [("forecast_admission", 0.4), ("mixed", 0.4), ("exclusive", 0.05), ("auto", 0.05)]
-)
-def test_a_cap_that_is_kept_is_what_would_have_been_planned_while_a_few_leave(name: str, share: float) -> None:
-    def make() -> BatchPolicy:
-        return build(name) if name == "forecast_admission" else build("auto", mode=name, step_times=TIMES)
-
-    keeper = _Keeper(make())
-    kept = _driven(keeper, blocks=2500, slots=300, mean_output=150)
-    assert kept == _driven(make(), blocks=2500, slots=300, mean_output=150)
-    assert keeper.kept > share * len(kept)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: build("chunk_size", window_steps=2, itl_target_s=0.016),
-        lambda: build("sla_constrained", window_steps=2, itl_target_s=0.014),
-        lambda: build("auto", mode="mixed", itl_targets_s=(0.016,)),
-    ],
-    ids=["chunk_size", "sla_constrained", "auto"],
-)
-def test_a_plan_is_kept_until_its_target_may_ask_for_another(make: Callable[[], BatchPolicy]) -> None:
-    asked, kept = (_driven(policy) for policy in (make(), _Keeper(make())))
-    assert kept == asked
-    assert len({(plan.max_batch_size, plan.max_prefill_tokens) for plan in asked}) > 1
-
-
-def _driven(
-    policy: BatchPolicy, blocks: int = 6000, budget: int = 512, slots: int = 16, mean_output: float = 30
-) -> list[StepPlan]:
-    """What was planned, but for how long it holds."""
-    jobs = random_jobs(max(150, 3 * slots), prompt=(20, 120), mean_output=mean_output, seed=5)
-    engine = ToyEngine(policy, TIMES, slots=slots, total_blocks=blocks, max_batch_tokens=budget, max_model_len=1024)
-    run_closed(engine, jobs, slots + 4)
-    return [plan._replace(steps=1, may_leave=0, max_served=0) for plan in engine.plans]
-
-
-@pytest.mark.parametrize(
-    ("policy", "blocks", "share"),
-    [
-        (build("stock"), 6000, 0.9),
-        (build("auto"), 6000, 0.5),
-        (build("forecast_admission"), 6000, 0.5),
-        (build("auto", itl_targets_s=(1.0,)), 6000, 0.8),
-        (build("forecast_admission"), 60, 0.4),
-        (build("auto"), 60, 0.4),
-    ],
-    ids=["stock", "auto", "forecast_admission", "auto with a target", "forecast_admission, tight", "auto, tight"],
-)
-def test_plans_are_kept(policy: BatchPolicy, blocks: int, share: float) -> None:
-    keeper = _Keeper(policy)
-    engine = ToyEngine(keeper, TIMES, slots=16, total_blocks=blocks, max_batch_tokens=512, max_model_len=1024)
-    run_closed(engine, random_jobs(300, prompt=(20, 120), mean_output=30, seed=6), 20)
-    assert keeper.kept > share * len(engine.plans)
+def _served(engine: ToyEngine) -> ToyEngine:
+    jobs = random_jobs(600, prompt=(20, 120), mean_output=60, seed=5)
+    return run_closed(engine, jobs, 2 * engine.slots)
 
 
 @every_policy

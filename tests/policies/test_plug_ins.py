@@ -106,7 +106,7 @@ def state(*, decoding: int = 0, reading: int = 0, waiting: int = 0) -> BatchStat
 
 def test_a_class_is_made_with_its_settings_and_asked_as_ours_are() -> None:
     policy = build_of(Family.BATCH, "theirs.policies:Fixed", {"size": 3})
-    assert policy.plan(state(decoding=1, waiting=5)).admit == ("w0", "w1")
+    assert policy.plan(state(decoding=1, waiting=5)).starts == 2
     assert policy.batch_size(state()) == 8, "all slots, where it says nothing"
     assert build_of(Family.BATCH, "theirs.policies:Fixed", {}).plan(state(waiting=9)).max_batch_size == 4
 
@@ -170,7 +170,7 @@ PLAN = capped_plan(state(waiting=1), 4, Limit.MEMORY)
         ({"max_batch_size": 3}, state(waiting=1), "must answer a StepPlan"),
         (PLAN._replace(max_batch_size=0), state(waiting=1), "max_batch_size of 1 or more, got 0"),
         (PLAN._replace(max_batch_tokens=0), state(waiting=1), "max_batch_tokens"),
-        (PLAN._replace(max_prefill_tokens=0), state(waiting=1), "max_prefill_tokens"),
+        (PLAN._replace(max_prefill_tokens=-1), state(waiting=1), "max_prefill_tokens"),
         (PLAN._replace(max_batch_size=float("nan")), state(waiting=1), "max_batch_size of 1 or more, got nan"),
         (PLAN._replace(steps=0), state(waiting=1), "steps of 1 or more"),
         (PLAN._replace(phase=Phase.DECODE), state(waiting=1), "answered DECODE"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -17,7 +18,10 @@ from vllm.v1.executor import Executor
 from deployments.config.scheduler import KEY
 from deployments.engines.vllm.args import engine_config, lora_requests, parse_vllm_args
 from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
+from deployments.engines.vllm.measurement import loads, measure
 from policies.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
@@ -95,6 +99,18 @@ class VllmEngine:
         status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
         self._admits = status.get("batch_size")
         return status
+
+    async def measure(self, seconds: float) -> None:
+        """Let the scheduler plug-in see what steps cost, for so long at most. The engine serves nobody yet."""
+        status = await self.status()
+        given = loads(
+            slots=self.slots,
+            max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
+            cache_tokens=status["total_blocks"] * self._config.cache_config.block_size,
+        )
+        took_s = await measure(self, given, seconds)
+        logger.info("measured what steps cost in %.1f s", took_s)
 
     async def load_adapters(self) -> None:
         """Those that its arguments name. Raises an exception with vLLM's words when one cannot be loaded."""

@@ -165,7 +165,7 @@ class TestMemoryAware:
         plan = policy.plan(make_state(waiting=256))
         assert plan.max_batch_size == memory_safe_batch_size(100_000, 100 + 400 + 8, 420, 0.01)
         assert plan.limited_by is Limit.MEMORY
-        assert len(plan.admit) == plan.max_batch_size
+        assert plan.starts == plan.max_batch_size
 
     def test_a_young_batch_does_not_look_small(self) -> None:
         young = make_state(running=50, waiting=50)
@@ -195,7 +195,7 @@ class TestMemoryAware:
     def test_it_never_asks_for_less_than_what_decodes(self) -> None:
         policy = MemoryAware(MemoryAwareConfig(prior_output_tokens=5000))
         plan = policy.plan(make_state(running=60, waiting=10))
-        assert (plan.max_batch_size, plan.admit) == (60, ())
+        assert (plan.max_batch_size, plan.starts) == (60, 0)
 
     def test_known_prompts_take_the_prompts_spread_out_of_the_cap(self) -> None:
         def cap(known_prompts: bool) -> int:
@@ -267,7 +267,7 @@ class TestSlaConstrainedLiteral:
         policy = SlaConstrainedLiteral(SlaConstrainedLiteralConfig(itl_target_s=0.05, max_batch_size=8, alpha=16))
         policy.update(0.01, 1)
         assert policy.limit == 0
-        assert policy.plan(make_state(waiting=1)).admit == ("w0",)
+        assert policy.plan(make_state(waiting=1)).starts == 1
 
     def test_after_a_light_load_the_first_burst_runs_far_over_the_target(self) -> None:
         policy = SlaConstrainedLiteral(SlaConstrainedLiteralConfig(itl_target_s=0.05))
@@ -418,22 +418,21 @@ class _Fixed:
         chunk: int | None = None,
         kept: tuple[int, int] = (1, 0),
     ) -> None:
-        """kept: steps and may_leave of its plans."""
+        """kept: steps and departures of its plans."""
         self.cap, self.limit, self.phase, self.budget, self.chunk = cap, limit, phase, budget, chunk
         self.kept = kept
         self.observed = 0
 
     def plan(self, state: BatchState) -> StepPlan:
-        room = max(0, self.cap - state.running_count)
         return StepPlan(
             phase=self.phase,
             max_batch_size=self.cap,
             limited_by=self.limit,
             max_batch_tokens=self.budget,
             max_prefill_tokens=self.chunk,
-            admit=tuple(request.request_id for request in state.waiting[:room]),
+            starts=max(0, self.cap - state.running_count),
             steps=self.kept[0],
-            may_leave=self.kept[1],
+            departures=self.kept[1],
         )
 
     def observe(self, result: StepResult) -> None:
@@ -444,12 +443,12 @@ class TestSmallest:
     def test_the_smallest_cap_counts_and_says_which_limit_it_was(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA), _Fixed(30, Limit.SLOTS))
         plan = Smallest(*policies).plan(make_state(running=2, waiting=64))
-        assert (plan.max_batch_size, plan.limited_by, len(plan.admit)) == (12, Limit.SLA, 10)
+        assert (plan.max_batch_size, plan.limited_by, plan.starts) == (12, Limit.SLA, 10)
 
     def test_a_plan_holds_for_as_long_as_every_part_of_it_does(self) -> None:
         parts = (_Fixed(40, Limit.MEMORY, kept=(4, 7)), _Fixed(64, Limit.SLOTS, kept=(16, 9)))
         plan = Smallest(*parts).plan(make_state(running=2, waiting=64))
-        assert (plan.steps, plan.may_leave) == (4, 7)
+        assert (plan.steps, plan.departures) == (4, 7)
 
     def test_every_policy_observes_every_step(self) -> None:
         policies = (_Fixed(40, Limit.MEMORY), _Fixed(12, Limit.SLA))
@@ -460,7 +459,7 @@ class TestSmallest:
         plan = Smallest(_Fixed(8, Limit.SLOTS, Phase.PREFILL), _Fixed(4, Limit.MEMORY)).plan(
             make_state(running=4, waiting=4)
         )
-        assert (plan.phase, plan.admit) == (Phase.DECODE, ())
+        assert (plan.phase, plan.starts) == (Phase.DECODE, 0)
 
     def test_the_budget_of_a_mixed_step_does_not_bind_a_prefill_phase(self) -> None:
         chunked, phased = _Fixed(64, Limit.SLOTS, budget=500, chunk=90), _Fixed(64, Limit.SLOTS, Phase.PREFILL)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.engine.stock import Stock
 from policies.errors import InputError
-from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig, memory_safe_batch_size
+from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.types import (
     BatchPolicy,
     BatchState,
@@ -89,20 +89,7 @@ class TestOnPaper:
         # Outputs are 200 for sure: five new requests of prompt 100 peak together at 5 * 300 tokens.
         policy = taught([200] * 100)
         plan = policy.plan(make_state(ages=[], waiting=50, capacity=1520))
-        assert (len(plan.admit), plan.limited_by) == (5, Limit.MEMORY)
-
-    @pytest.mark.parametrize(("started", "steps"), [(True, [12, 12]), (False, [16, 8])])
-    def test_a_cap_stands_longer_while_those_it_is_for_do_not_start(self, started: bool, steps: list[int]) -> None:
-        policy = taught([200] * 128)
-        first = policy.plan(make_state(ages=[50] * 80, waiting=60, capacity=25_000))
-        assert (first.steps, first.limited_by, len(first.admit) > 0) == (12, Limit.MEMORY, True)
-        for _ in range(12):
-            policy.observe(make_result())
-        running = first.max_batch_size if started else 80
-        for kept in steps:
-            assert policy.plan(make_state(ages=[62] * running, waiting=60, capacity=25_000)).steps == kept
-            for _ in range(kept):
-                policy.observe(make_result())
+        assert (plan.starts, plan.limited_by) == (5, Limit.MEMORY)
 
     def test_who_takes_over_knows_the_last_answers_too(self) -> None:
         # Short answers were seen before; those of the last steps are long.
@@ -110,30 +97,34 @@ class TestOnPaper:
         old, twin = (taught([20] * 8 + [400] * 60) for _ in range(2))
         new = ForecastAdmission(old.config, old)
         short = taught([20] * 40)
-        assert len(new.plan(state).admit) == len(twin.plan(state).admit) < len(short.plan(state).admit)
+        assert new.plan(state).starts == twin.plan(state).starts < short.plan(state).starts
+
+    def test_a_cap_that_binds_stands_for_some_steps_and_departures(self) -> None:
+        plan = taught([200] * 100).plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
+        assert (plan.max_batch_size, plan.starts, plan.steps, plan.departures) == (208, 8, 12, 7)
 
     def test_requests_about_to_end_make_room_for_new_ones(self) -> None:
         old = taught([200] * 100).plan(make_state(ages=[190] * 4, waiting=50, capacity=2400))
         young = taught([200] * 100).plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
-        assert len(young.admit) < len(old.admit)
+        assert young.starts < old.starts
 
     def test_a_smaller_chance_of_overflow_admits_less(self) -> None:
         lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
         state = make_state(ages=[50] * 20, waiting=60, capacity=10_000)
-        admitted = [len(taught(lengths, overflow_probability=p).plan(state).admit) for p in (0.3, 0.05, 0.001)]
+        admitted = [taught(lengths, overflow_probability=p).plan(state).starts for p in (0.3, 0.05, 0.001)]
         assert admitted[0] > admitted[1] > admitted[2]
 
     def test_longer_laws_admit_less(self) -> None:
         lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
         state = make_state(ages=[50] * 20, waiting=60, capacity=8000)
-        admitted = [len(taught(lengths, length_bias=bias).plan(state).admit) for bias in (0.5, 1.0, 2.0)]
+        admitted = [taught(lengths, length_bias=bias).plan(state).starts for bias in (0.5, 1.0, 2.0)]
         assert admitted[0] > admitted[1] > admitted[2]
 
     def test_each_class_has_its_own_law(self) -> None:
-        def admitted(class_index: int) -> int:
+        def admitted(class_index: int) -> float:
             policy = taught([20] * 100, class_index=0, classes=2)
             teach(policy, [2000] * 100, class_index=1)
-            return len(policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=class_index)).admit)
+            return policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=class_index)).starts
 
         assert admitted(0) > 4 * admitted(1)
 
@@ -143,7 +134,7 @@ class TestOnPaper:
             policy.plan(make_state(ages=[], waiting=60, capacity=6000, class_index=class_index))
             for class_index, policy in enumerate(policies)
         ]
-        assert plans[0].admit == plans[1].admit
+        assert plans[0].starts == plans[1].starts < 60
 
     def test_what_it_offers_is_for_requests_of_the_class_at_hand(self) -> None:
         policy = taught([20] * 100, class_index=0, classes=2)
@@ -153,19 +144,11 @@ class TestOnPaper:
         assert 4 < cap == policy.batch_size(state) < 20
         assert policy.batch_size(make_state(ages=[], waiting=0, capacity=20_000)) > 100
 
-    def test_without_samples_equation_12_decides(self) -> None:
-        policy = ForecastAdmission(
-            ForecastAdmissionConfig(fallback=MemoryAwareConfig(prior_output_tokens=300, prior_output_std_tokens=300))
-        )
-        plan = policy.plan(make_state(ages=[], waiting=200, capacity=20_000))
-        assert not policy.uses_forecast
-        assert plan.max_batch_size == memory_safe_batch_size(20_000, 100 + 300 + 0.5, 300, 0.01)
-
-    def test_without_samples_and_with_overcommit_everybody_is_taken_to_live_a_little_longer(self) -> None:
+    def test_without_samples_everybody_is_taken_to_live_a_little_longer(self) -> None:
         policy = ForecastAdmission(ForecastAdmissionConfig(), step_times=lambda: TIMES)
         state = make_state(ages=[40] * 4, waiting=200, capacity=4 * 164 + 20 * 124 + 100)
         plan = policy.plan(state)  # of half a token in a block of one, 24 are 12 more
-        assert (len(plan.admit), plan.limited_by, plan.steps) == (20, Limit.MEMORY, 1)
+        assert (plan.starts, plan.limited_by) == (20, Limit.MEMORY)
         assert policy.batch_size(state) == 24
         room = make_state(ages=[], waiting=20, capacity=20_000)
         assert (policy.plan(room).limited_by, policy.batch_size(room)) == (Limit.SLOTS, 160)
@@ -189,42 +172,8 @@ class TestOnPaper:
         apart = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000)
         shared = make_state(ages=[10] * 10, waiting=60, capacity=12_000, prompt=1000, shared=9000)
         apart_plan, shared_plan = (taught([200] * 100).plan(state) for state in (apart, shared))
-        assert len(apart_plan.admit) == 0
-        assert len(shared_plan.admit) > 0
-
-    def test_a_cap_stands_for_some_steps_until_somebody_leaves_or_is_preempted(self) -> None:
-        def cap(*after: StepResult, ages: int = 10) -> int:
-            policy = taught([200] * 100)
-            policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000, prompt=100))
-            for result in after:
-                policy.observe(result)
-            roomier = make_state(ages=[10] * ages, waiting=60, capacity=9000, prompt=100)._replace(departed=10 - ages)
-            return policy.plan(roomier).max_batch_size
-
-        first = cap()
-        assert cap(*[make_result()] * 11) == first == 10
-        assert cap(*[make_result()] * 12) > first
-        assert cap(make_result()._replace(preempted=1)) > first
-        assert cap(make_result(), ages=9) > first
-
-    def test_nobody_comes_in_the_place_of_the_few_who_leave_while_a_cap_stands(self) -> None:
-        policy = taught([200] * 100)
-        first = policy.plan(make_state(ages=[10] * 200, waiting=60, capacity=60_000))
-        assert (first.max_batch_size, first.may_leave, first.max_served) == (208, 7, 208)
-        for departed in (1, 7, 8):
-            policy.observe(make_result())
-            state = make_state(ages=[10] * (208 - departed), waiting=60, capacity=900_000)
-            plan = policy.plan(state._replace(departed=departed))
-            assert len(plan.admit) == (60 if departed == 8 else 0)
-
-    def test_a_cap_that_somebody_left_does_not_come_back(self) -> None:
-        policy = taught([200] * 100)
-        assert policy.plan(make_state(ages=[10] * 10, waiting=60, capacity=3000)).max_batch_size == 10
-        for running in (9, 10):
-            state = make_state(ages=[10] * running, waiting=60, capacity=900_000)
-            plan = policy.plan(state._replace(max_model_len=512, departed=1))
-            policy.observe(make_result())
-            assert plan.limited_by is Limit.SLOTS
+        assert apart_plan.starts == 0
+        assert shared_plan.starts > 0
 
     @given(
         lengths=st.lists(st.integers(1, 800), min_size=10, max_size=60),
@@ -266,7 +215,7 @@ class TestOnPaper:
         # As in the first test, but 600 tokens belong to sessions that wait for input.
         policy = taught([200] * 100)
         idle = make_state(ages=[], waiting=50, capacity=1520, shared=-600)
-        assert len(policy.plan(idle).admit) == 3
+        assert policy.plan(idle).starts == 3
         assert policy.batch_size(idle) == 3
 
     def test_a_cache_that_came_before_its_request_starts_is_counted_once(self) -> None:
@@ -276,7 +225,7 @@ class TestOnPaper:
             waiting=tuple(request._replace(cached_tokens=1000) for request in cold.waiting),
             free_blocks=cold.free_blocks - 8 * 1000,
         )
-        assert policy.plan(loaded).admit == policy.plan(cold).admit == tuple(f"w{n}" for n in range(8))
+        assert all(policy.plan(state).limited_by is Limit.SLOTS for state in (loaded, cold))
 
     def test_preemptions_before_any_length_is_known_are_not_laid_to_overcommit(self) -> None:
         policy = ForecastAdmission(ForecastAdmissionConfig(length_bias=1.0), step_times=lambda: TIMES)
@@ -290,7 +239,7 @@ class TestOnPaper:
 
     def test_the_only_request_is_never_held_back(self) -> None:
         policy = taught([2000] * 100)
-        assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).admit == ("w0",)
+        assert policy.plan(make_state(ages=[], waiting=3, capacity=500)).starts == 1
 
     @pytest.mark.parametrize(("ages", "grows"), [((190,) * 5, False), ((10,) * 5, True)], ids=["cache", "forecast"])
     def test_it_goes_beyond_the_forecast_where_that_keeps_somebody_waiting(
@@ -309,7 +258,7 @@ class TestOnPaper:
         state = make_state(ages=[], waiting=20, capacity=3000)
         waiting = list(state.waiting)
         waiting[2] = waiting[2]._replace(prompt_tokens=10_000)
-        assert policy.plan(state._replace(waiting=tuple(waiting))).admit == ("w0", "w1")
+        assert policy.plan(state._replace(waiting=tuple(waiting))).starts == 2
 
     def test_a_class_that_was_not_configured_is_named(self) -> None:
         policy = taught([200] * 100, classes=2)
@@ -323,8 +272,8 @@ class TestOnPaper:
     )
     @settings(deadline=None, max_examples=50)
     def test_a_larger_cache_never_admits_less(self, lengths: list[int], ages: list[int], capacity: int) -> None:
-        def admitted(tokens: int) -> int:
-            return len(taught(lengths).plan(make_state(ages=ages, waiting=40, capacity=tokens)).admit)
+        def admitted(tokens: int) -> float:
+            return taught(lengths).plan(make_state(ages=ages, waiting=40, capacity=tokens)).starts
 
         assert admitted(capacity) <= admitted(2 * capacity)
 
@@ -341,7 +290,7 @@ class TestOnPaper:
     @settings(deadline=None, max_examples=30)
     def test_what_it_admits_satisfies_the_constraint_at_every_horizon(self, lengths: list[int], capacity: int) -> None:
         policy = taught(lengths)
-        admitted = len(policy.plan(make_state(ages=[], waiting=200, capacity=capacity)).admit)
+        admitted = min(200, policy.plan(make_state(ages=[], waiting=200, capacity=capacity)).starts)
         outputs = np.array(lengths)
         for horizon in {0, *(length - 1 for length in lengths)}:
             alive = np.mean(outputs > horizon)
@@ -368,7 +317,7 @@ class TestOnPaper:
                     return True
             return False
 
-        admitted = len(taught(lengths).plan(make_state(ages=[], waiting=200, capacity=capacity, prompt=350)).admit)
+        admitted = int(taught(lengths).plan(make_state(ages=[], waiting=200, capacity=capacity, prompt=350)).starts)
         assert admitted > by_moments
         assert not overflows(admitted) and overflows(admitted + 1)
 

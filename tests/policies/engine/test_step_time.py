@@ -1,7 +1,5 @@
 """Step times learned online: recovery of the coefficients, robustness, following a shift, and never a negative cost."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -111,32 +109,6 @@ class TestStepTimeModel:
         feed(model, slow, 1500)
         feed(model, TRUE, 3000, seed=1)
         assert_close(model.times(), rel=0.06)
-
-    def test_a_form_that_faded_stays_until_new_steps_come_and_follows_them(self) -> None:
-        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.04, prefill_s=5e-4))
-        faded, lasting = StepTimeModel(), StepTimeModel()
-        for model in (faded, lasting):
-            feed(model, slow, 64)
-        faded.fade(Phase.PREFILL)
-        before, after = lasting.times(), faded.times()
-        assert before is not None and after is not None
-        assert after.prefill.step_s(prefill_tokens=500) == pytest.approx(before.prefill.step_s(prefill_tokens=500))
-        for model in (faded, lasting):
-            feed(model, TRUE, 16, kinds=(Phase.PREFILL,))
-        before, after = lasting.times(), faded.times()
-        assert before is not None and after is not None
-        truth_s = TRUE.step_s(prefill_tokens=500)
-        assert truth_s < after.prefill.step_s(prefill_tokens=500) < 0.8 * before.prefill.step_s(prefill_tokens=500)
-
-    def test_few_steps_after_a_long_past_that_faded_move_the_form(self) -> None:
-        slow = replace(TRUE, prefill=StepCoefficients(overhead_s=0.008, prefill_s=1e-4))
-        model = StepTimeModel()
-        feed(model, slow, 600, kinds=(Phase.PREFILL,))
-        model.fade(Phase.PREFILL)
-        feed(model, TRUE, 8, kinds=(Phase.PREFILL,))
-        times = model.times()
-        assert times is not None
-        assert times.prefill.step_s(prefill_tokens=500) < 0.95 * slow.prefill.step_s(prefill_tokens=500)
 
     @pytest.mark.parametrize("seed", range(8))
     def test_long_prefills_before_short_ones_do_not_hide_what_short_ones_take(self, seed: int) -> None:

@@ -1,7 +1,4 @@
-"""From vLLM's scheduler to the snapshot that policies read, at a cost that a step does not notice.
-
-What is known of the requests that run (prompt, class, prediction, tokens so far) is kept in arrays from step to step,
-and a snapshot shows those arrays themselves: it is good until the step has been scheduled.
+"""From vLLM's scheduler to the snapshot that policies read.
 
 Departures from the letter of `policies.types`, all of them about what "runs" and "waits" means here:
 
@@ -10,15 +7,11 @@ Departures from the letter of `policies.types`, all of them about what "runs" an
 * A session that waits for its client's next input, a grammar still compiled or KV still on its way does not wait for
   us: it is left out of the queue. A session holds its slot meanwhile.
 * `output_tokens` counts tokens in flight as generated.
-
-Most steps change little: every decode is one token further and a few prompts have been worked on. That much is kept
-track of here, step by step; request objects are read again after anything else: a preemption, a budget that cut decodes
-off, steps that were not told of.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import lru_cache
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain, islice
+from math import inf, isfinite, isnan, nan
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -27,10 +20,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
 from deployments.engines.vllm.scheduler.blocks import pool_share
-from deployments.engines.vllm.scheduler.queue import DeadlineQueue
-from policies.types import BatchState, FloatArray, IntArray, RequestView, RunningRequests
+from policies.engine.promised_queue import Waiting
+from policies.types import BatchState, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
 # Most requests of the queue that are shown: no step starts more.
@@ -43,7 +37,8 @@ class Snapshot(NamedTuple):
     Attributes:
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
-        apart: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its way.
+        outside_batch: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its
+            way.
         joining: of those, where a cache has come or is on its way; they will stand in a batch.
         begun: of those, whoever may start in this step; the slots of the state are for them too.
     """
@@ -51,7 +46,7 @@ class Snapshot(NamedTuple):
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
-    apart: int
+    outside_batch: int
     joining: int
     begun: int
 
@@ -63,92 +58,33 @@ class Snapshot(NamedTuple):
         return (running.total_tokens - sum([one.num_tokens for one in chunks])) / decoding if decoding else 0.0
 
 
-class _Head(NamedTuple):
-    """The head of the queue as it was last looked at, the tokens that it has to prefill, and how often the queue had
-    been popped and otherwise changed by then."""
-
-    views: tuple[RequestView, ...]
-    tokens: int
-    popped: int
-    moved: int
-
-
-_NOBODY = _Head((), 0, 0, 0)
-
-
-@lru_cache(maxsize=1)
-def _zeros(n: int) -> IntArray:
-    return np.zeros(n, dtype=np.int64)
-
-
-class _Batch:
-    """What runs, as columns of which the first ``len`` entries count, in no particular order: who leaves is replaced by
-    the last one, so that nothing else has to move.
-
-    Attributes:
-        requests, place: who stands at a place, and where somebody stands.
-        prompt, class_index, most: int64; what never changes, `most` being output tokens.
-        output: int64; output tokens with those in flight.
-        predicted: float64; NaN without a prediction.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.place: dict[Request, int] = {}
-        self._counts: IntArray = np.zeros((4, 64), dtype=np.int64)
-        self._name_columns()
-        self.predicted: FloatArray = np.zeros(64)
-
-    def _name_columns(self) -> None:
-        self.prompt, self.class_index, self.most, self.output = self._counts
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def join(self, request: Request, class_index: int, predicted: float | None) -> int:
-        """Returns its place."""
-        at = len(self.requests)
-        if at == len(self.predicted):
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)), axis=1)
-            self.predicted = np.concatenate((self.predicted, np.zeros_like(self.predicted)))
-            self._name_columns()
-        self.requests.append(request)
-        self.place[request] = at
-        self.prompt[at], self.class_index[at], self.most[at] = (
-            request.num_prompt_tokens,
-            class_index,
-            request.max_tokens,
-        )
-        self.output[at] = request.num_computed_tokens - request.num_prompt_tokens + 1
-        self.predicted[at] = np.nan if predicted is None else predicted
-        return at
-
-    def leave(self, request: Request) -> None:
-        at = self.place.pop(request, None)
-        if at is None:
-            return
-        last = self.requests.pop()
-        if last is not request:
-            self.requests[at], self.place[last] = last, at
-            self._counts[:, at] = self._counts[:, len(self.requests)]
-            self.predicted[at] = self.predicted[len(self.requests)]
-
-
-class _Known:
+class Known:
     """What is kept of a request until it is forgotten.
 
     Attributes:
         told: what came with it.
         arrived_s: when it came, by the driver's clock: vLLM's own stamp is that of the router's clock, and from before
-            the wait there. None until somebody has said so, or has asked for its view.
+            the wait there.
+        deadline_s: when its first token is due, by the driver's clock; inf where none was promised.
+        first_token_s: when it came; NaN before.
+        class_index, tpot_s: by the settings in force.
         view: as it was last shown, or None.
     """
 
-    __slots__ = ("arrived_s", "told", "view")
+    __slots__ = ("arrived_s", "class_index", "deadline_s", "first_token_s", "told", "tpot_s", "view")
 
-    def __init__(self, told: RequestMetadata) -> None:
-        self.told = told
-        self.arrived_s: float | None = None
+    def __init__(self, told: RequestMetadata, arrived_s: float) -> None:
+        self.told, self.arrived_s = told, arrived_s
+        self.first_token_s = nan
+
+    def judged_by(self, settings: SchedulerSettings) -> None:
+        """Take class and promises by these settings, where the request itself brings none."""
+        told, names = self.told, settings.class_names
+        self.class_index = names.index(told.slo_class) if told.slo_class in names else 0
+        left_s = settings.ttft_s if told.ttft_left_s is None else told.ttft_left_s
+        promised = left_s is not None and isfinite(left_s) and not told.resumed
+        self.deadline_s: float = self.arrived_s + left_s if promised and left_s is not None else inf
+        self.tpot_s: float = told.tpot_s or settings.tpot_s or inf
         self.view: RequestView | None = None
 
 
@@ -159,48 +95,31 @@ def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler; keeps a place for each request that runs and a view for each that was shown."""
+    """Takes snapshots of one scheduler, and keeps what is known of each request that it holds."""
 
-    def __init__(self, scheduler: Scheduler, max_batch_tokens: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_batch_tokens: int, *, cuts_prompts: bool) -> None:
         """Call `adopt` before the first snapshot."""
         self._scheduler = scheduler
+        self._cuts_prompts = cuts_prompts
         self.slots, self.max_batch_tokens = 0, max_batch_tokens
-        self._class_index: dict[str | None, int] = {}
         self._pool = pool_share(scheduler)
-        # With these vLLM takes computed tokens back, and a step is not one token for each.
-        self._always_reads = scheduler.connector is not None or scheduler.num_spec_tokens > 0
-        one_group = len(scheduler.kv_cache_manager.coordinator.single_type_managers) == 1
-        # Whether what a step takes of the cache are its tokens, and nothing else.
-        self.is_foreseeable = one_group and not self._always_reads
-        self._known: dict[Request, _Known] = {}
-        self._head = _NOBODY
-        self._batch = _Batch()
-        # The step up to which the batch is followed, or None: it must be read. Of the steps since it was brought up to
-        # date, those that decoded, and who got a part of their prompt.
-        self._followed_to: int | None = None
-        self._decode_steps = 0
-        self._prefilled: list[str] = []
-        # Who ran and got no token in the last step: their last one was in flight, if they have left before the next.
-        self._left_out = 0
-        # They still run for vLLM, but their last token is in flight: they stand in no batch any more.
-        self._ending: set[Request] = set()
-        self._begun = 0  # times that a request came into the batch
-        self._decoding: int | None = None  # how many of a snapshot can decode, until its first step is told of
+        self._known: dict[Request, Known] = {}
+        self._started = 0  # times that a request came into the batch
 
-    def adopt(self, slots: int, class_names: Sequence[str | None]) -> None:
-        """The most that may run, and the classes, for requests seen from now on and for those seen before."""
-        self.slots = slots
-        self._class_index = {name: index for index, name in enumerate(class_names)}
+    def adopt(self, settings: SchedulerSettings, slots: int) -> None:
+        """The most that may run, classes and promises, for requests seen from now on and for those seen before."""
+        self.slots, self._settings = slots, settings
         for known in self._known.values():
-            known.view = None  # which shows its class
-        self._head, self._batch, self._followed_to = _NOBODY, _Batch(), None
+            known.judged_by(settings)
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = prompts_in_progress(scheduler)
-        running = self._running(chunks, in_flight)
-        idle = len(self._ending) + scheduler.num_waiting_for_streaming_input
+        requests = [one for one in scheduler.running if not (in_flight and _last_token_in_flight(one))]
+        ending = len(scheduler.running) - len(requests)
+        running = self._running(requests, chunks, now_s)
+        idle = ending + scheduler.num_waiting_for_streaming_input
         pool = scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
         blocked = {request for request in scheduler.deferred_waiting if self._is_blocked(request)}
@@ -221,140 +140,87 @@ class SnapshotTaker:
             block_size=self._pool.block_size,
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=scheduler.max_model_len,
-            departed=self.departed,
+            departed=self.departed + ending,
+            cuts_prompts=self._cuts_prompts,
         )
         joining = holding - scheduler.num_waiting_for_streaming_input
-        return Snapshot(state, chunks, idle, len(self._ending) + holding, joining, begun)
+        return Snapshot(state, chunks, idle, ending + holding, joining, begun)
 
     @property
     def departed(self) -> int:
-        """Requests that have left the batch so far, in whatever way; one whose last token is in flight has."""
-        return self._begun - len(self._scheduler.running) + len(self._ending)
+        """Requests that have left the batch so far, in whatever way."""
+        return self._started - len(self._scheduler.running)
 
-    def step_taken(self, prefills: Sequence[str], scheduled: Mapping[str, int], *, begun: int, preempted: bool) -> None:
-        """After a step was scheduled, the first since a snapshot or a later one, before vLLM counts its tokens. Without
-        this, or where it was not told of the step before, requests are read again for the next snapshot.
+    def started(self, count: int) -> None:
+        """So many came into the batch with a step."""
+        self._started += count
 
-        prefills: ids of those that got a part of their prompt; scheduled: tokens by id; begun: how many came into the
-        batch; preempted: whether any request lost its cache.
-        """
-        self._begun += begun
-        scheduler, decodes = self._scheduler, len(scheduled) - len(prefills)
-        could_decode, self._decoding = self._decoding, None
-        left_out = 0
-        if decodes:
-            left_out = (len(scheduler.running) - len(prefills) if could_decode is None else could_decode) - decodes
-        is_followed = self._followed_to == scheduler.current_step - 1 and not self._left_out and not preempted
-        if self._always_reads or not is_followed or (left_out and could_decode is not None):
-            self._followed_to = None
-            return
-        self._followed_to, self._left_out = scheduler.current_step, left_out
-        self._decode_steps += decodes > 0
-        self._prefilled.extend(prefills)
+    # Requests
 
-    def steps_to_an_end(self) -> int:
-        """Until the first of those who decode has its last token in flight, where it ends at its limit."""
-        n = len(self._batch)
-        return max(1, int((self._batch.most[:n] - self._batch.output[:n]).min(initial=_WINDOW)))
-
-    def arrived(self, request: Request, now_s: float) -> None:
-        """It has come to the scheduler; one that nobody said this of counts from when it was first shown."""
-        self._known_of(request).arrived_s = now_s
-
-    def leave(self, request: Request) -> None:
-        """It has ended, and is forgotten before the next snapshot."""
-        if self._left_out and request.num_output_tokens >= request.max_tokens:
-            self._left_out -= 1
-        self._ending.discard(request)
-
-    def forget(self, request: Request) -> None:
-        self._batch.leave(request)
-        self._ending.discard(request)
-        self._known.pop(request, None)
-
-    def goes_on(self, session: Request) -> None:
-        """It waits with its next part, another request to all who look at it."""
-        self.forget(session)
-        self._head = _NOBODY
-
-    def metadata(self, request: Request) -> RequestMetadata:
-        """What came with it, until it is forgotten."""
-        return self._known_of(request).told
-
-    def _known_of(self, request: Request) -> _Known:
+    def known(self, request: Request, now_s: float) -> Known:
+        """What is known of it; one that is new came now."""
         known = self._known.get(request)
         if known is None:
             params = request.sampling_params
-            known = self._known[request] = _Known(metadata_of(params.extra_args if params else None))
+            told = metadata_of(params.extra_args if params else None)
+            known = self._known[request] = Known(told, now_s)
+            known.judged_by(self._settings)
         return known
 
-    def class_index(self, slo_class: str | None) -> int:
-        return self._class_index.get(slo_class, 0)
+    def forget(self, request: Request) -> None:
+        self._known.pop(request, None)
+
+    def has_first_token(self, request_ids: Sequence[str], now_s: float) -> None:
+        """These have got their first tokens, as far as they are still there."""
+        for request in map(self._scheduler.requests.get, request_ids):
+            known = None if request is None else self._known.get(request)
+            if known is not None and isnan(known.first_token_s):
+                known.first_token_s = now_s
+
+    def waiting(self, request: Request, now_s: float) -> Waiting[Request]:
+        """As it stands in the queue."""
+        known = self.known(request, now_s)
+        return Waiting(
+            request,
+            arrival_s=known.arrived_s,
+            deadline_s=known.deadline_s if isnan(known.first_token_s) else inf,
+            unread_tokens=request.num_tokens - self._hit_tokens(request),
+            has_begun=known.told.resumed,
+            fills_idle=known.told.fills_idle,
+        )
+
+    def _hit_tokens(self, request: Request) -> int:
+        """Of its prompt, those that vLLM's cache holds. Changes nothing there."""
+        cache = self._scheduler.kv_cache_manager
+        if request.num_computed_tokens or not cache.prefix_cache_lookup_enabled(request):
+            return int(request.num_computed_tokens)
+        return int(cache.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
 
     # The running batch
 
-    def _running(self, chunks: tuple[Request, ...], in_flight: bool) -> RunningRequests:
+    def _running(self, requests: Sequence[Request], chunks: tuple[Request, ...], now_s: float) -> RunningRequests:
         """The batch as arrays."""
-        self._bring_up_to_date()
-        batch = self._batch
-        if in_flight:
-            self._set_ending_apart()
-        n = len(batch)
-        output, left = batch.output[:n], _zeros(n)
+        n = len(requests)
+        known = [self.known(request, now_s) for request in requests]
+        prompt = np.array([one.num_prompt_tokens for one in requests], dtype=np.int64)
+        computed = np.fromiter(map(_computed, requests), np.int64, n)
+        output, left = computed - prompt + 1, np.zeros(n, dtype=np.int64)
         if chunks:
-            left = left.copy()
-            for request in chunks:
-                at = batch.place[request]
-                left[at] = request.num_tokens - request.num_computed_tokens
-                output[at] = request.num_output_tokens
-        self._decoding = n - (int(np.count_nonzero(left)) if chunks else 0)
-        return RunningRequests(batch.prompt[:n], output, left, batch.class_index[:n], batch.predicted[:n])
-
-    def _bring_up_to_date(self) -> None:
-        scheduler, batch = self._scheduler, self._batch
-        if self._followed_to == scheduler.current_step and not self._left_out and not self._always_reads:
-            output = batch.output[: len(batch)]
-            output += self._decode_steps
-            for request in map(scheduler.requests.get, self._prefilled):
-                if request is not None and request.status == RequestStatus.RUNNING:
-                    at = self._place(request)  # may make the columns longer
-                    batch.output[at] = request.num_computed_tokens - request.num_prompt_tokens + 1
-            if len(batch) + len(self._ending) != len(scheduler.running):
-                self._read()
-        else:
-            self._read()
-        self._followed_to, self._left_out, self._decode_steps = scheduler.current_step, 0, 0
-        self._prefilled.clear()
-
-    def _set_ending_apart(self) -> None:
-        """Take out of the batch those that vLLM will not schedule again, by its own rule."""
-        batch, n = self._batch, len(self._batch)
-        near = (batch.output[:n] >= batch.most[:n]).nonzero()[0].tolist()
-        for at in reversed(near):  # who takes the place of one that leaves comes from behind
-            request = batch.requests[at]
-            if _last_token_in_flight(request):
-                batch.leave(request)
-                self._ending.add(request)
-
-    def _read(self) -> None:
-        """The batch as vLLM has it now."""
-        batch, running = self._batch, self._scheduler.running
-        self._ending.clear()
-        self._head = _NOBODY  # somebody of it may have run and come back
-        for request in [request for request in running if request not in batch.place]:
-            self._place(request)
-        if len(batch) > len(running):
-            for request in [request for request in batch.requests if request.status != RequestStatus.RUNNING]:
-                batch.leave(request)
-        n = len(batch)
-        batch.output[:n] = np.fromiter(map(_computed, batch.requests), np.int64, n) - batch.prompt[:n] + 1
-
-    def _place(self, request: Request) -> int:
-        at = self._batch.place.get(request)
-        if at is None:
-            told = self.metadata(request)
-            at = self._batch.join(request, self.class_index(told.slo_class), told.predicted_output_tokens)
-        return at
+            reading = set(chunks)
+            for at, request in enumerate(requests):
+                if request in reading:
+                    left[at] = request.num_tokens - request.num_computed_tokens
+                    output[at] = request.num_output_tokens
+        return RunningRequests(
+            prompt,
+            output,
+            left,
+            np.array([one.class_index for one in known], dtype=np.int64),
+            np.array([one.told.predicted_output_tokens for one in known], dtype=np.float64),
+            np.array([one.deadline_s for one in known], dtype=np.float64),
+            np.array([one.first_token_s for one in known], dtype=np.float64),
+            np.array([one.tpot_s for one in known], dtype=np.float64),
+        )
 
     # The waiting queue
 
@@ -366,50 +232,18 @@ class SnapshotTaker:
         if scheduler.pause_state == PauseState.UNPAUSED:
             total += len(scheduler.waiting)
         if not total:
-            self._head = _NOBODY
             return (), 0
-        most = max(1, min(free_slots, _WINDOW))
-        head = self._still_ahead(blocked)
-        if head.tokens < 2 * self.max_batch_tokens and len(head.views) < most:
-            head = self._longer(head, most, blocked, now_s)
-        views = head.views[:most]
-        return views, max(total - len(blocked), len(views))
-
-    def _still_ahead(self, blocked: Set[Request]) -> _Head:
-        """What was shown before, without those in front who have started since; nobody if others may stand there."""
-        head, queue = self._head, self._scheduler.waiting
-        if head is _NOBODY or blocked or self._scheduler.kv_holding_waiting or queue.moved != head.moved:
-            return _NOBODY
-        gone = queue.popped - head.popped
-        if gone:
-            started = sum([view.prefill_tokens for view in head.views[:gone]])
-            self._head = head = _Head(head.views[gone:], head.tokens - started, queue.popped, queue.moved)
-        return head
-
-    def _longer(self, head: _Head, most: int, blocked: Set[Request], now_s: float) -> _Head:
-        """With those behind it, as far as three steps could hold them: enough for many snapshots."""
-        scheduler, views, tokens = self._scheduler, list(head.views), head.tokens
-        queue = scheduler.waiting
-        told = isinstance(queue, DeadlineQueue) and not blocked and not scheduler.kv_holding_waiting
-        steady = told and not self._always_reads  # whether the queue says what becomes of these
-        for request in self._front(most, blocked)[len(views) :]:
-            if tokens >= 3 * self.max_batch_tokens:
+        views: list[RequestView] = []
+        tokens, most = 0, max(1, min(free_slots, _WINDOW))
+        for request in islice(self._queue(), most + len(blocked)):
+            if request in blocked:
+                continue
+            if len(views) == most or tokens >= 2 * self.max_batch_tokens:
                 break
             view = self._view(request, now_s)
-            steady = steady and not view.output_tokens and not view.cached_tokens
             tokens += view.prefill_tokens
             views.append(view)
-        if not steady:
-            self._head = _NOBODY
-            return _Head(tuple(views), tokens, 0, 0)
-        queue.watch(len(views))
-        self._head = _Head(tuple(views), tokens, queue.popped, queue.moved)
-        return self._head
-
-    def _front(self, count: int, blocked: Set[Request]) -> tuple[Request, ...]:
-        """The first of the queue, without those that are blocked."""
-        requests = islice(self._queue(), count + len(blocked))
-        return tuple([one for one in requests if one not in blocked][:count] if blocked else requests)
+        return tuple(views), max(total - len(blocked), len(views))
 
     def _queue(self) -> Iterator[Request]:
         scheduler = self._scheduler
@@ -429,26 +263,23 @@ class SnapshotTaker:
         return bool(request.num_stale_output_tokens) and not request.drop_stale_output
 
     def _view(self, request: Request, now_s: float) -> RequestView:
-        known = self._known_of(request)
+        known = self.known(request, now_s)
         view = known.view
         if view is None or view.output_tokens != request.num_output_tokens or request.num_computed_tokens:
-            if known.arrived_s is None:
-                known.arrived_s = now_s
-            view = known.view = self._seen(request, known.told, known.arrived_s)
+            view = known.view = RequestView(
+                request_id=request.request_id,
+                arrival_s=known.arrived_s,
+                prompt_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_output_tokens,
+                cached_tokens=request.num_computed_tokens,
+                predicted_output_tokens=known.told.predicted_output_tokens,
+                max_output_tokens=request.max_tokens,
+                class_index=known.class_index,
+                slo_class=known.told.slo_class,
+                deadline_s=known.deadline_s,
+                tpot_s=known.tpot_s,
+            )
         return view
-
-    def _seen(self, request: Request, told: RequestMetadata, arrived_s: float) -> RequestView:
-        return RequestView(
-            request_id=request.request_id,
-            arrival_s=arrived_s,
-            prompt_tokens=request.num_prompt_tokens,
-            output_tokens=request.num_output_tokens,
-            cached_tokens=request.num_computed_tokens,
-            predicted_output_tokens=told.predicted_output_tokens,
-            max_output_tokens=request.max_tokens,
-            class_index=self.class_index(told.slo_class),
-            slo_class=told.slo_class,
-        )
 
 
 def _last_token_in_flight(request: Request) -> bool:

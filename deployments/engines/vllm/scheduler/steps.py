@@ -7,7 +7,7 @@ for, several together.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,8 +32,8 @@ class StepAccount:
     """Takes steps in the order in which they are scheduled, which is that in which they end."""
 
     def __init__(self, now_s: float) -> None:
-        # Output, time of the begin and content of each.
-        self._on_their_way: deque[tuple[SchedulerOutput, float, _Content]] = deque()
+        # Output, time of the begin, content and who gets its first token of each.
+        self._on_their_way: deque[tuple[SchedulerOutput, float, _Content, Sequence[str]]] = deque()
         self._ended: list[_Ended] = []
         self._departed: list[Request | FinishedRequest] = []
         self._last_end_s = now_s
@@ -43,18 +43,13 @@ class StepAccount:
     def in_flight(self) -> bool:
         return bool(self._on_their_way)
 
-    @property
-    def preempts(self) -> bool:
-        """Whether a step on its way took somebody's cache, of which policies will be told."""
-        return any([content[-1] for _, _, content in self._on_their_way])
-
     def scheduled(
         self,
         output: SchedulerOutput,
         plan: StepPlan,
         began_s: float,
         prefills: Sequence[str],
-        joining: Sequence[int],
+        joining: Mapping[str, int],
         mean_context_tokens: float | None,
         running_count: int,
         waiting_count: int,
@@ -64,7 +59,7 @@ class StepAccount:
         Args:
             began_s: when that was begun.
             prefills: ids of those that got a part of their prompt.
-            joining: tokens in the cache, after it, of those whose prompt ends with it.
+            joining: tokens in the cache, after it, of those whose prompt ends with it, by id.
             mean_context_tokens: of those that decode before it; None where it follows from the step before.
             running_count, waiting_count: after admission.
         """
@@ -74,13 +69,13 @@ class StepAccount:
         decodes, prefill_tokens = len(scheduled) - len(prefills), 0
         if prefills:
             prefill_tokens = sum([scheduled[request_id] for request_id in prefills])
-        kv_tokens = round(self._read_tokens(joining, decodes))
+        kv_tokens = round(self._read_tokens(joining.values(), decodes))
         content = (
             plan.phase, prefill_tokens, len(prefills), decodes, kv_tokens,
             plan.max_batch_size, running_count, waiting_count, len(output.preempted_req_ids or ()),
         )  # fmt: skip
         if scheduled:
-            self._on_their_way.append((output, began_s, content))
+            self._on_their_way.append((output, began_s, content, tuple(joining)))
         else:  # nothing will come back that tells more
             self._end(content, self._last_end_s, 0.0)
 
@@ -88,18 +83,24 @@ class StepAccount:
         """It left with the step that ends next. A request is held until results are asked for, and must not change."""
         self._departed.append(request)
 
-    def ended(self, output: SchedulerOutput, now_s: float) -> None:
-        """Its results have come. Steps from before a change of mode were never scheduled here."""
+    def ended(self, output: SchedulerOutput, now_s: float) -> Sequence[str]:
+        """Its results have come. Steps from before a change of mode were never scheduled here.
+
+        Returns:
+            Ids of those whose prompt ended with it.
+        """
+        first: Sequence[str] = ()
         if self._on_their_way and self._on_their_way[0][0] is output:
-            _, began_s, content = self._on_their_way.popleft()
+            _, began_s, content, first = self._on_their_way.popleft()
             self._end(content, now_s, max(0.0, now_s - max(began_s, self._last_end_s)))
         self._last_end_s = now_s
+        return first
 
     def _end(self, content: _Content, ended_s: float, step_s: float) -> None:
         self._ended.append(_Ended(content, ended_s, step_s, self._departed))
         self._departed = []
 
-    def _read_tokens(self, joining: Sequence[int], decodes: int) -> float:
+    def _read_tokens(self, joining: Collection[int], decodes: int) -> float:
         """Context that the decodes of a step read, and what follows from it for the next step: everybody has got one
         token more, and who ends is taken to have held as much as the others."""
         kv_tokens = decodes * self._mean_context_tokens

@@ -1,0 +1,133 @@
+"""What steps cost on an engine that has just started, before it takes requests.
+
+Whether exclusive batching pays follows from step times of all three kinds: prompts alone, decodes alone, both. Served
+requests show two of them at most, as the mode in use has it. So a new engine is given some prompts one by one, first by
+themselves and then beside few and beside many requests that decode. The scheduler plug-in times these steps as it does
+any others, and learns no lengths from them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, Protocol
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from deployments.engines.vllm.request_metadata import RequestMetadata
+
+# Prompts of each load: a form counts as measured with 16 steps.
+_PROMPTS = 16
+# Of requests that decode: enough of a context to start from, and steps that they take alone before prompts come.
+_SHORT_PROMPT, _ALONE_STEPS = 16, 12
+# Of the cache and of the budget of a step, what is used: nothing may be preempted, and no prompt be cut.
+_FRACTION = 0.5
+# A prompt no longer than this, however large the budget: four sizes up to here span what a straight line needs.
+_LONGEST_PROMPT = 2048
+
+
+class Load(NamedTuple):
+    """Prompts that are read one after another.
+
+    Attributes:
+        decoding: requests that decode meanwhile.
+        prompts: tokens of each.
+    """
+
+    decoding: int
+    prompts: tuple[int, ...]
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that it takes, with two in flight and a few to spare."""
+        return 4 * (_ALONE_STEPS + len(self.prompts))
+
+
+def loads(*, slots: int, max_batch_tokens: int, max_model_len: int, cache_tokens: int) -> list[Load]:
+    """As many as this engine has room for."""
+    room = int(_FRACTION * cache_tokens)
+    longest = max(1, min(int(_FRACTION * max_batch_tokens), max_model_len - 2, room // 2, _LONGEST_PROMPT))
+    prompts = tuple(max(1, longest * (1 + at % 4) // 4) for at in range(_PROMPTS))
+    each = _SHORT_PROMPT + Load(0, prompts).most_steps
+    most = min(slots - 1, (room - longest) // each, max_batch_tokens - longest)
+    sizes = {size for size in (most // 4, most) if size >= 1} if each < max_model_len else set()
+    return [Load(0, prompts), *(Load(size, prompts) for size in sorted(sizes))]
+
+
+class Measured(Protocol):
+    """What of an engine this needs."""
+
+    async def add(self, request: EngineCoreRequest) -> None: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def next_outputs(self) -> Any: ...
+
+    async def status(self) -> dict[str, Any]: ...
+
+
+async def measure(engine: Measured, given: list[Load], seconds: float) -> float:
+    """Take these loads, as far as the seconds reach; the engine is idle before and after. Returns what it took, s."""
+    began_s = time.monotonic()
+    try:
+        async with asyncio.timeout(seconds):
+            for number, load in enumerate(given):
+                await _Run(engine, f"measurement-{number}").take(load)
+    except TimeoutError:
+        pass  # what has been measured by then counts
+    return time.monotonic() - began_s
+
+
+class _Run:
+    """One load on one engine."""
+
+    def __init__(self, engine: Measured, name: str) -> None:
+        self._engine, self._name = engine, name
+        self._tokens: dict[str, int] = {}
+        self._ended: set[str] = set()
+
+    async def take(self, load: Load) -> None:
+        async with self._decoding(load) as decoding:
+            for number, prompt_tokens in enumerate(load.prompts):
+                request_id = f"{self._name}-p{number}"
+                await self._add(request_id, prompt_tokens, output_tokens=1)
+                await self._until(lambda one=request_id: one in self._ended or decoding <= self._ended)
+
+    @asynccontextmanager
+    async def _decoding(self, load: Load) -> AsyncIterator[set[str]]:
+        """Requests that decode meanwhile, all of them."""
+        ids = {f"{self._name}-d{number}" for number in range(load.decoding)}
+        try:
+            for request_id in ids:
+                await self._add(request_id, _SHORT_PROMPT, output_tokens=load.most_steps)
+            await self._until(lambda: all(self._tokens.get(one, 0) > _ALONE_STEPS for one in ids))
+            yield ids or {""}
+        finally:
+            await self._engine.abort([*ids, *(f"{self._name}-p{number}" for number in range(len(load.prompts)))])
+
+    async def _add(self, request_id: str, prompt_tokens: int, output_tokens: int) -> None:
+        told = RequestMetadata(measures=True)
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=output_tokens, extra_args=told.as_extra_args()
+        )
+        await self._engine.add(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=[1 + at % 7 for at in range(prompt_tokens)],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=request_id,  # nobody's prefix
+                data_parallel_rank=None,
+            )
+        )
+
+    async def _until(self, done: Any) -> None:
+        while not done():
+            for output in (await self._engine.next_outputs()).outputs:
+                self._tokens[output.request_id] = self._tokens.get(output.request_id, 0) + len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self._ended.add(output.request_id)

@@ -1,0 +1,78 @@
+"""Who can still keep its promise: of those that wait for their first token, and of those that run.
+
+Sources: Moore 1968 (the least number of late jobs on one machine: in order of deadlines, as soon as one would be late,
+the largest so far goes behind). Exact for one machine and equal weights; an engine that reads several prompts in a
+step, and a pool of replicas, are not one machine, so that here it is a heuristic.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.types import BoolArray, RunningRequests
+
+
+class Split(NamedTuple):
+    """Which of those that wait go behind, by their places in the order that was given.
+
+    Attributes:
+        late: cannot meet their deadlines even if they are read next.
+        yielded: could, but others that are due as early could not then; they had the longest prompts.
+    """
+
+    late: frozenset[int]
+    yielded: frozenset[int]
+
+
+def split(
+    deadline_s: Sequence[float],
+    unread_tokens: Sequence[int],
+    *,
+    now_s: float,
+    seconds_per_token: float,
+    tokens_ahead: int = 0,
+) -> Split:
+    """Go through requests by deadline, adding up the seconds that reading takes.
+
+    Args:
+        deadline_s: when first tokens are due, ascending, on one clock with now_s.
+        unread_tokens: of each prompt, those that no cache holds.
+        seconds_per_token: of reading, decodes in between included.
+        tokens_ahead: of prompts that are in progress and are read first.
+    """
+    late: set[int] = set()
+    yielded: set[int] = set()
+    longest: list[tuple[int, int]] = []  # a heap of (-tokens, place)
+    ready_s = now_s + tokens_ahead * seconds_per_token
+    for place, (due_s, tokens) in enumerate(zip(deadline_s, unread_tokens, strict=True)):
+        if now_s + tokens * seconds_per_token > due_s:
+            late.add(place)
+            continue
+        ready_s += tokens * seconds_per_token
+        heappush(longest, (-tokens, place))
+        if ready_s > due_s:
+            most, largest = heappop(longest)
+            ready_s += most * seconds_per_token
+            yielded.add(largest)
+    return Split(frozenset(late), frozenset(yielded))
+
+
+def running_late(running: RunningRequests, now_s: float, decode_step_s: float) -> BoolArray:
+    """Who has missed its first token, or will miss its time per token even if every later step held decodes alone;
+    shape (n,).
+
+    An answer without a prediction is taken to become twice as long as it is.
+    """
+    made = np.maximum(running.output_tokens - 1, 0)
+    predicted = np.where(np.isnan(running.predicted_output_tokens), 0.0, running.predicted_output_tokens)
+    unknown = np.isnan(running.predicted_output_tokens)
+    left = np.where(unknown, running.output_tokens, np.maximum(predicted - running.output_tokens, 1.0))
+    elapsed_s = np.nan_to_num(now_s - running.first_token_s)
+    with np.errstate(invalid="ignore"):
+        missed_first = (running.first_token_s > running.deadline_s) | (
+            np.isnan(running.first_token_s) & (running.deadline_s < now_s)
+        )
+        slow = elapsed_s + left * decode_step_s > running.tpot_s * (made + left)
+    return np.asarray(missed_first | slow)

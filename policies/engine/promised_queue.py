@@ -1,0 +1,181 @@
+"""An engine's queue by promises: who goes next.
+
+In this order: who has a part of its answer, or was put back, then those that can be in time, by deadline, then those
+without a deadline, as they came, then late ones, oldest first, then those that fill idle capacity.
+
+Who is late is told by ``split``; it is for good, while those that only yielded to others are judged anew each time.
+Beyond capacity no bound on the wait can hold for all. So that late ones starve no more than they must, they get a tenth
+of the prompt tokens that start once one of them has waited for ``late_patience_s``.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from enum import IntEnum
+from itertools import count
+from math import inf
+from typing import Generic, TypeVar
+
+from policies.engine.lateness import Split, split
+
+T = TypeVar("T")
+
+# Requests that a split looks at: reading as many takes longer than any promise of a first token.
+_MOST_SPLIT = 1024
+# Of the prompt tokens that start, those of late ones once these have lost their patience: what is given to who has
+# missed its promise is taken from who could keep it.
+_LATE_SHARE = 0.1
+
+
+class Rank(IntEnum):
+    """Groups of the queue, the first goes first."""
+
+    BEGUN = 0
+    DUE = 1  # a late one whose share has come up
+    IN_TIME = 2
+    UNPROMISED = 3
+    LATE = 4
+    FILLS_IDLE = 5
+
+
+class Waiting(Generic[T]):
+    """One that waits.
+
+    Attributes:
+        arrival_s: when it came.
+        deadline_s: when its first token is due; inf where none was promised.
+        unread_tokens: of its prompt, those that no cache holds.
+        yields: it could be in time, but has to let others go first.
+    """
+
+    __slots__ = ("arrival_s", "deadline_s", "item", "number", "order", "rank", "unread_tokens", "yields")
+
+    def __init__(
+        self,
+        item: T,
+        *,
+        arrival_s: float,
+        deadline_s: float = inf,
+        unread_tokens: int = 0,
+        has_begun: bool = False,
+        fills_idle: bool = False,
+    ) -> None:
+        self.item = item
+        self.arrival_s, self.deadline_s, self.unread_tokens = arrival_s, deadline_s, unread_tokens
+        self.yields = False
+        self.number = 0
+        self.order: tuple[float, ...] = ()
+        self.rank = Rank.UNPROMISED if deadline_s == inf else Rank.IN_TIME
+        if has_begun or fills_idle:
+            self.rank = Rank.BEGUN if has_begun else Rank.FILLS_IDLE
+
+    def sorted_in(self) -> None:
+        self.order = (self.rank, self.deadline_s if self.rank is Rank.IN_TIME else self.arrival_s, self.number)
+
+
+class PromisedQueue(Generic[T]):
+    """Of requests, each once; an engine's whole queue."""
+
+    def __init__(self, late_patience_s: float = 60.0) -> None:
+        self._late_patience_s = late_patience_s
+        self._sorted: list[Waiting[T]] = []  # the head at the end
+        self._numbers = count(1)
+        self._late_tokens = 0.0  # that late ones may start
+        self._impatient = False  # whether one of them has waited for too long
+        self.changed = False  # since the last split
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
+        return reversed(self._sorted)
+
+    def add(self, waiting: Waiting[T]) -> None:
+        waiting.number = next(self._numbers)
+        self._insert(waiting)
+
+    def put_back(self, waiting: Waiting[T]) -> None:
+        """It has begun, and goes on before all others, the one put back last first."""
+        waiting.rank, waiting.number = Rank.BEGUN, -next(self._numbers)
+        waiting.arrival_s = -inf
+        self._insert(waiting)
+
+    def _insert(self, waiting: Waiting[T]) -> None:
+        waiting.sorted_in()
+        insort(self._sorted, waiting, key=_backwards)
+        self.changed = True
+
+    @property
+    def in_time(self) -> int:
+        """How many are not late and fill no idle capacity."""
+        return sum([one.rank < Rank.LATE for one in self._sorted])
+
+    @property
+    def in_time_tokens(self) -> int:
+        """Unread, of all that are not late and fill no idle capacity."""
+        return sum([one.unread_tokens for one in self._sorted if one.rank < Rank.LATE])
+
+    def head(self) -> Waiting[T]:
+        return self._sorted[-1]
+
+    def pop(self) -> Waiting[T]:
+        head = self._sorted.pop()
+        share = _LATE_SHARE if self._impatient else 0.0
+        self._late_tokens += (share if head.rank is not Rank.DUE else share - 1.0) * head.unread_tokens
+        self.changed = True
+        return head
+
+    def put_behind(self) -> None:
+        """The head is late."""
+        head = self._sorted.pop()
+        head.rank = Rank.LATE
+        self._insert(head)
+
+    def remove(self, waiting: Waiting[T]) -> None:
+        self._sorted.remove(waiting)
+        self.changed = True
+
+    def split(self, now_s: float, seconds_per_token: float, tokens_ahead: int) -> Split:
+        """Judge who can still be in time, and sort by it. Returns who cannot, by place in order of deadlines."""
+        judged = [one for one in self._sorted if one.deadline_s < inf and (one.rank is Rank.IN_TIME or one.yields)]
+        judged = sorted(judged, key=_deadline)[:_MOST_SPLIT]
+        found = split(
+            [one.deadline_s for one in judged],
+            [one.unread_tokens for one in judged],
+            now_s=now_s,
+            seconds_per_token=seconds_per_token,
+            tokens_ahead=tokens_ahead,
+        )
+        for place, one in enumerate(judged):
+            one.yields = place in found.yielded
+            one.rank = Rank.LATE if one.yields or place in found.late else Rank.IN_TIME
+            one.sorted_in()
+        self._sorted.sort(key=_backwards)
+        self._let_late_start(now_s)
+        self.changed = False
+        return found
+
+    def _let_late_start(self, now_s: float) -> None:
+        """The oldest late one goes next where it has waited too long and the share of late ones has come up."""
+        at = bisect_left(self._sorted, -Rank.UNPROMISED, key=_negative_rank) - 1
+        self._impatient = at >= 0 and self._has_lost_patience(self._sorted[at], now_s)
+        if not self._impatient:
+            self._late_tokens = min(self._late_tokens, 0.0)
+        elif self._late_tokens >= self._sorted[at].unread_tokens:
+            oldest = self._sorted.pop(at)
+            oldest.rank, oldest.yields = Rank.DUE, False
+            self._insert(oldest)
+
+    def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
+        return waiting.rank is Rank.LATE and now_s - waiting.arrival_s > self._late_patience_s
+
+
+def _backwards(waiting: Waiting[T]) -> tuple[float, ...]:
+    return tuple(-each for each in waiting.order)
+
+
+def _negative_rank(waiting: Waiting[T]) -> int:
+    return -waiting.rank
+
+
+def _deadline(waiting: Waiting[T]) -> tuple[float, int]:
+    return waiting.deadline_s, waiting.number

@@ -1,0 +1,49 @@
+"""When a driver asks its policy again: the one rule, for all drivers.
+
+A plan stands for a bounded number of steps and of departures, which it names itself. It falls at once when something
+happens that no plan reckons with: a preemption, a step that could hold nothing, a prompt in progress beside a phase,
+and, where phases leave slots free on purpose, somebody who comes while nobody else waits.
+"""
+
+from policies.types import BatchState, Phase, StepPlan
+
+
+class StandingPlan:
+    """A plan, and how much of it is left."""
+
+    def __init__(self, plan: StepPlan, state: BatchState) -> None:
+        """state: what it was planned for. Its first step is about to be taken."""
+        self.plan = plan
+        self._steps_left = plan.steps - 1
+        self._starts_left = plan.starts
+        self._departures = state.departed + plan.departures
+        # In a phase of decodes a lone arrival is read at once, one more behind a queue changes nothing.
+        self._awaits_arrivals = plan.phase is Phase.DECODE and state.waiting_count <= state.free_slots
+
+    def stands(self, *, departed: int, prompts_in_progress: bool) -> bool:
+        """Whether another step may be taken by it; if so, that step is counted.
+
+        departed: as in ``BatchState``.
+        """
+        disturbed = prompts_in_progress and self.plan.phase is not Phase.MIXED
+        if self._steps_left < 1 or disturbed or departed > self._departures:
+            return False
+        self._steps_left -= 1
+        return True
+
+    def cap(self, running: int) -> int:
+        """Most requests that may run in the next step, where so many do now."""
+        if self.plan.phase is Phase.DECODE:
+            return 0
+        return int(min(self.plan.max_batch_size, running + self._starts_left))
+
+    def arrived(self) -> None:
+        """A request has come to the queue."""
+        if self._awaits_arrivals:
+            self._steps_left = 0
+
+    def taken(self, *, started: int, preempted: bool, empty: bool) -> None:
+        """A step has been scheduled: how many it started, whether it took anybody's cache, whether it held nothing."""
+        self._starts_left -= started
+        if preempted or empty:
+            self._steps_left = 0

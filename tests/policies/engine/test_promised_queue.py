@@ -1,0 +1,87 @@
+"""Who goes next in an engine."""
+
+from collections.abc import Iterable
+from math import inf
+
+from policies.engine.promised_queue import PromisedQueue, Waiting
+
+
+def entry(name: str, *, arrival: float = 0.0, due: float = inf, tokens: int = 10, idle: bool = False) -> Waiting[str]:
+    return Waiting(name, arrival_s=arrival, deadline_s=due, unread_tokens=tokens, fills_idle=idle)
+
+
+def queue(*entries: Waiting[str]) -> PromisedQueue[str]:
+    made: PromisedQueue[str] = PromisedQueue(late_patience_s=60.0)
+    for one in entries:
+        made.add(one)
+    return made
+
+
+def names(waiting: Iterable[Waiting[str]]) -> str:
+    return "".join(one.item for one in waiting)
+
+
+def test_groups_follow_each_other() -> None:
+    made = queue(
+        entry("i", idle=True), entry("u"), entry("l", due=1.0, tokens=100), entry("b", due=9.0), entry("a", due=5.0)
+    )
+    made.put_back(entry("r", due=1.0))
+    made.split(0.0, 0.1, 0)
+    assert names(made) == "rabuli"
+
+
+def test_without_promises_it_is_first_come_first_served() -> None:
+    assert names(queue(entry("a", arrival=1.0), entry("b", arrival=2.0), entry("c", arrival=2.0))) == "abc"
+
+
+def test_what_was_put_back_last_goes_first() -> None:
+    made = queue(entry("a"))
+    made.put_back(entry("b"))
+    made.put_back(entry("c"))
+    assert names(made) == "cba"
+
+
+def test_who_yielded_may_come_back_and_who_is_late_stays_late() -> None:
+    yields, late = entry("y", due=10.0, tokens=60), entry("l", due=1.0, tokens=60)
+    made = queue(yields, late, entry("a", due=9.0, tokens=50))
+    found = made.split(0.0, 0.1, 0)
+    assert (len(found.late), len(found.yielded)) == (1, 1)
+    assert names(made) == "ayl" or names(made) == "aly"
+    assert made.pop().item == "a"
+    made.split(0.0, 0.1, 0)
+    assert names(made) == "yl"
+    late.unread_tokens = 1  # it could be in time now, but has been given up
+    made.split(0.0, 0.1, 0)
+    assert names(made) == "yl"
+
+
+def test_late_ones_get_a_tenth_once_they_have_lost_their_patience() -> None:
+    made = queue(entry("l", arrival=0.0, due=1.0, tokens=100))
+    started = ""
+    for number in range(30):
+        now = 50.0 + number
+        made.add(entry("a", arrival=now, due=now + 5.0, tokens=100))
+        made.split(now, 0.001, 0)
+        started += made.pop().item
+    # Eleven seconds until its patience is over, and ten prompts of others for its share.
+    assert started.index("l") in range(20, 23)
+    assert started.count("l") == 1
+
+
+def test_removed_is_removed() -> None:
+    kept, gone = entry("a", due=1.0), entry("b", due=2.0)
+    made = queue(kept, gone)
+    made.remove(gone)
+    assert (names(made), len(made)) == ("a", 1)
+
+
+def test_what_is_in_time_is_counted_apart() -> None:
+    made = queue(entry("a", due=5.0, tokens=7), entry("u", tokens=5), entry("l", due=0.1), entry("i", idle=True))
+    made.split(0.0, 0.1, 0)
+    assert (made.in_time, made.in_time_tokens, len(made)) == (2, 12, 4)
+
+
+def test_the_head_is_put_behind() -> None:
+    made = queue(entry("a", arrival=1.0, due=5.0), entry("b", arrival=2.0, due=6.0))
+    made.put_behind()
+    assert names(made) == "ba"

@@ -1,0 +1,78 @@
+"""When a driver asks again."""
+
+from math import inf
+
+import pytest
+
+from policies.engine.standing_plan import StandingPlan
+from policies.types import BatchState, Limit, Phase, RunningRequests, StepPlan
+
+
+def standing(phase: Phase = Phase.MIXED, *, running: int = 4, waiting: int = 0, **fields: object) -> StandingPlan:
+    plan = StepPlan(phase=phase, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, **fields)  # type: ignore[arg-type]
+    state = BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(prompt_tokens=[10] * running, output_tokens=[1] * running),
+        waiting=(),
+        waiting_count=waiting,
+        slots=8,
+        free_blocks=10,
+        total_blocks=10,
+        block_size=16,
+        max_batch_tokens=512,
+        departed=100,
+    )
+    return StandingPlan(plan, state)
+
+
+def steps_taken(plan: StandingPlan, departed: int = 100, most: int = 50) -> int:
+    """The first one, and as many as it stands for."""
+    return 1 + next((n for n in range(most) if not plan.stands(departed=departed, prompts_in_progress=False)), most)
+
+
+def test_it_stands_for_its_steps() -> None:
+    assert steps_taken(standing(steps=1)) == 1
+    assert steps_taken(standing(steps=16)) == 16
+
+
+def test_it_falls_when_more_have_departed_than_it_says() -> None:
+    assert standing(steps=9, departures=2).stands(departed=102, prompts_in_progress=False)
+    assert not standing(steps=9, departures=2).stands(departed=103, prompts_in_progress=False)
+
+
+@pytest.mark.parametrize(("phase", "stands"), [(Phase.MIXED, True), (Phase.DECODE, False)])
+def test_a_phase_did_not_reckon_with_a_prompt_in_progress(phase: Phase, stands: bool) -> None:
+    assert standing(phase, steps=9).stands(departed=100, prompts_in_progress=True) is stands
+
+
+@pytest.mark.parametrize("event", [{"preempted": True, "empty": False}, {"preempted": False, "empty": True}])
+def test_a_preemption_or_a_step_that_held_nothing_ends_it(event: dict[str, bool]) -> None:
+    plan = standing(steps=9)
+    plan.taken(started=0, **event)
+    assert steps_taken(plan) == 1
+
+
+@pytest.mark.parametrize(("waiting", "stands"), [(0, 1), (5, 9)])
+def test_a_lone_arrival_ends_a_phase_of_decodes_and_one_behind_a_queue_does_not(waiting: int, stands: int) -> None:
+    plan = standing(Phase.DECODE, steps=9, waiting=waiting)
+    plan.arrived()
+    assert steps_taken(plan) == stands
+
+
+def test_in_a_mixed_phase_whoever_comes_may_start() -> None:
+    plan = standing(steps=9)
+    plan.arrived()
+    assert steps_taken(plan) == 9
+
+
+def test_its_starts_are_used_up_over_all_its_steps() -> None:
+    plan = standing(steps=9, starts=3)
+    assert plan.cap(4) == 7
+    plan.taken(started=2, preempted=False, empty=False)
+    assert plan.cap(6) == 7
+    assert plan.cap(5) == 6, "nobody comes in the place of who left"
+    assert standing(starts=inf).cap(5) == 8
+
+
+def test_in_a_phase_of_decodes_nobody_starts() -> None:
+    assert standing(Phase.DECODE, starts=0).cap(4) == 0

@@ -1,0 +1,160 @@
+"""What steps may hold under promised times per token."""
+
+import numpy as np
+import pytest
+
+from policies.engine.auto import Auto, AutoConfig
+from policies.engine.step_budget import StepBudget
+from policies.types import (
+    BatchState,
+    Limit,
+    Phase,
+    RequestView,
+    RunningRequests,
+    StepCoefficients,
+    StepResult,
+    StepTimes,
+)
+
+FORM = StepCoefficients(overhead_s=0.005, prefill_s=1e-5, decode_s=1e-4)
+TIMES = StepTimes(prefill=FORM, decode=FORM, mixed=FORM)
+
+
+def state(*tpot_s: float, prefilling: int = 0, waiting: int = 1, first_token_s: float = 0.0) -> BatchState:
+    decoding = len(tpot_s)
+    return BatchState(
+        now_s=1.0,
+        running=RunningRequests.of(
+            prompt_tokens=[100] * (decoding + prefilling),
+            output_tokens=[100] * decoding + [0] * prefilling,
+            prefill_tokens_left=[0] * decoding + [500] * prefilling,
+            predicted_output_tokens=[1000.0] * (decoding + prefilling),
+            first_token_s=[first_token_s] * decoding + [np.nan] * prefilling,
+            tpot_s=[*tpot_s, *[0.02] * prefilling],
+        ),
+        waiting=tuple(RequestView(f"w{n}", arrival_s=0.0, prompt_tokens=100, tpot_s=0.02) for n in range(waiting)),
+        waiting_count=waiting,
+        slots=256,
+        free_blocks=10_000,
+        total_blocks=20_000,
+        block_size=16,
+        max_batch_tokens=8192,
+        departed=0,
+    )
+
+
+def result(step_s: float, *, decodes: int = 10, prompt: int = 0, waiting: int = 0) -> StepResult:
+    return StepResult(
+        now_s=0.0,
+        step_s=step_s,
+        phase=Phase.MIXED,
+        prefill_tokens=prompt,
+        prefill_requests=int(prompt > 0),
+        decode_requests=decodes,
+        kv_tokens=0,
+        max_batch_size=256,
+        running_count=decodes,
+        waiting_count=waiting,
+    )
+
+
+def budget() -> StepBudget:
+    return StepBudget(lambda: TIMES)
+
+
+def test_prompts_get_what_decodes_leave_of_the_strictest_promise() -> None:
+    plan = budget().plan(state(0.1, 0.02, np.inf))
+    # 20 ms less 5 ms and three decodes of 0.1 ms.
+    assert plan.max_prefill_tokens == pytest.approx(1470, abs=1)
+    assert (plan.limited_by, plan.max_batch_size) == (Limit.SLA, 150)
+
+
+def test_without_a_promise_nothing_is_bound() -> None:
+    plan = budget().plan(state(np.inf, np.inf, waiting=0))
+    assert (plan.max_prefill_tokens, plan.limited_by) == (None, Limit.SLOTS)
+
+
+def test_a_batch_that_grew_without_a_promise_drains_to_where_the_next_one_is_kept() -> None:
+    plan = budget().plan(state(*[np.inf] * 200))
+    assert (plan.max_batch_size, plan.starts, plan.limited_by) == (150, 0, Limit.SLA)
+
+
+def test_nor_while_nobody_decodes() -> None:
+    assert budget().plan(state(prefilling=2)).max_prefill_tokens is None
+
+
+def test_who_is_late_binds_nobody() -> None:
+    # A hundred tokens in twenty seconds: a mean of 20 ms over a thousand is out of reach.
+    assert budget().plan(state(0.02, first_token_s=-19.0)).max_prefill_tokens is None
+
+
+def test_a_promise_that_decodes_alone_break_is_given_up_until_they_keep_it() -> None:
+    policy = budget()
+
+    def strictest(decodes: int) -> float:
+        policy.plan(state(*[0.015] * decodes, first_token_s=0.9))
+        return policy.strictest_s
+
+    assert [strictest(n) for n in (99, 104, 108, 103, 99)] == [0.015, 0.015, np.inf, np.inf, 0.015]
+
+
+def test_a_prompt_in_progress_is_read_on_in_any_case() -> None:
+    busy = [0.015] * 100
+    assert budget().plan(state(*busy)).max_prefill_tokens == 0
+    assert budget().plan(state(*busy, prefilling=1)).max_prefill_tokens == 16
+
+
+def test_where_no_prompt_can_be_cut_one_may_start_all_the_same() -> None:
+    assert budget().plan(state(*[0.015] * 100)._replace(cuts_prompts=False)).max_prefill_tokens == 16
+
+
+def test_predictions_are_lengthened_by_what_they_fell_short_of() -> None:
+    policy = budget()
+    for error in (0.0, 0.1, 0.1, 0.1) * 8:
+        policy.observe(result((1.0 + error) * 0.006))
+    assert policy.margin == pytest.approx(0.1, abs=0.01)
+    assert (policy.plan(state(0.02)).max_prefill_tokens or 0) < 1350
+    for _ in range(64):
+        policy.observe(result(0.06))
+    assert policy.margin == 0.25
+    for _ in range(64):
+        policy.observe(result(0.003))
+    assert policy.margin == 0.0
+
+
+def test_the_pace_of_reading_is_that_of_the_plan_or_the_slower_one_behind_a_queue() -> None:
+    policy = budget()
+    assert policy.seconds_per_token is None
+    policy.plan(state(0.02, 0.02, 0.02))
+    planned = policy.seconds_per_token
+    assert planned == pytest.approx(0.02 / 1470, rel=0.01)
+    for _ in range(32):
+        policy.observe(result(0.02, prompt=100, waiting=5))
+    assert policy.seconds_per_token == pytest.approx(0.02 / 100)
+    policy.observe(result(0.02, prompt=100))
+    assert policy.seconds_per_token == planned
+
+
+def test_promises_are_asked_about_at_every_step_while_prompts_wait() -> None:
+    assert budget().plan(state(0.02)).steps == 1
+    assert budget().plan(state(0.02, waiting=0)).steps > 1
+
+
+class TestPhases:
+    def auto(self) -> Auto:
+        policy = Auto(AutoConfig(mode="exclusive", step_times=TIMES))
+        policy.phases.cycle_s = 0.5
+        return policy
+
+    def test_they_are_taken_where_nothing_is_promised(self) -> None:
+        free = state(np.inf, np.inf)._replace(waiting=(RequestView("w", arrival_s=0.0, prompt_tokens=10),))
+        assert self.auto().plan(free).phase is not Phase.MIXED
+
+    def test_not_while_a_time_per_token_binds(self) -> None:
+        assert self.auto().plan(state(0.02)).phase is Phase.MIXED
+
+    @pytest.mark.parametrize(("due_in_s", "mixed"), [(0.4, True), (0.6, False), (-1.0, False)])
+    def test_nor_where_who_is_next_cannot_wait_for_a_cycle(self, due_in_s: float, mixed: bool) -> None:
+        urgent = RequestView("w", arrival_s=0.0, prompt_tokens=10, deadline_s=1.0 + due_in_s)
+        plan = self.auto().plan(state(np.inf)._replace(waiting=(urgent,)))
+        assert (plan.phase is Phase.MIXED) is mixed
