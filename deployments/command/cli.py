@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from deployments.command import calibrate, one_machine
 from deployments.command import keys as keys_command
 from deployments.command.args_check import checking
-from deployments.config.application import DEMO, AppConfig
+from deployments.config.application import DEMO, AppConfig, checked
 from deployments.process.environment import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
@@ -122,15 +121,6 @@ def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Their sections, made where they are missing; what is no model is left for the check."""
     more = settings.get("more_models")
     return [_section(each, "engine") for each in more if isinstance(each, dict)] if isinstance(more, list) else []
-
-
-def checked(settings: dict[str, Any]) -> AppConfig:
-    """Raises ConfigError naming each wrong setting by its path, without its value where that may be a secret."""
-    try:
-        return AppConfig.model_validate(settings)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("\n".join(["wrong settings:", *lines])) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _lives(process: psutil.Process) -> bool:
 def _deploy(config: AppConfig) -> None:
     from ray import serve
 
-    from deployments.app import build
+    from deployments.app import application
 
     _check_resources(config)
     models = config.each_model()
@@ -239,7 +239,7 @@ def _deploy(config: AppConfig) -> None:
     names = ", ".join(each.public_name for each in models)
     with _progress(f"loading {names} on {replicas} engine replica{'s' * (replicas > 1)}"):
         try:
-            serve.run(build(config), name=config.name, route_prefix="/")
+            serve.run(application(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
             raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
 
