@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -129,19 +129,13 @@ def prepare(host: str, port: int) -> Path:
 
 
 @contextlib.contextmanager
-def running(
-    config: AppConfig, run_dir: Path, host: str, port: int, check: Callable[[], None] | None = None
-) -> Iterator[str]:
+def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[str]:
     """The application, ready, for the time of the block, after `prepare`; yields its address.
-
-    check: waits for what must be known before anything is loaded; goes on while Ray starts.
 
     Raises:
         ApplicationStartError: it does not come up.
     """
     with _ray(run_dir, port):
-        if check:
-            check()
         _deploy(config)
         url = f"http://{address(host, port)}"
         _wait_until_healthy(url)

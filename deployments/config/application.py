@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -617,6 +617,16 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _without(argv: Sequence[str], names: Container[str]) -> list[str]:
+    """An argument list without these options and their values."""
+    kept, keeps = list[str](), True
+    for arg in argv:
+        keeps = arg not in names if arg.startswith("-") else keeps
+        if keeps:
+            kept.append(arg)
+    return kept
+
+
 def _gpus_used(argv: Sequence[str]) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
     return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
@@ -733,7 +743,8 @@ class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
     more_models: tuple[ModelSection, ...] = ()
-    """Further models, each with engines and a key space of its own; everything else is shared."""
+    """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
+    has them at the top; everything else is shared."""
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Keeps the shared state of several applications apart in one Redis database."""
     redis_url: SecretStr | None = None
@@ -879,9 +890,9 @@ class AppConfig(ModelSection):
         """The arguments for vLLM on both sides."""
         model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
         name = ["--served-model-name", self.public_name] if self.public_name != model else []
-        args = ("--disable-log-stats", "--no-enable-log-requests", *args, *self.vllm_args)
+        ours = _without(("--disable-log-stats", "--no-enable-log-requests", *args), _options(self.vllm_args))
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
-        return ["--model", model, *name, *args, *lora]
+        return ["--model", model, *name, *ours, *self.vllm_args, *lora]
 
     @property
     def runs_eagerly(self) -> bool:

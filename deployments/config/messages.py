@@ -50,23 +50,19 @@ def _why(fault: Any, keys: Sequence[Key], shows_values: bool) -> str:
         return f"must be a list of text, {ARGUMENTS}{_quoted(given)}"
     got = f", got {_shown(given)}{_converted(given, key)}" if shows_values and _takes_no_secret(key) else ""
     kind = key.type.replace("section", "mapping of settings")
-    return f"must be {_ARTICLES.get(kind.split()[0], '')}{kind}{_in_unit(key)}{got}"
+    return f"must be {_ARTICLES.get(kind.split()[0], '')}{kind}{key.in_unit}{got}"
 
 
 def _no_such_key(path: str, keys: Sequence[Key]) -> str:
     """With the key that is most like it, or all that may stand there."""
     if (found := nearest(keys, path)) is not None:
-        return f"there is no such key; did you mean {found[0]}{_in_unit(found[1])}?"
+        return f"there is no such key; did you mean {found[0]}{found[1].in_unit}?"
     beside = below(keys, path.rpartition(".")[0])
     return f"there is no such key; these may stand there: {', '.join(key.name for key in beside)}"
 
 
 def _takes_no_secret(key: Key) -> bool:
     return bool(re.match("integer|number|true or false|one of", key.type))
-
-
-def _in_unit(key: Key) -> str:
-    return f", in {key.unit}" if key.unit else ""
 
 
 def _shown(value: Any) -> str:

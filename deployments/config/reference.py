@@ -68,6 +68,11 @@ class Key:
         return self.path.rpartition(".")[2].removesuffix("[]")
 
     @property
+    def in_unit(self) -> str:
+        """To be put behind its type, or its name."""
+        return f", {'' if self.unit.startswith('per ') else 'in '}{self.unit}" if self.unit else ""
+
+    @property
     def section(self) -> str:
         """Path of the section that it stands in; "" at the top."""
         return self.path.rpartition(".")[0]
@@ -157,7 +162,7 @@ def _type(value: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
         return f"list of {_type(value.get('items', {}), sections)}"
     if kind == "object":
         return f"mapping of names to {_type(value.get('additionalProperties', {}), sections)}"
-    bounds = [text.format(f"{value[name]:g}") for name, text in _BOUNDS.items() if name in value]
+    bounds = [text.format(f"{value[name]:.12g}") for name, text in _BOUNDS.items() if name in value]
     return " ".join([_TYPES.get(kind, kind), " and ".join(bounds)]).rstrip()
 
 
