@@ -148,11 +148,11 @@ def run_serve(options: argparse.Namespace) -> None:
     given = app_config(options)
     check_builds(given)
     check_redis(given)
+    run_dir = one_machine.prepare(options.host, options.port)
     if any(each.vllm_args for each in given.each_model()):
         one_machine.say("checking the arguments for vLLM ...")
         check_args(given.each_model())
     config = sharing_memory(given)
-    run_dir = one_machine.prepare(options.host, options.port)
     with one_machine.running(config, run_dir, options.host, options.port) as address:
         model = config.public_name
         print(f"Sluice is ready: {address}")

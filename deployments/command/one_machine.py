@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -176,6 +177,8 @@ def _start_ray(run_dir: Path, port: int) -> None:
     import ray
     from ray import serve
 
+    # Its lines of the start are not about what the user did, and one reads like a warning.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(
             address="local",
