@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -186,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes to at its end
+        sys.exit(128 + signal.SIGPIPE)
     except SluiceError as error:
         sys.exit(f"sluice: {error}")
     except KeyboardInterrupt:

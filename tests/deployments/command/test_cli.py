@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -244,3 +247,13 @@ def test_the_example_can_be_pasted() -> None:
     assert body["model"] == model
     assert body["messages"][0]["role"] == "user"
     assert arguments[arguments.index("-H") + 1] == "Content-Type: application/json"
+
+
+def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
+    """As `| head` does."""
+    command = [sys.executable, "-P", "-m", "deployments.command.cli", "simulate", "--list-engines"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
