@@ -14,6 +14,7 @@ from deployments.config.reference import Key, all_keys, below, find, nearest, sc
 from deployments.http.keys import KeyEntry
 from policies.errors import ConfigError
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"  # pydantic's
 IMPORT_PATH = "deployments.app:build"
 _EPILOG = """\
 examples:
@@ -56,7 +57,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     check.add_argument("file", type=Path, help="settings for `sluice serve --config` or `serve deploy`")
     check.set_defaults(run=run_check)
     printed = actions.add_parser("schema", help="print the JSON schema of the settings")
-    printed.set_defaults(run=lambda _: print(json.dumps(schema(AppConfig), indent=2)))
+    printed.set_defaults(run=lambda _: print(json.dumps({"$schema": DIALECT, **schema(AppConfig)}, indent=2)))
     explain = actions.add_parser("explain", help="what a key means, or what stands in a section")
     explain.add_argument("key", nargs="?", default="", help="such as engine.replicas (default: what stands at the top)")
     explain.set_defaults(run=run_explain)
