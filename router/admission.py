@@ -45,6 +45,7 @@ class Tenant:
         classes: the ones that it may ask for; None allows all.
         requests_per_minute, tokens_per_minute: how much it may start; tokens are those of the prompt and the
             predicted answer, settled by the true one. A minute's worth may come at once.
+        may_tighten: its requests may ask for closer targets than those of their class.
 
     Raises:
         ConfigError: a rate is not positive.
@@ -55,6 +56,7 @@ class Tenant:
     classes: frozenset[str] | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    may_tighten: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "requests_per_minute", "tokens_per_minute")

@@ -21,6 +21,7 @@ from policies.checks import require_positive
 from policies.errors import InputError, StateStoreError
 from policies.router.admission import Refusal
 from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
 from router.classifier import Classified
@@ -109,20 +110,22 @@ class PrefillClassifier:
         size: RequestSize,
         slo_class: str,
         router_id: str,
-        now_s: float,
+        arrival_s: float,
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
+        promise: Promise = NO_PROMISE,
     ) -> Classified:
         bucket = self._order.assign(size.prompt_tokens)
         self._metrics.bucket_requests.labels(bucket).inc()
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=bucket,
-            deadline_key=self._order.key(now_s, bucket),
+            deadline_key=self._order.key(arrival_s, bucket),
             work_s=self._policy.prefill_s(size.prompt_tokens),
             router_id=router_id,
             slo_class=slo_class,
-            arrival_s=now_s,
+            arrival_s=arrival_s,
+            deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
         )
         return Classified(ticket, size.prompt_tokens)
 
@@ -177,8 +180,10 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         known_s = min(load.outstanding_s for load in loads) + self.client.snapshot.waiting_s / pace
         return max(known_s, mine_s / pace)
 
-    async def prefill(self, request: RequestT, slo_class: str, timeout_s: float, now_s: float) -> Cache | None:
-        """Where the cache lies; None when the engine left none.
+    async def prefill(
+        self, request: RequestT, slo_class: str, promise: Promise, timeout_s: float, now_s: float
+    ) -> Cache | None:
+        """Where the cache lies; None when the engine left none. `promise` counts from now.
 
         Raises:
             TimeoutError: not within timeout_s; the pool has forgotten the request then.
@@ -190,7 +195,8 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         try:
             async with asyncio.timeout(timeout_s):
                 timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-                await self.client.submit(self._codec.prefill_of(request), slo_class=slo_class, timing=timing)
+                prefill = self._codec.prefill_of(request)
+                await self.client.submit(prefill, slo_class=slo_class, promise=promise, timing=timing)
                 return await done
         finally:
             if self._waiting.pop(size.request_id, None) is not None:
@@ -222,6 +228,7 @@ class _Split(Generic[RequestT]):
     request_id: str
     prompt_tokens: int
     slo_class: str
+    promise: Promise
     timing: RequestTiming
     tenant: Tenant | None
     question: Question | None
@@ -280,6 +287,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         *,
         slo_class: str,
         timing: RequestTiming,
+        promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
         admitted: bool = False,
@@ -290,7 +298,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         why = self._why(request, size, slo_class)
         self._split_metrics.decisions.labels(why).inc()
-        split = _Split(request, size.request_id, size.prompt_tokens, slo_class, timing, tenant, question, bill)
+        split = _Split(request, size.request_id, size.prompt_tokens, slo_class, promise, timing, tenant, question, bill)
         splits = why is Why.SPLIT
         if splits and not await self._passes_the_door(split, size):
             # It may have paid, though no reply came: as while the shared state is away, quotas do not count. What it
@@ -300,6 +308,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             await super().submit(
                 request,
                 slo_class=slo_class,
+                promise=promise,
                 timing=timing,
                 tenant=tenant,
                 question=question,
@@ -341,7 +350,8 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         """
         name = f"{size.request_id}?"
         probe = replace(size, request_id=name, prompt_token_ids=())
-        classified = self._classifier.ticket(probe, split.slo_class, self.router_id, self._shared_clock.now())
+        arrival_s = self._arrival_s(split.timing)
+        classified = self._classifier.ticket(probe, split.slo_class, self.router_id, arrival_s, promise=split.promise)
         limits = self._door.limits(split.slo_class, split.tenant, classified.tokens)
         split.bill = Bill.of(split.tenant, split.prompt_tokens, classified.tokens)
         api_key = split.tenant.name if split.tenant else ""
@@ -389,8 +399,10 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         """None when the prompt is to be read by the decode replica."""
         slowness = max((load.slowness for load in self.pool.client.snapshot.replicas.values()), default=1.0)
         timeout_s = self._policy.patience_s(split.prompt_tokens, slowness)
+        ttft_s = split.promise.ttft_s
+        left = Promise(ttft_s=None if ttft_s is None else ttft_s - (now_s - split.timing.received_s))
         try:
-            cache = await self.pool.prefill(split.request, split.slo_class, timeout_s, now_s)
+            cache = await self.pool.prefill(split.request, split.slo_class, left, timeout_s, now_s)
         except Exception as error:  # of whatever kind: the decode replica can read it
             self._fall_back(split.request_id, "late" if isinstance(error, TimeoutError) else "refused")
             return None
@@ -408,6 +420,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             await super().submit(
                 split.request,
                 slo_class=split.slo_class,
+                promise=split.promise,
                 timing=split.timing,
                 tenant=split.tenant,
                 question=split.question,
@@ -440,7 +453,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             return super()._encoded(entry, connection)
         self._offered[entry.request_id] = connection, now_s, offer.cache
         self._split_metrics.hand_overs.inc()
-        return self._codec.encode_request(self._split_codec.with_cache(entry.request, offer.cache))
+        return self._codec.encode_request(self._split_codec.with_cache(self._as_sent(entry), offer.cache))
 
     def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
         if self._offered and (offered := self._offered.get(output.request_id)) and offered[0] is connection:

@@ -27,6 +27,7 @@ from policies.errors import (
     StateStoreError,
 )
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
@@ -51,6 +52,7 @@ OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
 ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
+FRESH_S = 0.005  # for which the time that an encoded request has left is good: less than an engine step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ class Entry(Generic[RequestT]):
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
-        encoded: as it will be sent, until then; None where it has changed since.
+        encoded: as it will be sent at once; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
     """
@@ -240,6 +242,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         *,
         slo_class: str,
         timing: RequestTiming,
+        promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
         admitted: bool = False,
@@ -248,6 +251,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Queue a request; its outputs come through `next_outputs`.
 
         Args:
+            promise: counts from when the request was received.
             admitted: it was before, and meets no limits.
             bill: what it was charged then; without, it is charged now.
 
@@ -260,18 +264,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         size = self._codec.size(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
+        arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, self._shared_clock.now(), self._connections.replica_ids, foresight
+            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
         ticket = classified.ticket if tenant is None else replace(classified.ticket, api_key=tenant.name)
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
-        request = self._codec.with_ticket(request, ticket)
-        encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
-        entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
+        entry.planned_key, entry.foresight = classified.planned_key, foresight
+        entry.encoded = self._encode(self._as_sent(entry))
         entry.bill = bill or Bill.of(tenant, size.prompt_tokens, classified.tokens)
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
@@ -287,6 +291,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if self._lives(entry):
                 del self._entries[entry.request_id]
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+
+    def _arrival_s(self, timing: RequestTiming) -> float:
+        """On the clock that all routers share."""
+        return self._shared_clock.now() - (self._clock.now() - timing.received_s)
 
     def _encode(self, request: RequestT) -> Sequence[Buffer]:
         """Before it is queued: whoever asks for what cannot be sent is told so, in place of a stream that ends."""
@@ -485,7 +493,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
-        return encoded or self._codec.encode_request(entry.request)
+        if encoded is not None and self._clock.now() - entry.waiting_since_s < FRESH_S:
+            return encoded
+        return self._codec.encode_request(self._as_sent(entry))
+
+    def _as_sent(self, entry: Entry[RequestT]) -> RequestT:
+        """With the time that it has left now. What its client has seen a part of has no first token to come."""
+        resumed, deadline_s = entry.timing.output_tokens > 0, entry.ticket.deadline_s
+        left_s = None if resumed or deadline_s is None else deadline_s - self._shared_clock.now()
+        return self._codec.with_ticket(entry.request, entry.ticket, ttft_left_s=left_s, resumed=resumed)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""

@@ -24,10 +24,12 @@ class Ticket:
         slo_class: its service class; replicas may be reserved for some.
         bin_index: its bin of predicted output length.
         bucket: its bucket of prompt length; with its class and bin it makes its lane. 0 where they are not told apart.
-        deadline_key: the fixed sort key of its order policy; least goes first.
+        deadline_key: the fixed sort key of its order; least goes first.
         work_s: predicted seconds of engine time, on a replica of slowness 1.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             replica was lost.
+        deadline_s: on the store's clock, when its first token is due; None when nothing is promised.
+        tpot_s: seconds per further token that it was promised; None when nothing is.
         predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
             swapped; None stays.
         fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
@@ -44,6 +46,8 @@ class Ticket:
     router_id: str
     slo_class: str = "standard"
     arrival_s: float | None = None
+    deadline_s: float | None = None
+    tpot_s: float | None = None
     predicted_output_tokens: float | None = None
     tie_s: float = 0.0
     prefixes: tuple[tuple[str, int], ...] = ()

@@ -5,6 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.conversation import Asked
 from router.admission import Tenant
 
@@ -34,16 +35,19 @@ class RequestTiming:
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
 
-    `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text that the
-    chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may not
-    queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends engine
-    requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read what
-    another one would bring.
+    `promise` is what each of those is promised, `service_tier` what its answer says of that, None where it did not ask
+    for one. `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text
+    that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
+    not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
+    engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
+    what another one would bring.
     """
 
     received_s: float
     slo_class: str
     tenant: Tenant | None = None
+    promise: Promise = NO_PROMISE
+    service_tier: str | None = None
     refused: Refused | None = None
     queued: bool = False
     expected_tokens: int | None = None

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator, model_validator
 
@@ -31,9 +31,10 @@ from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
@@ -41,6 +42,8 @@ from router.classifier import Mode
 from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
 
+ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+"""OpenAI's, or another word; it stands in answers as it is."""
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
@@ -228,7 +231,7 @@ class PrefillSection(Section):
     max_folder_bytes: int = Field(default=4 << 30, ge=1)
     """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
     split: Literal["auto", "always", "never"] = "auto"
-    """Which requests: `auto` where reading the prompt would break the class's `itl_s` for those that decode."""
+    """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
     min_prompt_tokens: int = Field(default=256, ge=1)
     """Shorter prompts are never split."""
     max_wait_s: Seconds = 2.0
@@ -351,10 +354,12 @@ class BinsSection(Section):
 class ClassSection(Section):
     """A service class."""
 
-    ttft_s: Seconds = 1.0
-    """Target for the first token; smaller goes earlier in the queue."""
-    itl_s: Seconds | None = None
-    """Target between tokens; the engine keeps to the strictest among what it runs. None has no target."""
+    ttft_s: Seconds | None = 1.0
+    """Target for the first token, from the arrival of the HTTP request: who is due earlier starts earlier. None has no
+    target, and goes behind all that have one."""
+    tpot_s: Seconds | None = None
+    """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
+    what it runs. None has no target."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
     max_wait_s: Seconds | None = None
@@ -367,6 +372,9 @@ class ClassSection(Section):
     one of another class waits that is due earlier."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    def promise(self) -> Promise:
+        return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
     def limits(self) -> ClassLimits:
         return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
@@ -395,13 +403,11 @@ class KeysSection(Section):
 
 
 class OrderSection(Section):
-    """Order of waiting requests: a virtual deadline, arrival + class target + weight x predicted work."""
+    """Order of waiting requests: whose first token is due earlier starts earlier."""
 
-    work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Seconds of head start that one second less of predicted work is worth."""
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
-    the virtual deadline. See docs/write-a-policy.md."""
+    that deadline. See docs/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 
@@ -409,16 +415,13 @@ class OrderSection(Section):
     def _has_one_order(self) -> Self:
         if self.policy is None and self.policy_args:
             raise ValueError("policy_args are settings of policy, and there is none")
-        if self.policy is not None:
-            if self.work_weight != OrderSection.model_fields["work_weight"].default:
-                raise ValueError(f"work_weight is of the virtual deadline, and policy {self.policy} decides")
-            build_of(Family.ORDER, self.policy, self.policy_args)
+        self.build()
         return self
 
-    def build(self, deadline: VirtualDeadlineConfig) -> Order:
-        """`deadline` is of the order that stands where no other is named."""
+    def build(self) -> Order | None:
+        """None goes by what each request is promised."""
         if self.policy is None:
-            return VirtualDeadline(deadline)
+            return None
         order: Order = build_of(Family.ORDER, self.policy, self.policy_args)
         return order
 
@@ -720,6 +723,9 @@ class AppConfig(ModelSection):
     predictor: PredictorSection = PredictorSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
     default_class: str = "standard"
+    service_tiers: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
+    """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
+    here are left alone; of the default ones those also whose class is not configured."""
 
     @field_validator("redis_url")
     @classmethod
@@ -736,6 +742,18 @@ class AppConfig(ModelSection):
         if self.default_class not in self.classes:
             raise ValueError(f"default_class {self.default_class!r} is not one of classes {sorted(self.classes)}")
         return self
+
+    @model_validator(mode="after")
+    def _knows_the_classes_of_its_tiers(self) -> "AppConfig":
+        unknown = {tier: name for tier, name in self.service_tiers.items() if name not in self.classes}
+        if "service_tiers" in self.model_fields_set and unknown:
+            raise ValueError(f"service_tiers {unknown} name classes that are not among {sorted(self.classes)}")
+        return self
+
+    @property
+    def class_of_tier(self) -> dict[str, str]:
+        """Of the service tiers whose class is there."""
+        return {tier: name for tier, name in self.service_tiers.items() if name in self.classes}
 
     @model_validator(mode="after")
     def _scales_what_it_counts(self) -> "AppConfig":
@@ -764,9 +782,9 @@ class AppConfig(ModelSection):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
         if "vllm" not in kinds:
-            held = sorted(name for name, section in self.classes.items() if section.itl_s is not None)
+            held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
-                raise ValueError(f"itl_s (of {held}) is held by engines of kind vllm, and there are none")
+                raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
         return self
 
     @model_validator(mode="after")
@@ -872,7 +890,7 @@ class AppConfig(ModelSection):
         planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
         if prefill is None and not planned:
             return None
-        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
+        targets = {name: section.tpot_s for name, section in self.classes.items() if section.tpot_s is not None}
         return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
 
     def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
@@ -901,7 +919,7 @@ class AppConfig(ModelSection):
         """Of every class, what decode replicas hold."""
         settings = self.engine.scheduler
         return {
-            name: settings.class_itl_targets_s.get(name, section.itl_s or settings.itl_target_s)
+            name: settings.class_itl_targets_s.get(name, section.tpot_s or settings.itl_target_s)
             for name, section in self.classes.items()
         }
 
@@ -910,13 +928,6 @@ class AppConfig(ModelSection):
         """How engines take batches, None where they take single requests."""
         return self.engine.gang if self.engine.kind == "transformers" else None
 
-    def order_policy(self) -> Order:
-        return self.order.build(self.order_config())
-
-    def order_config(self) -> VirtualDeadlineConfig:
-        targets = {name: section.ttft_s for name, section in self.classes.items()}
-        return VirtualDeadlineConfig(
-            class_targets_s=targets,
-            default_target_s=targets[self.default_class],
-            work_weight=self.order.work_weight,
-        )
+    def promises(self) -> dict[str, Promise]:
+        """By class."""
+        return {name: section.promise() for name, section in self.classes.items()}

@@ -10,6 +10,7 @@ makes one. Entries:
       classes: [interactive, standard]      # none: all
       requests_per_minute: 600              # none: no limit
       tokens_per_minute: 1000000
+      may_tighten: true                     # none: its x-slo-* headers may only loosen the targets of its class
 """
 
 import asyncio
@@ -54,6 +55,7 @@ class KeyEntry(BaseModel):
     classes: frozenset[str] | None = None
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
+    may_tighten: bool = False
 
     @cached_property
     def tenant(self) -> Tenant:
@@ -63,6 +65,7 @@ class KeyEntry(BaseModel):
             classes=self.classes,
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
+            may_tighten=self.may_tighten,
         )
 
 

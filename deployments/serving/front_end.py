@@ -198,7 +198,7 @@ class FrontEnd:
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
             bins=MultiBin(config.bins.build(config.gang)),
-            order=config.order_policy(),
+            order=config.order.build(),
             step_times=config.work.build(),
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,

@@ -3,9 +3,10 @@
 A key is a finite double, so it serves as the score of a Redis sorted set; the lowest goes first. Equal keys are the
 driver's to break (by arrival, or by id as Redis does). Keys of different orders must not share a queue.
 
-Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). Estimated work
-and the virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the
-short, without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
+Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). The default,
+`Deadline`, is earliest due date first (Jackson 1955), which keeps the greatest lateness least. Estimated work and the
+virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the short,
+without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
 """
 
 import math
@@ -15,6 +16,9 @@ from typing import Protocol
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
+
+# Longer than any target, so that whoever has none goes behind all who have one; sums with Unix time keep microseconds.
+_NO_TARGET_S = 1e9
 
 
 class Order(Protocol):
@@ -58,6 +62,59 @@ class EstimatedWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineConfig:
+    """Seconds in which a first token is due, where the request itself is promised nothing else; None is no target.
+
+    Attributes:
+        class_targets_s: by class.
+        default_target_s: of requests without a class, or of one not named above.
+
+    Raises:
+        ConfigError: a target is negative or not finite.
+    """
+
+    class_targets_s: Mapping[str, float | None] = field(default_factory=dict)
+    default_target_s: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "default_target_s")
+        _check_targets(self.class_targets_s)
+
+
+class Deadline:
+    """Earliest first token first:
+
+        key = arrival_s + ttft_s
+
+    Predicted work is no part of it: it says when a first token can come, not when it is due. A request that arrives
+    later starts first only if it arrived within the difference of their targets.
+    """
+
+    def __init__(self, config: DeadlineConfig) -> None:
+        self.config = config
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        """The deadline, on the clock of ``arrival_s``.
+
+        Raises:
+            InputError: arrival_s is not finite.
+        """
+        targets_s, default_s = self.config.class_targets_s, self.config.default_target_s
+        return deadline_key(arrival_s, default_s if slo_class is None else targets_s.get(slo_class, default_s))
+
+
+def deadline_key(arrival_s: float, ttft_s: float | None) -> float:
+    """The key of one request. Those without a target go behind all that have one.
+
+    Raises:
+        InputError: arrival_s is not finite.
+    """
+    if not math.isfinite(arrival_s):
+        raise InputError(f"arrival_s must be finite, got {arrival_s}")
+    return arrival_s + (_NO_TARGET_S if ttft_s is None else ttft_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualDeadlineConfig:
     """How much a class and a second of work count against a second of waiting.
 
@@ -81,9 +138,13 @@ class VirtualDeadlineConfig:
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "default_target_s", "work_weight", "max_work_s")
-        for slo_class, target_s in self.class_targets_s.items():
-            if not 0.0 <= target_s < math.inf:
-                raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
+        _check_targets(self.class_targets_s)
+
+
+def _check_targets(class_targets_s: Mapping[str, float | None]) -> None:
+    for slo_class, target_s in class_targets_s.items():
+        if target_s is not None and not 0.0 <= target_s < math.inf:
+            raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
 
 
 class VirtualDeadline:

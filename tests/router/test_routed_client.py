@@ -24,8 +24,8 @@ from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router import redis_store, wire
@@ -84,7 +84,8 @@ class FrontEnd:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
         answer.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class=slo_class, timing=answer.timing, tenant=tenant)
+        promise = Promise(ttft_s=TARGETS_S[slo_class])
+        await self.client.submit(asked, slo_class=slo_class, promise=promise, timing=answer.timing, tenant=tenant)
         return answer
 
     async def ask_many(self, number: int, max_tokens: int = 20, *, replays: bool = False) -> list[Answer]:
@@ -301,19 +302,14 @@ STEP_TIMES = StepTimes(
 )
 
 
-ORDER = VirtualDeadline(
-    VirtualDeadlineConfig(
-        class_targets_s={"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0},
-        default_target_s=1.0,
-    )
-)
+TARGETS_S = {"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0}
 
 
 def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=ORDER,
+        order=None,
         step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=16,
@@ -553,7 +549,7 @@ async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Ser
     async with asyncio.timeout(PATIENCE_S):
         while not (longest_s := await overtaken_s()) > 0.1:
             continue  # the machine stood still for all of the time in which anybody may overtake
-    assert longest_s <= ORDER.overtaking_window_s("later", estimated_work_s=0.1)
+    assert longest_s <= TARGETS_S["later"] - TARGETS_S["soon"]
 
 
 async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
@@ -649,6 +645,49 @@ async def test_a_router_that_stands_still_says_for_how_long(service: Service) ->
     front_end = await service.front_end()
     asyncio.get_running_loop().call_soon(time.sleep, 0.3)
     await until(lambda: front_end.count("event_loop_lag_seconds_sum") > 0.2)
+
+
+# What engines are told of promises
+
+
+def told(replica: Replica, asked: FakeRequest) -> tuple[float | None, bool]:
+    """Of a request on board: the seconds until its first token is due, and whether it goes on."""
+    (found,) = (one for one in replica.engine._held.values() if one.request_id.startswith(f"{asked.request_id}~"))
+    return found.told
+
+
+async def test_an_engine_is_told_how_much_time_is_left_when_a_request_is_sent(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    first, second = await front_end.ask(request()), await front_end.ask(request())
+    await until(lambda: replica.engine.held == 1)
+    await asyncio.sleep(0.1)
+    waited_s = MonotonicClock().now() - second.timing.received_s
+    await front_end.client.cancel([first.asked.request_id], "cancelled")
+    await until(lambda: replica.engine.held == 1 and second.timing.assigned_s is not None)
+    await until(lambda: any(one.startswith(f"{second.asked.request_id}~") for one in replica.engine._held))
+    left_s, resumed = told(replica, second.asked)
+    assert left_s is not None and second.timing.assigned_s is not None
+    assert waited_s > 0.1
+    assert left_s == pytest.approx(
+        TARGETS_S["standard"] - (second.timing.assigned_s - second.timing.received_s), abs=0.05
+    )
+    assert not resumed
+    replica.engine.resume()
+    await service.finish([second])
+
+
+async def test_what_goes_on_elsewhere_has_no_first_token_to_come(service: Service) -> None:
+    lost, front_end = await service.replica(), await service.front_end()
+    (answer,) = await front_end.ask_many(1, 600)
+    await until(lambda: len(answer.tokens) > 3)
+    other = await service.replica()
+    other.engine.pause()
+    await lost.die()
+    await until(lambda: other.engine.held == 1)
+    assert told(other, answer.asked) == (None, True)
+    other.engine.resume()
+    await service.finish([answer])
 
 
 # Work that fills idle capacity

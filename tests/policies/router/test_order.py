@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError, InputError
-from policies.router.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import (
+    FCFS,
+    LJF,
+    SJF,
+    Deadline,
+    DeadlineConfig,
+    EstimatedWork,
+    Order,
+    VirtualDeadline,
+    VirtualDeadlineConfig,
+    deadline_key,
+)
 from policies.types import FloatArray
 
 CONFIG = VirtualDeadlineConfig(
@@ -61,6 +72,21 @@ def test_each_order_ranks_by_its_own_quantity() -> None:
     assert SJF().key(*first) < SJF().key(*second)
     assert LJF().key(*first) > LJF().key(*second)
     assert EstimatedWork().key(*first) > EstimatedWork().key(*second)
+
+
+def test_the_deadline_is_arrival_plus_target_and_what_has_none_goes_behind_all_that_have_one() -> None:
+    policy = Deadline(DeadlineConfig(class_targets_s={"chat": 0.5, "any time": None}, default_target_s=2.0))
+    assert policy.key(100.0, "chat", 3.0, 1) == deadline_key(100.0, 0.5) == 100.5
+    assert policy.key(100.0, None, 3.0, 1) == policy.key(100.0, "unheard of", 9.0, 7) == 102.0
+    now_s = 1.8e9
+    first, second = policy.key(now_s, "any time", 0.0, 1), policy.key(now_s + 0.001, "any time", 0.0, 1)
+    assert deadline_key(now_s + 1e6, 1e6) < first < second
+
+
+@pytest.mark.parametrize("wrong", [{"class_targets_s": {"chat": -1.0}}, {"default_target_s": math.inf}])
+def test_a_target_that_is_no_time_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        DeadlineConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_virtual_deadline_is_arrival_plus_target_plus_weighted_work() -> None:
@@ -139,7 +165,7 @@ def test_a_weight_of_4_lowers_the_mean_wait_and_not_at_the_cost_of_the_slowest()
 @given(st.floats(0.0, 4e9), st.sampled_from(["chat", None]), st.floats(0.0), st.integers(0, 10**6))
 def test_keys_are_finite_doubles(arrival_s: float, slo_class: str | None, work_s: float, prompt_tokens: int) -> None:
     """Redis refuses NaN as a score."""
-    orders: list[Order] = [FCFS(), SJF(), LJF(), VirtualDeadline(CONFIG)]
+    orders: list[Order] = [FCFS(), SJF(), LJF(), Deadline(DeadlineConfig()), VirtualDeadline(CONFIG)]
     for order in orders:
         key = order.key(arrival_s, slo_class, work_s, prompt_tokens)
         assert isinstance(key, float)
