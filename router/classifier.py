@@ -34,11 +34,13 @@ class Classified:
 
     Attributes:
         tokens: of the prompt and the predicted answer together.
+        reading_s: predicted seconds of its prompt on a replica of slowness 1, but for what one is known to hold of it.
         planned_key: the deadline key by the policies when the ticket does not follow them, else None.
     """
 
     ticket: Ticket
     tokens: float
+    reading_s: float = 0.0
     planned_key: float | None = None
 
 
@@ -179,9 +181,10 @@ class Classifier:
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
-            return Classified(ticket, tokens)
+            unread = size.prompt_tokens - max((known for _, known in ticket.prefixes), default=0)
+            return Classified(ticket, tokens, self._step_times.prefill.prefill_s * unread)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
-        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key)
+        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key=planned_key)
 
     def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
         if not self.knows_prefixes:

@@ -352,7 +352,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         probe = replace(size, request_id=name, prompt_token_ids=())
         arrival_s = self._arrival_s(split.timing)
         classified = self._classifier.ticket(probe, split.slo_class, self.router_id, arrival_s, promise=split.promise)
-        limits = self._door.limits(split.slo_class, split.tenant, classified.tokens)
+        limits = self._limits(classified, split.tenant)
         split.bill = Bill.of(split.tenant, split.prompt_tokens, classified.tokens)
         api_key = split.tenant.name if split.tenant else ""
         try:

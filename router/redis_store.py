@@ -190,7 +190,7 @@ def _notice(request_id: str, replica_id: str | None = None) -> Notice:
 
 
 def _packed_limits(limits: Limits) -> bytes:
-    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key, limits.max_of_key_s))
+    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key))
 
 
 def _packed_quotas(quotas: Iterable[Quota]) -> bytes:

@@ -31,7 +31,7 @@ from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
-from router.classifier import TicketWriter
+from router.classifier import Classified, TicketWriter
 from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
@@ -39,6 +39,7 @@ from router.connections import Connections
 from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
+from router.retry_truth import RetryTruth
 from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
@@ -140,7 +141,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._mine_at_snapshot: dict[str, int] = {}
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
-        self._door, self._local = door, LocalCapacity(clock.now)
+        self._door, self._local = door, LocalCapacity(shared_clock.now)
+        self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._settlements = Settlements(router_id, store)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, Entry[RequestT]] = {}
@@ -281,7 +283,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.held_back = []
         self._entries[size.request_id] = entry
         try:
-            limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
+            limits = NO_LIMITS if admitted else self._limits(classified, tenant)
             refusal = await self._enqueue(entry, limits)
         except BaseException as error:
             # Whatever failed, the call may have been obeyed; what it charged stands.
@@ -291,6 +293,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if self._lives(entry):
                 del self._entries[entry.request_id]
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+        if not admitted and self._door.refuses_late(slo_class):
+            self._retries.taken(slo_class)
+
+    def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
+        ticket, spare_s = classified.ticket, math.inf
+        if ticket.deadline_s is not None:
+            slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
+            spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
+        return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
 
     def _arrival_s(self, timing: RequestTiming) -> float:
         """On the clock that all routers share."""
@@ -683,6 +694,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """For whoever asked; counted, unless the request was cancelled meanwhile."""
         if timing.outcome is None:
             self._note_end(slo_class, bin_index, timing, "refused")
+        if refusal.reason == "late":
+            self._retries.refused(slo_class, refusal.retry_after_s)
         why = f"class {slo_class} takes no more for now ({refusal.reason})"
         return AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
 

@@ -362,11 +362,12 @@ class ClassSection(Section):
     what it runs. None has no target."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
-    max_wait_s: Seconds | None = None
-    """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    when_late: Literal["serve", "refuse"] = "serve"
+    """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
+    behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """How much of `max_waiting`, and of `max_wait_s`, one API key may have; more of its requests get 429 with
-    Retry-After, and the rest stays for others. 1 sets no bound, and requests without a key have none."""
+    """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
+    for others. 1 sets no bound, and requests without a key have none."""
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
@@ -377,7 +378,8 @@ class ClassSection(Section):
         return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
     def limits(self) -> ClassLimits:
-        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
+        refuses_late = self.when_late == "refuse"
+        return ClassLimits(max_waiting=self.max_waiting, refuses_late=refuses_late, max_key_share=self.max_key_share)
 
 
 class PlacementSection(Section):
@@ -529,7 +531,7 @@ _NOT_IN_ROUTERS = {
     "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
     "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
     "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
-    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
+    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and when_late of classes",
 }
 
 
@@ -767,9 +769,11 @@ class AppConfig(ModelSection):
         """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
         if self.mode == "full":
             return self
-        limited = sorted(name for name, section in self.classes.items() if section.max_wait_s is not None)
-        if limited:
-            raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
+        refusing = sorted(name for name, section in self.classes.items() if section.when_late == "refuse")
+        if refusing:
+            raise ValueError(
+                f"when_late: refuse (of {refusing}) goes by predicted work, which mode: {self.mode} does without"
+            )
         if any(section.engine.autoscaling for section in (self, *self.more_models)):
             raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
         return self

@@ -328,14 +328,18 @@ async def test_among_replicas_of_like_work_the_longest_known_prefix_decides(stor
     assert await store.enqueue(ticket("z", work_s=0.25, prefixes=known, tie_s=0.5)) == [Assignment("z", "r")]
 
 
-async def test_a_wait_beyond_the_class_limit_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
+async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
     await store.register_replica(info("p"), 0)
     await store.register_replica(info("q"), 0, slowness=0.5)
     for n in range(6):
         await store.enqueue(ticket(f"x{n}", key=float(n), work_s=2.0))
     limits = Limits(max_waiting=100, max_wait_s=3.0)
-    assert await store.enqueue(ticket("last", key=9.0), limits) == Refusal("max_wait_s", 1.0)  # 12 s at pace 3
+    assert await store.enqueue(ticket("last", key=9.0), limits) == Refusal("late", 1.0)  # 12 s at pace 3
     assert await store.enqueue(ticket("early", key=1.5), limits) == []  # only two go first
+    too_late = replace(limits, max_wait_s=-1.0)
+    assert await store.enqueue(ticket("passed", key=-1.0), too_late) == Refusal("late", 0.0)
+    await store.beat_replica("p", 9, FOR_EVER_S)
+    assert isinstance(await store.enqueue(ticket("at once"), too_late), list)
 
 
 async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_run_there(store: StateStore) -> None:
@@ -347,8 +351,8 @@ async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_r
     for n in range(2):
         assert await store.enqueue(ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
     late = ticket("late", key=1.0, slo_class="urgent")
-    assert await store.enqueue(late, limits) == Refusal("max_wait_s", 1.0)  # 4 s of its own class
-    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("max_wait_s", 81.0)  # 84 s at the shared one
+    assert await store.enqueue(late, limits) == Refusal("late", 1.0)  # 4 s of its own class
+    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("late", 81.0)  # 84 s at the shared one
 
 
 async def test_a_quota_is_spent_only_by_what_is_taken(store: StateStore) -> None:
@@ -451,15 +455,6 @@ async def test_a_flooding_key_has_its_share_of_the_queue_and_others_the_rest(sto
     assert await store.enqueue(another, limits) == Refusal("max_key_share", 8.0)  # whatever others have waiting
     assert await store.enqueue(ticket("z", api_key="third"), limits) == Refusal("max_waiting", 0.0)
     assert await store.enqueue(replace(another, slo_class="else"), limits) == []
-
-
-async def test_a_flooding_key_has_its_share_of_the_wait_that_a_class_bears(store: StateStore) -> None:
-    await store.register_replica(info("r"), 0, slowness=0.5)
-    limits = Limits(max_waiting=99, max_wait_s=4.0, max_of_key_s=2.0)
-    for n in range(3):
-        assert await store.enqueue(ticket(f"f{n}", work_s=2.0, api_key="flood"), limits) == []
-    assert await store.enqueue(ticket("f3", work_s=2.0, api_key="flood"), limits) == Refusal("max_key_share", 1.0)
-    assert await store.enqueue(ticket("o0", work_s=2.0, api_key="other"), limits) == []
 
 
 @pytest.mark.parametrize("leaves", ["starts", "is cancelled", "leaves with its router", "is swept out with its router"])
@@ -743,9 +738,8 @@ quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
     Limits,
     max_waiting=st.sampled_from([1, 1 << 31, 1 << 31]),
-    max_wait_s=st.sampled_from([3.0, math.inf, math.inf]),
+    max_wait_s=st.sampled_from([-1.0, 3.0, math.inf, math.inf]),
     max_of_key=st.sampled_from([1, 2, math.inf, math.inf]),
-    max_of_key_s=st.sampled_from([1.5, math.inf, math.inf]),
     quotas=st.one_of(st.just(()), st.tuples(quotas)),
 )
 settlements = st.lists(st.builds(settlement, st.integers(-3, 3), st.sampled_from(QUOTAS)), max_size=2)

@@ -239,7 +239,7 @@ class Service:
             store=self._stores[-1],
             codec=FakeCodec(version),
             classifier=_classifier(metrics, prefix_tie_s, mode),
-            door=Door({"standard": ClassLimits(max_waiting=max_waiting)}),
+            door=Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,
@@ -302,7 +302,7 @@ STEP_TIMES = StepTimes(
 )
 
 
-TARGETS_S = {"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0}
+TARGETS_S = {"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0, "strict": 5.0}
 
 
 def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
@@ -688,6 +688,22 @@ async def test_what_goes_on_elsewhere_has_no_first_token_to_come(service: Servic
     assert told(other, answer.asked) == (None, True)
     other.engine.resume()
     await service.finish([answer])
+
+
+async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it_was_told_is_checked(
+    service: Service,
+) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    waiting = await front_end.ask_many(160)  # 0.04 predicted seconds each, due before a strict request that comes later
+    with pytest.raises(AdmissionError, match="late") as refused:
+        await front_end.ask(request(), "strict")
+    assert 0.0 < refused.value.retry_after_s < 4.0
+    replica.engine.resume()
+    await service.finish(waiting)
+    await service.finish([await front_end.ask(request(), "strict")])
+    assert front_end.count("retry_after_error_seconds_count", slo_class="strict") == 1
+    assert front_end.count("requests_total", slo_class="strict", bin="0", outcome="refused") == 1
 
 
 # Work that fills idle capacity

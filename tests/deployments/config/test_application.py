@@ -535,7 +535,7 @@ def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])
 def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> None:
-    assert "predicted work" in refused(mode=mode, classes={"standard": {"max_wait_s": 3}})[""]
+    assert "predicted work" in refused(mode=mode, classes={"standard": {"when_late": "refuse"}})[""]
     assert "predicted work" in refused(mode=mode, engine={"autoscaling": {"max_replicas": 2}})[""]
     assert (
         "predicted work"
