@@ -98,6 +98,17 @@ class RouterMetrics:
             "bin",
             "outcome",
         )
+        self.slo_requests = self._counter(
+            "slo_requests",
+            "Requests by what was promised: first token and mean time per further token, met or missed. Refused and "
+            "failed ones missed both; those whose client left do not count.",
+            "slo_class",
+            "ttft",
+            "tpot",
+        )
+        self.refused = self._counter(
+            "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
+        )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(

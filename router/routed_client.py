@@ -26,7 +26,7 @@ from policies.errors import (
     SluiceError,
     StateStoreError,
 )
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.admission import NO_LIMITS, QUEUE_REASONS, Limits, Quota, Refusal, predicted_wait_s
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
@@ -221,7 +221,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if (room := self.room(slo_class)) < requests:
             slowness = [load.slowness for load in self.snapshot.replicas.values()]
             wait_s = predicted_wait_s(self.snapshot.waiting_s, slowness)
-            raise self._refused(Refusal(f"room for {room} of {requests} requests", wait_s), slo_class, 0, timing)
+            refusal = Refusal(f"room for {room} of {requests} requests", wait_s)
+            raise self._refused(refusal, slo_class, 0, timing, counts_as="max_waiting")
 
     @property
     def is_cut_off(self) -> bool:
@@ -262,6 +263,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
+        timing.promise = promise
         foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
         if size.request_id in self._entries:
@@ -680,6 +682,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_tokens(self, entry: Entry[RequestT], count: int, now_s: float) -> None:
         timing = entry.timing
         if timing.last_token_s is None:
+            timing.first_token_s = now_s
             entry.metrics.ttft_s.observe(now_s - timing.received_s)
         else:
             entry.metrics.itl_s.observe(now_s - timing.last_token_s)
@@ -689,11 +692,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_end(self, slo_class: str, bin_index: int, timing: RequestTiming, outcome: str) -> None:
         timing.outcome = outcome
         self._metrics.requests.labels(slo_class, str(bin_index), outcome).inc()
+        if (kept := timing.kept) is not None:
+            self._metrics.slo_requests.labels(slo_class, *("met" if each else "missed" for each in kept)).inc()
 
-    def _refused(self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming) -> AdmissionError:
+    def _refused(
+        self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming, counts_as: str | None = None
+    ) -> AdmissionError:
         """For whoever asked; counted, unless the request was cancelled meanwhile."""
         if timing.outcome is None:
             self._note_end(slo_class, bin_index, timing, "refused")
+            reason = refusal.reason if refusal.reason in QUEUE_REASONS else "quota"
+            self._metrics.refused.labels(slo_class, counts_as or reason).inc()
         if refusal.reason == "late":
             self._retries.refused(slo_class, refusal.retry_after_s)
         why = f"class {slo_class} takes no more for now ({refusal.reason})"

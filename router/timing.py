@@ -8,6 +8,7 @@ from policies.errors import AdmissionError, InputError, ReplicaLostError, StateS
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.conversation import Asked
 from router.admission import Tenant
+from router.codec import WHOLE
 
 Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
 
@@ -17,18 +18,33 @@ class RequestTiming:
     """One engine request: seconds on the router's clock, None until it happened.
 
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
-    outcome is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why,
-    when it was admitted and waited in vain. request_id is the engine's, once it is queued.
+    promise is what its client was promised, once it is submitted. outcome is how it ended, as it is counted: stop,
+    length, repetition, cancelled, error or refused. unserved is why, when it was admitted and waited in vain.
+    request_id is the engine's, once it is queued.
     """
 
     received_s: float
     submitted_s: float
+    promise: Promise = NO_PROMISE
     assigned_s: float | None = None
+    first_token_s: float | None = None
     last_token_s: float | None = None
     output_tokens: int = 0
     outcome: str | None = None
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
+
+    @property
+    def kept(self) -> tuple[bool, bool] | None:
+        """Whether the targets of the first token and of those after it were met; None where its client left. What was
+        not answered as a whole has met neither."""
+        if self.outcome == "cancelled":
+            return None
+        first_s, last_s = self.first_token_s, self.last_token_s
+        if self.outcome not in WHOLE or first_s is None or last_s is None:
+            return False, False
+        further = self.output_tokens - 1
+        return self.promise.kept(first_s - self.received_s, (last_s - first_s) / further if further > 0 else None)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from policies.checks import require_at_least, require_positive
 
 UNLIMITED = float("inf")
+QUEUE_REASONS = ("max_waiting", "late", "max_key_share")
+"""Why a queue has no room for a request; a quota that is spent is told by its own name."""
 # Unix time has steps of 0.2 us in a float, and what is taken one by one is added up at them.
 _ROUNDING_S = 1e-3
 

@@ -690,6 +690,30 @@ async def test_what_goes_on_elsewhere_has_no_first_token_to_come(service: Servic
     await service.finish([answer])
 
 
+async def test_promises_kept_and_missed_are_counted_and_what_its_client_left_is_not(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    late, left = await front_end.ask(request(), "soon"), await front_end.ask(request(), "soon")
+    await until(lambda: replica.engine.held == 2)
+    await asyncio.sleep(TARGETS_S["soon"])
+    await front_end.client.cancel([left.asked.request_id], "cancelled")
+    replica.engine.resume()
+    await service.finish([late, await front_end.ask(request(), "patient")])
+    assert front_end.count("slo_requests_total", slo_class="soon", ttft="missed", tpot="met") == 1
+    assert front_end.count("slo_requests_total", slo_class="patient", ttft="met", tpot="met") == 1
+    assert (
+        sum(
+            front_end.metrics.registry.get_sample_value(
+                "sluice_slo_requests_total", {"slo_class": "soon", "ttft": a, "tpot": b}
+            )
+            or 0
+            for a in ("met", "missed")
+            for b in ("met", "missed")
+        )
+        == 1
+    )
+
+
 async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it_was_told_is_checked(
     service: Service,
 ) -> None:
@@ -704,6 +728,9 @@ async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it
     await service.finish([await front_end.ask(request(), "strict")])
     assert front_end.count("retry_after_error_seconds_count", slo_class="strict") == 1
     assert front_end.count("requests_total", slo_class="strict", bin="0", outcome="refused") == 1
+    assert front_end.count("refused_requests_total", slo_class="strict", reason="late") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="missed", tpot="missed") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="met", tpot="met") == 1
 
 
 # Work that fills idle capacity
