@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from policies.errors import StateStoreError
 from policies.gang.buckets import PromptBuckets
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order, deadline_key
+from policies.router.order import Order, deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
 from policies.types import RequestView, StepTimes
@@ -89,6 +89,7 @@ class Classifier:
     without.
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
     `order`: of what waits; None goes by what each request is promised.
+    `late_patience_s`: after which who stands behind those in time is owed a start, see `deadline_keys`.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Classifier:
         learned: LearnedPredictor | None = None,
         fills_idle: Collection[str] = (),
         buckets: PromptBuckets | None = None,
+        late_patience_s: float = 60.0,
     ) -> None:
+        self._late_patience_s = late_patience_s
         self._mode, self._fills_idle = mode, frozenset(fills_idle)
         self._predictor, self._bins, self._buckets, self._order = predictor, bins, buckets, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
@@ -158,8 +161,11 @@ class Classifier:
         predicted = self._predict(size, slo_class, foresight)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         request_work_s = self._work_s(size, output_tokens, arrival_s)
+        fills_idle, late_key = slo_class in self._fills_idle, None
         if self._order is None:
-            key = deadline_key(arrival_s, promise.ttft_s)
+            key, late_key = deadline_keys(
+                arrival_s, promise.ttft_s, fills_idle=fills_idle, late_patience_s=self._late_patience_s
+            )
         else:
             key = self._order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
         ticket = Ticket(
@@ -172,17 +178,21 @@ class Classifier:
             arrival_s=arrival_s,
             deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
             tpot_s=promise.tpot_s,
+            late_key=late_key,
             predicted_output_tokens=predicted,
             tie_s=self._prefix_tie_s,
             prefixes=self._known_prefixes(size, replica_ids),
-            fills_idle=slo_class in self._fills_idle,
+            fills_idle=fills_idle,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
             unread = size.prompt_tokens - max((known for _, known in ticket.prefixes), default=0)
-            return Classified(ticket, tokens, self._step_times.prefill.prefill_s * unread)
+            reading_s = self._step_times.prefill.prefill_s * unread
+            if self.knows_prefixes:
+                ticket = replace(ticket, reading_s=reading_s)
+            return Classified(ticket, tokens, reading_s)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
         return Classified(_as_stock(ticket, arrival_s), tokens, planned_key=planned_key)
 
@@ -274,6 +284,7 @@ def _as_stock(ticket: Ticket, arrival_s: float) -> Ticket:
     return replace(
         ticket,
         deadline_key=arrival_s,
+        late_key=None,
         work_s=1.0,
         tie_s=0.0,
         prefixes=(),

@@ -26,6 +26,7 @@ from policies.router.admission import (
     settle,
     spend,
 )
+from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
 from policies.router.placement import pick
 from policies.router.recall import RecallableView, WaitingView, recalls
 from router.state_store import (
@@ -41,6 +42,7 @@ from router.state_store import (
 )
 
 MAX_NOTICES = 100_000
+MOST_CALLED_LATE = 64  # as in Lua, for which a script with more would take long
 _Lane = tuple[str, int, int]
 
 
@@ -91,6 +93,7 @@ class MemoryStateStore:
         self._spent: dict[str, Spent] = {}
         self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
+        self._starts, self._late = 0, Counter[tuple[str, str]]()
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._settings: dict[str, dict[str, bytes]] = {}
@@ -150,16 +153,50 @@ class MemoryStateStore:
         so that only heads matter."""
         if not any(replica.takes_singles for replica in self._replicas.values()):
             return None  # the usual case under load, told without a look at the queue
+        if (owed := self._next_owed()) is not None:
+            return owed
         heads = [lane[0] for lane in self._lanes().values()]
         for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
             if (replica := self._choose(place.ticket)) is not None:
                 return place, replica
         return None
 
+    def _next_owed(self) -> tuple[_Place, _Replica] | None:
+        """Of those behind, one of each lane, whose patience ended first."""
+        owed: list[tuple[float, str]] = []
+        for lane in self._lanes().values():
+            behind = [place.ticket for place in lane if place.ticket.deadline_key >= Band.NO_TARGET * BAND_S]
+            if behind and is_owed_a_start(self._starts, behind[0].deadline_key, self._now()):
+                owed.append((behind[0].deadline_key % BAND_S, behind[0].request_id))
+        if not owed:
+            return None
+        place = self._places[min(owed)[1]]
+        if place.ticket.late_key != place.ticket.deadline_key:
+            return None  # of an order without bands
+        replica = self._choose(place.ticket)
+        return None if replica is None else (place, replica)
+
+    def _is_late(self, ticket: Ticket, replica: _Replica) -> bool:
+        """It was not called that before."""
+        if ticket.late_key in (None, ticket.deadline_key) or ticket.deadline_s is None:
+            return False
+        return is_late(ticket.deadline_s, ticket.reading_s * replica.slowness, self._now())
+
+    def _call_late(self, place: _Place) -> None:
+        ticket = place.ticket
+        assert ticket.late_key is not None and ticket.deadline_s is not None
+        self._late[ticket.slo_class, "passed" if self._now() > ticket.deadline_s else "reading"] += 1
+        place.ticket = replace(ticket, deadline_key=ticket.late_key)
+
     def _dispatch(self, router_id: str) -> list[Assignment]:
         started: list[_Place] = []
+        called = 0
         while (found := self._next_start()) is not None:
-            started.append(self._start(*found))
+            if called < MOST_CALLED_LATE and self._is_late(found[0].ticket, found[1]):
+                called += 1
+                self._call_late(found[0])
+            else:
+                started.append(self._start(*found))
         for replica in sorted(self._replicas.values(), key=lambda r: (r.slowness, r.info.replica_id)):
             if replica.takes_a_gang:
                 started += [self._start(place, replica) for place in self._next_gang(replica)]
@@ -213,6 +250,7 @@ class MemoryStateStore:
 
     def _start(self, place: _Place, replica: _Replica) -> _Place:
         self._put_on(place, replica)
+        self._starts += 1
         self._note_start(place.ticket.arrival_s)
         return place
 
@@ -448,6 +486,7 @@ class MemoryStateStore:
             waiting_s=sum(ticket.work_s for ticket in waiting),
             recalled=frozenset(self._recalled),
             overtaken_s=self._overtaken_s,
+            late=dict(self._late),
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -217,6 +217,15 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
         registry=registry,
     )
     overtaken.set(snapshot.overtaken_s)
+    late = Counter(
+        "late_requests",
+        "Requests moved behind those in time: their deadline had passed, or reading their prompt would pass it.",
+        ("slo_class", "reason"),
+        namespace=namespace,
+        registry=registry,
+    )
+    for (slo_class, reason), count in snapshot.late.items():
+        late.labels(slo_class, reason).inc(count)
     running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
     credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
     work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)

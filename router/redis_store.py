@@ -156,6 +156,11 @@ def _strings(values: Iterable[bytes]) -> list[str]:
     return [value.decode() for value in values]
 
 
+def _class_and_reason(field: str) -> tuple[str, str]:
+    slo_class, _, reason = field.rpartition(":")
+    return slo_class, reason
+
+
 def _by_bin(lanes: Mapping[str, int]) -> dict[tuple[str, int], int]:
     waiting: Counter[tuple[str, int]] = Counter()
     for name, count in lanes.items():
@@ -181,6 +186,9 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.bucket,
         False if ticket.prompt_tokens is None else ticket.prompt_tokens,
         ticket.api_key,
+        False if ticket.deadline_s is None else ticket.deadline_s,
+        False if ticket.late_key is None else ticket.late_key,
+        ticket.reading_s,
     )
     return msgspec.msgpack.encode(fields)
 
@@ -353,6 +361,7 @@ class RedisStateStore:
             waiting_s=tables["waiting_s"],
             recalled=frozenset(tables["recalled"]),
             overtaken_s=tables["overtaken_s"],
+            late={_class_and_reason(field): int(count) for field, count in tables["late"]},
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

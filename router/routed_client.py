@@ -27,6 +27,7 @@ from policies.errors import (
     StateStoreError,
 )
 from policies.router.admission import NO_LIMITS, QUEUE_REASONS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.order import Band, banded
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
@@ -447,11 +448,16 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._place(assignment)
 
     async def _queue_again(self, entry: Entry[RequestT]) -> None:
-        """Back into its bin under its old key, unless it is over by now. Never refused: it was admitted once."""
+        """Back into its bin under its old key, or before all others if its client has a part of the answer and it does
+        not fill idle capacity; unless it is over by now. Never refused: it was admitted once."""
         if not self._lives(entry):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
-        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
+            key = banded(Band.RESUMED, self._arrival_s(entry.timing))
+            ticket = replace(ticket, deadline_key=key, late_key=None)
+        entry.ticket = ticket
         try:
             await self._enqueue(entry, NO_LIMITS)
         except StateStoreError as error:

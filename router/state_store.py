@@ -30,6 +30,9 @@ class Ticket:
             replica was lost.
         deadline_s: on the store's clock, when its first token is due; None when nothing is promised.
         tpot_s: seconds per further token that it was promised; None when nothing is.
+        late_key: under which it goes once its first token cannot be in time; None where its order has none.
+        reading_s: predicted seconds of reading its prompt on a replica of slowness 1; 0 where nobody knows how much of
+            it replicas have.
         predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
             swapped; None stays.
         fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
@@ -48,6 +51,8 @@ class Ticket:
     arrival_s: float | None = None
     deadline_s: float | None = None
     tpot_s: float | None = None
+    late_key: float | None = None
+    reading_s: float = 0.0
     predicted_output_tokens: float | None = None
     tie_s: float = 0.0
     prefixes: tuple[tuple[str, int], ...] = ()
@@ -155,6 +160,8 @@ class Snapshot:
         waiting_s: predicted seconds of all that waits.
         recalled: ids of requests that were called back and still hold their slots.
         overtaken_s: the longest overtaking seen: how much later than a request one arrived that started before it.
+        late: requests that were moved behind those in time, by class and why: `passed`, their deadline, or `reading`,
+            which would have passed it.
     """
 
     lanes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -163,6 +170,7 @@ class Snapshot:
     waiting_s: float = 0.0
     recalled: frozenset[str] = frozenset()
     overtaken_s: float = 0.0
+    late: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:

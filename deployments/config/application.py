@@ -133,6 +133,9 @@ class RouterSection(Section):
     check."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
+    late_patience_s: Seconds = 60.0
+    """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
+    for longer, is owed one start in ten."""
     heartbeat_s: Seconds = 1.0
     silence_s: Seconds = 10.0
     """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""

@@ -209,6 +209,7 @@ class FrontEnd:
             learned=learned,
             fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
             buckets=config.bins.buckets() if config.gang else None,
+            late_patience_s=config.router.late_patience_s,
         )
 
     async def metrics_pages(self) -> list[bytes]:
@@ -244,6 +245,7 @@ class FrontEnd:
             "routers": snapshot.routers,
             **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
+            "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "bin_edges_tokens": _as_json(self.routed.bin_edges),
             "bucket_edges_tokens": _as_json(self.routed.bucket_edges),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),

@@ -91,6 +91,9 @@ end
 spend(spent)
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
 if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
+  if is_late(ticket, replica) then
+    call_late(ticket)
+  end
   put_on(id, ticket, replica)
   note_start(ticket)
   return { 1, { { id, replica } } }

@@ -20,6 +20,7 @@
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
+--   P:starts        tickets that started                        P:late      hash  "<class>:<reason>" -> called late
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
@@ -31,8 +32,12 @@
 
 local P, APPLICATION = KEYS[1], KEYS[2]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY = 10, 11, 12, 13, 14
-local REPLICA, SINCE_MS, CHARGE = 15, 16, 17 -- since when it is in its lane, or on its replica
+local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, READING = 10, 11, 12, 13, 14, 15, 16, 17
+local REPLICA, SINCE_MS, CHARGE = 18, 19, 20 -- since when it is in its lane, or on its replica
+
+-- policies.router.order: BAND_S, Band.NO_TARGET, STARTS_FOR_THE_PATIENT.
+local BAND, BEHIND, STARTS_FOR_THE_PATIENT = 1e10, 2, 10
+local MOST_CALLED_LATE = 64 -- in one script, which then takes a millisecond at most
 
 local function now_s()
   local time = redis.call('TIME')
@@ -291,6 +296,7 @@ end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
 local function note_start(ticket)
+  redis.call('INCR', P .. ':starts')
   if ticket[ARRIVAL] then
     local latest = tonumber(redis.call('GET', P .. ':started') or '-inf')
     if latest > ticket[ARRIVAL] then
@@ -310,33 +316,84 @@ local function start(id, ticket, replica)
   note_start(ticket)
 end
 
+-- policies.router.order.is_late, from a replica that could take it, of a ticket that was not called that before.
+local function is_late(ticket, replica)
+  return ticket[LATE_KEY] and ticket[DEADLINE] and ticket[KEY] ~= ticket[LATE_KEY]
+      and now_s() + ticket[READING] * slowness_of(replica) > ticket[DEADLINE]
+end
+
+-- Give it the key of those behind.
+local function call_late(ticket)
+  local reason = now_s() > ticket[DEADLINE] and 'passed' or 'reading'
+  redis.call('HINCRBY', P .. ':late', ticket[CLASS] .. ':' .. reason, 1)
+  ticket[KEY] = ticket[LATE_KEY]
+end
+
 -- The most urgent ticket that a replica with credit may take, and that replica; nil when there is none.
 local function next_start(heads)
   table.sort(heads, more_urgent)
-  for index, head in ipairs(heads) do
+  for _, head in ipairs(heads) do
     local ticket = load_ticket(head.id)
     local replica = choose(ticket)
     if replica then
-      return index, ticket, replica
+      return head, ticket, replica
     end
   end
 end
 
--- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first.
+-- policies.router.order.is_owed_a_start: of those behind, one of each lane, whose patience ended first.
+local function next_owed()
+  if (tonumber(redis.call('GET', P .. ':starts') or '0') + 1) % STARTS_FOR_THE_PATIENT ~= 0 then
+    return nil
+  end
+  local owed
+  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+    local found = redis.call('ZRANGEBYSCORE', P .. ':lane:' .. lane, BEHIND * BAND, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    local ends = found[1] and tonumber(found[2]) % BAND
+    if ends and ends <= now_s() and (not owed or ends < owed.ends or (ends == owed.ends and found[1] < owed.id)) then
+      owed = { id = found[1], lane = lane, ends = ends }
+    end
+  end
+  local ticket = owed and load_ticket(owed.id)
+  if ticket and ticket[LATE_KEY] == ticket[KEY] then -- else it is of an order without bands
+    return owed, ticket, choose(ticket)
+  end
+end
+
+-- The first of a lane is another one than before.
+local function look_again(heads, lane)
+  for index, head in ipairs(heads) do
+    if head.lane == lane then
+      replace_or_remove(heads, index, of_rank(lane, 0))
+      return
+    end
+  end
+end
+
+-- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first. Those that turn out
+-- to be late when it is their turn move behind.
 local function start_singles(started)
   if redis.call('EXISTS', P .. ':free') == 0 then
     return
   end
-  local heads = heads_of_lanes()
+  local heads, called = heads_of_lanes(), 0
   while true do
-    local index, ticket, replica = next_start(heads)
-    if not index then
-      break
+    local head, ticket, replica = next_owed()
+    if not replica then
+      head, ticket, replica = next_start(heads)
     end
-    local head = heads[index]
-    start(head.id, ticket, replica)
-    started[#started + 1] = { head.id, replica, ticket[ROUTER] }
-    replace_or_remove(heads, index, of_rank(head.lane, 0))
+    if not replica then
+      break
+    elseif called < MOST_CALLED_LATE and is_late(ticket, replica) then
+      called = called + 1
+      call_late(ticket)
+      save_ticket(head.id, ticket)
+      redis.call('ZADD', P .. ':lane:' .. head.lane, ticket[KEY], head.id)
+    else
+      start(head.id, ticket, replica)
+      started[#started + 1] = { head.id, replica, ticket[ROUTER] }
+    end
+    look_again(heads, head.lane)
     if redis.call('EXISTS', P .. ':free') == 0 then
       break
     end

@@ -16,6 +16,10 @@ local ahead = 0
 for _, seconds in ipairs(redis.call('HVALS', P .. ':ahead')) do
   ahead = ahead + tonumber(seconds)
 end
+local late, counts = {}, redis.call('HGETALL', P .. ':late')
+for i = 1, #counts, 2 do
+  late[#late + 1] = { counts[i], counts[i + 1] }
+end
 return cjson.encode({
   lanes = lanes,
   replicas = replicas,
@@ -23,4 +27,5 @@ return cjson.encode({
   waiting_s = ahead,
   recalled = redis.call('SMEMBERS', P .. ':recalled'),
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
+  late = late,
 })

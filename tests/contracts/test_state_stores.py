@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.router.admission import Limits, Quota, Refusal, Settlement
+from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
@@ -34,6 +35,7 @@ from router.state_store import (
 )
 
 FOR_EVER_S = 1e6
+PASSED_S, FAR_S = 1.0, 9e9  # by every clock
 SHAPE = "of all routers"
 
 
@@ -511,6 +513,71 @@ async def test_the_longest_overtaking_is_told(store: StateStore) -> None:
     assert (await store.snapshot()).overtaken_s == 3.5
 
 
+async def test_who_is_late_when_it_is_its_turn_moves_behind_and_is_counted(store: StateStore) -> None:
+    late_key = banded(Band.LATE, FAR_S)
+    for name, key, deadline_s, reading_s in (
+        ("passed", 1.0, PASSED_S, 0.0),
+        ("too long", 2.0, FAR_S, FAR_S),
+        ("in time", 3.0, FAR_S, 0.0),
+        ("no target", banded(Band.NO_TARGET, FAR_S), None, 0.0),
+        ("idle", banded(Band.FILLS_IDLE, FAR_S), None, 0.0),
+    ):
+        given = {"key": key, "late_key": key if deadline_s is None else late_key, "reading_s": reading_s}
+        await store.enqueue(ticket(name, deadline_s=deadline_s, **given))
+    names = ["in time", "no target", "passed", "too long", "idle"]
+    for number in range(1, 6):
+        await store.register_replica(info(f"r{number}"), 1)
+        assert [bool(place) for place in await store.locate(names)] == [n < number for n in range(5)], number
+    assert (await store.snapshot()).late == {("standard", "passed"): 1, ("standard", "reading"): 1}
+
+
+async def test_who_is_late_and_finds_a_free_slot_takes_it_and_is_counted(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    late = ticket("x", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S))
+    assert await store.enqueue(late) == [Assignment("x", "r")]
+    assert (await store.snapshot()).late == {("standard", "passed"): 1}
+
+
+async def test_a_slow_replica_makes_late_what_a_fast_one_does_not(store: StateStore) -> None:
+    fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "reading_s": FAR_S / 2}
+    await store.enqueue(ticket("x", **fields))
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(ticket("y", **fields))
+    await store.register_replica(info("slow"), 1, slowness=2.0)
+    assert (await store.snapshot()).late == {("standard", "reading"): 1}
+
+
+async def test_one_start_in_ten_goes_to_who_has_waited_behind_for_too_long(store: StateStore) -> None:
+    for number in range(25):
+        await store.enqueue(ticket(f"x{number:02}", key=float(number)))
+    for name, band in (("none", Band.NO_TARGET), ("late", Band.LATE), ("idle", Band.FILLS_IDLE)):
+        for patience in (PASSED_S, FAR_S):
+            key = banded(band, patience + band)
+            await store.enqueue(ticket(f"{name} {patience:.0f}", key=key, late_key=key, slo_class=name))
+    await store.register_replica(info("r"), 2 * STARTS_FOR_THE_PATIENT)
+    places = await store.locate(["none 1", "late 1", "idle 1", "none 9000000000", "x17", "x18"])
+    assert places == ["r", "r", "", "", "r", ""]
+
+
+async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store: StateStore) -> None:
+    for number in range(20):
+        await store.enqueue(ticket(f"x{number:02}", key=float(number)))
+        await store.enqueue(ticket(f"y{number:02}", key=5e10 + number))
+    await store.register_replica(info("r"), 20)
+    assert set(await store.locate([f"x{number:02}" for number in range(20)])) == {"r"}
+
+
+async def test_many_that_are_late_at_once_do_not_hold_a_call_up(store: StateStore) -> None:
+    for number in range(70):
+        late = ticket(f"x{number:02}", key=number, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S))
+        await store.enqueue(late)
+    await store.register_replica(info("r"), 1)
+    assert (await store.snapshot()).late == {("standard", "passed"): 64}
+    assert await store.locate(["x64"]) == ["r"]
+    await store.release("r", ["x64"])
+    assert (await store.snapshot()).late == {("standard", "passed"): 69}
+
+
 async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
     for n in range(3):
         await store.enqueue(ticket(f"x{n}", slo_class=f"c{n}", work_s=0.5))
@@ -733,6 +800,9 @@ tickets = st.builds(
     bucket=st.integers(0, 1),
     prompt_tokens=st.sampled_from([None, 8, 64]),
     api_key=st.sampled_from(["", "m", "n"]),
+    deadline_s=st.sampled_from([None, PASSED_S, FAR_S]),
+    late_key=st.sampled_from([None, None, 2.0, banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S)]),
+    reading_s=st.sampled_from([0.0, FAR_S]),
 )
 quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
@@ -899,13 +969,13 @@ class Model:
 
     def _no_more_is_called_back_than_waits(self, places: dict[str, str], snapshot: Snapshot) -> None:
         fresh = snapshot.recalled - self.recalled
-        waiting = sorted((self.tickets[i] for i, place in places.items() if not place), key=lambda t: t.deadline_key)
+        waiting = sorted((self.known(i) for i, place in places.items() if not place), key=lambda t: t.deadline_key)
         urgent = [t for t in waiting if not t.fills_idle]
         assert not fresh or len(snapshot.recalled) <= len(urgent)
         for name in fresh:
             assert self.tickets[name].recallable
             assert places[name]
-            assert self.tickets[name].deadline_key > waiting[0].deadline_key
+            assert self.known(name).deadline_key > waiting[0].deadline_key
         self.recalled = snapshot.recalled
 
     async def _gangs_went_whole(self, step: Step, places: dict[str, str]) -> None:
@@ -918,11 +988,13 @@ class Model:
             assert len({self.lane_of(self.tickets[i]) for i in went}) <= 1
 
     def _the_most_urgent_went_first(self, step: Step, places: dict[str, str]) -> None:
-        """Within a lane: between lanes the replicas' classes have a say."""
+        """Within a lane: between lanes the replicas' classes have a say. But for those who were owed a start."""
         for name in self._went(step, places):
-            mine = self.tickets[name]
-            later = [self.tickets[i] for i, place in places.items() if not place]
+            mine = self.known(name)
+            later = [self.known(i) for i, place in places.items() if not place]
             alike = [t for t in later if self.lane_of(t) == self.lane_of(mine)]
+            if mine.deadline_key >= BAND_S * Band.NO_TARGET:
+                alike = [t for t in alike if t.deadline_key >= BAND_S * Band.NO_TARGET]
             rank = (mine.deadline_key, name)
             assert all(rank < (other.deadline_key, other.request_id) for other in alike)
 
@@ -933,8 +1005,12 @@ class Model:
         return {i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))}
 
     def lane_of(self, ticket: Ticket) -> tuple[str, int, int]:
-        known = self.store._places[ticket.request_id].ticket
+        known = self.known(ticket.request_id)
         return known.slo_class, known.bin_index, known.bucket
+
+    def known(self, request_id: str) -> Ticket:
+        """Its ticket as it stands: moved to another lane, or behind."""
+        return self.store._places[request_id].ticket
 
 
 @pytest.fixture(scope="module")

@@ -530,28 +530,6 @@ async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> N
     await service.finish(answers)
 
 
-@pytest.mark.slow
-async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Service) -> None:
-    """More urgent requests arrive than the replica can serve, and never cease before the waiting one has started."""
-    await service.replica(slots=1)
-    front_end = await service.front_end()
-
-    async def overtaken_s() -> float:
-        """The longest so far, when one more has waited."""
-        answers = [await front_end.ask(request(), "soon") for _ in range(4)]
-        waiting = await front_end.ask(request(), "later")
-        while not waiting.tokens:
-            answers.append(await front_end.ask(request(), "soon"))
-            await asyncio.sleep(0.05)
-        await service.finish([waiting, *answers])
-        return (await service.store.snapshot()).overtaken_s
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not (longest_s := await overtaken_s()) > 0.1:
-            continue  # the machine stood still for all of the time in which anybody may overtake
-    assert longest_s <= TARGETS_S["later"] - TARGETS_S["soon"]
-
-
 async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
     replica = await service.replica(slots=1)
     front_end = await service.front_end(mode="shadow")
@@ -675,6 +653,31 @@ async def test_an_engine_is_told_how_much_time_is_left_when_a_request_is_sent(se
     assert not resumed
     replica.engine.resume()
     await service.finish([second])
+
+
+async def test_who_can_be_in_time_goes_before_who_is_late(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    answers = [await front_end.ask(request(), name) for name in ("patient", "soon", "standard", "offline", "later")]
+    await until(lambda: replica.engine.held == 1)
+    await asyncio.sleep(TARGETS_S["soon"])
+    replica.engine.resume()
+    await service.finish(answers)
+    starts_s = [answer.timing.assigned_s or 0.0 for answer in answers]
+    assert sorted(range(5), key=starts_s.__getitem__) == [0, 2, 4, 1, 3]
+    assert (await service.store.snapshot()).late == {("soon", "passed"): 1}
+
+
+async def test_what_goes_on_after_a_loss_starts_before_all_that_wait(service: Service) -> None:
+    lost, front_end = await service.replica(slots=1), await service.front_end()
+    (answer,) = await front_end.ask_each([request(600)])
+    await until(lambda: bool(answer.tokens))
+    waiting = [await front_end.ask(request(), "soon") for _ in range(3)]
+    await lost.die()
+    await service.replica(slots=1)
+    await service.finish([answer, *waiting])
+    assert answer.timing.last_token_s is not None
+    assert all(other.timing.first_token_s > answer.timing.last_token_s for other in waiting)
 
 
 async def test_what_goes_on_elsewhere_has_no_first_token_to_come(service: Service) -> None:

@@ -14,13 +14,17 @@ from policies.router.order import (
     FCFS,
     LJF,
     SJF,
+    Band,
     Deadline,
     DeadlineConfig,
     EstimatedWork,
     Order,
     VirtualDeadline,
     VirtualDeadlineConfig,
-    deadline_key,
+    banded,
+    deadline_keys,
+    is_late,
+    is_owed_a_start,
 )
 from policies.types import FloatArray
 
@@ -76,11 +80,42 @@ def test_each_order_ranks_by_its_own_quantity() -> None:
 
 def test_the_deadline_is_arrival_plus_target_and_what_has_none_goes_behind_all_that_have_one() -> None:
     policy = Deadline(DeadlineConfig(class_targets_s={"chat": 0.5, "any time": None}, default_target_s=2.0))
-    assert policy.key(100.0, "chat", 3.0, 1) == deadline_key(100.0, 0.5) == 100.5
-    assert policy.key(100.0, None, 3.0, 1) == policy.key(100.0, "unheard of", 9.0, 7) == 102.0
+    assert policy.key(100.0, "chat", 3.0, 1) == deadline_keys(100.0, 0.5).key == banded(Band.IN_TIME, 100.5)
+    assert policy.key(100.0, None, 3.0, 1) == policy.key(100.0, "unheard of", 9.0, 7) == banded(Band.IN_TIME, 102.0)
     now_s = 1.8e9
     first, second = policy.key(now_s, "any time", 0.0, 1), policy.key(now_s + 0.001, "any time", 0.0, 1)
-    assert deadline_key(now_s + 1e6, 1e6) < first < second
+    assert deadline_keys(now_s + 1e6, 1e6).key < first < second
+
+
+def test_in_time_goes_before_no_target_before_late_before_what_fills_idle_capacity_whatever_the_times() -> None:
+    now_s = 1.8e9
+    in_time, late = deadline_keys(now_s, 1e6, late_patience_s=1e6)
+    none = deadline_keys(now_s - 1e5, None, late_patience_s=1.0)
+    idle = deadline_keys(now_s - 1e5, 1.0, fills_idle=True, late_patience_s=1.0)
+    resumed = banded(Band.RESUMED, now_s)
+    assert resumed < in_time < none.key < late < idle.key
+    assert none.key == none.late_key and idle.key == idle.late_key, "they cannot be late"
+    assert deadline_keys(now_s - 0.001, 99.0).late_key < deadline_keys(now_s, 1.0).late_key, "the oldest goes first"
+
+
+@given(st.tuples(QUARTERS, QUARTERS), st.tuples(QUARTERS, QUARTERS))
+def test_who_is_in_time_is_overtaken_only_within_the_difference_of_targets(
+    first: tuple[float, float], second: tuple[float, float]
+) -> None:
+    (arrival_s, target_s), (other_s, other_target_s) = first, second
+    goes_first = deadline_keys(other_s, other_target_s).key < deadline_keys(arrival_s, target_s).key
+    assert goes_first == (other_s - arrival_s < target_s - other_target_s)
+
+
+def test_a_request_is_late_when_reading_its_prompt_would_pass_its_deadline() -> None:
+    assert not is_late(deadline_s=10.0, reading_s=2.0, now_s=8.0)
+    assert is_late(deadline_s=10.0, reading_s=2.0, now_s=8.1)
+
+
+def test_one_start_in_ten_is_owed_to_who_has_no_patience_left() -> None:
+    late_key = deadline_keys(100.0, 1.0, late_patience_s=60.0).late_key
+    assert [starts for starts in range(30) if is_owed_a_start(starts, late_key, 161.0)] == [9, 19, 29]
+    assert not is_owed_a_start(9, late_key, 159.0)
 
 
 @pytest.mark.parametrize("wrong", [{"class_targets_s": {"chat": -1.0}}, {"default_target_s": math.inf}])
