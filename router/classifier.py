@@ -179,6 +179,7 @@ class Classifier:
             deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
             tpot_s=promise.tpot_s,
             late_key=late_key,
+            unread_tokens=size.prompt_tokens,
             predicted_output_tokens=predicted,
             tie_s=self._prefix_tie_s,
             prefixes=self._known_prefixes(size, replica_ids),

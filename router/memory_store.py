@@ -34,6 +34,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     ReplicaLoad,
@@ -63,6 +64,17 @@ class _Replica:
     gang_sizes: tuple[int, ...] = ()
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
+    unread: dict[str, int] = field(default_factory=dict)
+    reading: Reading = Reading()
+
+    @property
+    def unread_tokens(self) -> int:
+        return max(0, sum(self.unread.values()) - self.reading.known_tokens)
+
+    @property
+    def is_full_of_prompts(self) -> bool:
+        most = self.reading.max_unread_tokens
+        return most is not None and self.unread_tokens >= most
 
     @property
     def is_for_all(self) -> bool:
@@ -71,7 +83,7 @@ class _Replica:
 
     @property
     def takes_singles(self) -> bool:
-        return self.info.gang_max_wait_s is None and len(self.on) < self.slots
+        return self.info.gang_max_wait_s is None and len(self.on) < self.slots and not self.is_full_of_prompts
 
     @property
     def takes_a_gang(self) -> bool:
@@ -111,6 +123,7 @@ class MemoryStateStore:
             return
         replica = self._replicas[place.replica_id]
         replica.on.discard(request_id)
+        replica.unread.pop(request_id, None)
         self._no_longer_recallable(request_id)
         replica.work_s = replica.work_s - place.charge_s if replica.on else 0.0
 
@@ -118,6 +131,8 @@ class MemoryStateStore:
         place.replica_id, place.since_s = replica.info.replica_id, self._now()
         place.charge_s = place.ticket.work_s * replica.slowness
         replica.on.add(place.ticket.request_id)
+        if place.ticket.unread_tokens:
+            replica.unread[place.ticket.request_id] = place.ticket.unread_tokens
         replica.work_s += place.charge_s
         if place.ticket.recallable and replica.is_for_all:
             self._recallable.add(place.ticket.request_id)
@@ -215,7 +230,8 @@ class MemoryStateStore:
         return mine
 
     def _recall(self) -> None:
-        if not self._recallable:
+        slots_wait = any(len(r.on) < r.slots and r.is_full_of_prompts for r in self._replicas.values())
+        if not self._recallable or slots_wait:  # what waits gets one of those soon
             return
         tickets = sorted((place.ticket for place in self._waiting()), key=_urgency)
         waiting = [WaitingView(key=t.deadline_key, fills_idle=t.fills_idle) for t in tickets]
@@ -338,12 +354,26 @@ class MemoryStateStore:
             sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own
         )
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+    def _note_reading(self, replica: _Replica, reading: Reading | None) -> None:
+        if reading is not None:
+            replica.reading = replace(reading, read=())
+            for request_id in reading.read:
+                replica.unread.pop(request_id, None)
+
+    async def release(
+        self,
+        replica_id: str,
+        request_ids: Sequence[str],
+        lease_s: float | None = None,
+        reading: Reading | None = None,
+    ) -> None:
         latest_s = math.inf if lease_s is None else self._now() - lease_s
         for request_id in request_ids:
             place = self._places.get(request_id)
             if place and place.replica_id == replica_id and place.since_s <= latest_s:
                 self._forget(request_id)
+        if (replica := self._replicas.get(replica_id)) is not None:
+            self._note_reading(replica, reading)
         self._dispatch("")
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
@@ -381,7 +411,13 @@ class MemoryStateStore:
         self._dispatch("")
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
+        self,
+        replica_id: str,
+        slots: int,
+        lease_s: float,
+        slowness: float = 1.0,
+        gang_sizes: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> list[str] | None:
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -389,6 +425,7 @@ class MemoryStateStore:
         replica.slowness, replica.dead_s = slowness, self._now() + replica.info.silence_s
         replica.gang_sizes = tuple(gang_sizes)
         self._set_slots(replica, slots)
+        self._note_reading(replica, reading)
         self._dispatch("")
         oldest = self._now() - lease_s
         return [request_id for request_id in replica.on if self._places[request_id].since_s <= oldest]
@@ -476,6 +513,8 @@ class MemoryStateStore:
                 outstanding_s=replica.work_s,
                 slowness=replica.slowness,
                 gang=replica.info.gang_max_wait_s is not None,
+                unread_tokens=replica.unread_tokens,
+                max_unread_tokens=replica.reading.max_unread_tokens,
             )
             for key, replica in self._replicas.items()
         }

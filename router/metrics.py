@@ -229,6 +229,13 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
     running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
     credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
     work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)
+    unread = Gauge(
+        "replica_unread_tokens",
+        "Prompt tokens that it was given and has not read.",
+        ("replica",),
+        namespace=namespace,
+        registry=registry,
+    )
     slowness = Gauge(
         "replica_slowness",
         "Busy seconds for one predicted second.",
@@ -240,6 +247,7 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
         slowness.labels(replica_id).set(load.slowness)
         running.labels(replica_id).set(load.running)
         credit.labels(replica_id).set(load.credit)
+        unread.labels(replica_id).set(load.unread_tokens)
         work.labels(replica_id).set(load.outstanding_s)
     Gauge("routers", "Routers alive.", namespace=namespace, registry=registry).set(snapshot.routers)
     return page(registry, labels or {})

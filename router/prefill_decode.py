@@ -440,6 +440,9 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
             if self._splits.get(request_id) is split:
                 del self._splits[request_id]
 
+    def _is_read_already(self, request_id: str) -> bool:
+        return request_id in self._offers
+
     def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
         """With the cache that was got for it, the first time that it is sent."""
         offer = self._offers.pop(entry.request_id, None)

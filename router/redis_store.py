@@ -26,6 +26,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     ReplicaLoad,
@@ -189,6 +190,7 @@ def _packed(ticket: Ticket) -> bytes:
         False if ticket.deadline_s is None else ticket.deadline_s,
         False if ticket.late_key is None else ticket.late_key,
         ticket.reading_s,
+        ticket.unread_tokens,
     )
     return msgspec.msgpack.encode(fields)
 
@@ -203,6 +205,14 @@ def _packed_limits(limits: Limits) -> bytes:
 
 def _packed_quotas(quotas: Iterable[Quota]) -> bytes:
     return msgspec.msgpack.encode([(quota.name, quota.cost, quota.per_s, quota.burst) for quota in quotas])
+
+
+def _packed_reading(reading: Reading | None) -> bytes:
+    """As router/lua/prelude.lua reads it; nothing for None."""
+    if reading is None:
+        return b""
+    most = False if reading.max_unread_tokens is None else reading.max_unread_tokens
+    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most))
 
 
 def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
@@ -262,8 +272,15 @@ class RedisStateStore:
         packed = msgspec.msgpack.encode([(each.name, each.cost, each.per_s) for each in settlements])
         await self._run("settle", router_id, number, packed)
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
-        await self._run("release", replica_id, "" if lease_s is None else int(lease_s * 1000), *request_ids)
+    async def release(
+        self,
+        replica_id: str,
+        request_ids: Sequence[str],
+        lease_s: float | None = None,
+        reading: Reading | None = None,
+    ) -> None:
+        lease_ms = "" if lease_s is None else int(lease_s * 1000)
+        await self._run("release", replica_id, lease_ms, _packed_reading(reading), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)
@@ -285,10 +302,16 @@ class RedisStateStore:
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
+        self,
+        replica_id: str,
+        slots: int,
+        lease_s: float,
+        slowness: float = 1.0,
+        gang_sizes: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> list[str] | None:
-        sizes = ",".join(map(str, gang_sizes))
-        reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000), sizes)
+        fields = (slots, repr(slowness), int(lease_s * 1000), ",".join(map(str, gang_sizes)), _packed_reading(reading))
+        reply = await self._run("beat_replica", replica_id, *fields)
         return None if reply is None else _strings(reply)
 
     async def swap_edges(

@@ -274,7 +274,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
-        ticket = classified.ticket if tenant is None else replace(classified.ticket, api_key=tenant.name)
+        ticket = replace(classified.ticket, api_key=tenant.name if tenant else "")
+        if self._is_read_already(size.request_id):
+            ticket = replace(ticket, unread_tokens=0)
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
@@ -305,6 +307,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
             spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
         return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+
+    def _is_read_already(self, request_id: str) -> bool:
+        """Its prompt, by another replica."""
+        return False
 
     def _arrival_s(self, timing: RequestTiming) -> float:
         """On the clock that all routers share."""
@@ -454,6 +460,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
         ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(ticket, unread_tokens=self._codec.size(entry.request).prompt_tokens)
         if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
             key = banded(Band.RESUMED, self._arrival_s(entry.timing))
             ticket = replace(ticket, deadline_key=key, late_key=None)

@@ -171,6 +171,7 @@ class FakeEngine:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
         self.dead = self.hangs = self.ends = False
+        self.token_s: float | None = None  # as it says, for reading one of a prompt
         self.pass_s: float | None = None  # of an engine that answers in the midst of a step
         self.most_held = 0
         self.taken = 0
@@ -245,6 +246,8 @@ class FakeEngine:
         if self.hangs:
             await asyncio.Event().wait()
         passing = {} if self.pass_s is None else {"pass_s": self.pass_s}
+        if self.token_s is not None:
+            passing["seconds_per_prompt_token"] = self.token_s
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots), **passing}
 
     def pause(self) -> None:

@@ -11,6 +11,7 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import re
 import tempfile
@@ -282,6 +283,9 @@ class EngineSection(Section):
     """Numeric address on which a replica listens, and which routers call; None is the node's own in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    credit_s: float | None = Field(default=None, gt=0)
+    """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
+    replicas share it. null is half the shortest `ttft_s` of the classes, .inf sets no bound."""
     lora: LoraSection | None = None
     """Adapters served beside the model."""
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -934,6 +938,14 @@ class AppConfig(ModelSection):
     def gang(self) -> GangSection | None:
         """How engines take batches, None where they take single requests."""
         return self.engine.gang if self.engine.kind == "transformers" else None
+
+    @property
+    def credit_s(self) -> float | None:
+        """Seconds of reading that an engine replica may have before it; None sets no bound."""
+        if self.mode != "full" or self.gang is not None or self.engine.credit_s == math.inf:
+            return None
+        targets_s = [section.ttft_s for section in self.classes.values() if section.ttft_s is not None]
+        return self.engine.credit_s or (min(targets_s) / 2 if targets_s else None)
 
     def promises(self) -> dict[str, Promise]:
         """By class."""

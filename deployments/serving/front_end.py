@@ -267,11 +267,13 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
     }
 
 
-def _load(load: ReplicaLoad) -> dict[str, float]:
+def _load(load: ReplicaLoad) -> dict[str, float | None]:
     return {
         "slots": load.slots,
         "running": load.running,
         "credit": load.credit,
+        "unread_tokens": load.unread_tokens,
+        "max_unread_tokens": load.max_unread_tokens,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
     }

@@ -9,6 +9,8 @@ for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
     running = hash_number(':running', replica),
     outstanding_s = hash_number(':work', replica),
     slowness = slowness_of(replica),
+    unread_tokens = unread_tokens(replica),
+    max_unread_tokens = most_unread(replica) or cjson.null,
     gang = redis.call('HEXISTS', P .. ':gangs', replica) == 1,
   }
 end

@@ -27,6 +27,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     Snapshot,
@@ -578,6 +579,60 @@ async def test_many_that_are_late_at_once_do_not_hold_a_call_up(store: StateStor
     assert (await store.snapshot()).late == {("standard", "passed"): 69}
 
 
+async def test_a_replica_with_enough_to_read_takes_nothing_until_it_has_read_some_of_it(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=100))
+    for name in ("a", "b", "c", "d"):
+        await store.enqueue(ticket(name, unread_tokens=60))
+    assert await store.locate(["a", "b", "c", "d"]) == ["r", "r", "", ""]
+    load = (await store.snapshot()).replicas["r"]
+    assert (load.unread_tokens, load.max_unread_tokens, load.credit, load.running) == (120, 100, 0, 2)
+    await store.release("r", [], reading=Reading(read=("a", "never heard of"), max_unread_tokens=100))
+    assert await store.locate(["c", "d"]) == ["r", ""]
+    await store.release("r", ["b"])  # before it was read
+    assert await store.locate(["d"]) == ["r"]
+    assert (await store.snapshot()).replicas["r"].unread_tokens == 120
+
+
+async def test_what_a_replica_has_in_its_cache_counts_as_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=100))
+    for name in ("a", "b"):
+        await store.enqueue(ticket(name, unread_tokens=110))
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(known_tokens=11, max_unread_tokens=100))
+    assert await store.locate(["a", "b"]) == ["r", "r"]
+    await store.enqueue(ticket("c", unread_tokens=1))
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(known_tokens=11))
+    assert await store.locate(["c"]) == ["r"]
+
+
+async def test_one_prompt_of_any_length_goes_to_a_replica_with_nothing_to_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    assert await store.enqueue(ticket("a", unread_tokens=10**6)) == [Assignment("a", "r")]
+    assert await store.enqueue(ticket("b", unread_tokens=1)) == []
+
+
+async def test_nothing_is_called_back_while_a_free_slot_only_waits_for_prompts_to_be_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    await store.enqueue(ticket("idle", key=9.0, fills_idle=True, recallable=True, unread_tokens=5))
+    await store.enqueue(ticket("urgent", key=1.0, unread_tokens=5))
+    assert (await store.snapshot()).recalled == frozenset()
+    await store.beat_replica("r", 1, FOR_EVER_S)
+    assert (await store.snapshot()).recalled == {"idle"}
+
+
+async def test_a_replica_that_comes_back_is_not_taken_for_full(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    await store.enqueue(ticket("a", unread_tokens=5))
+    await store.drop_replica("r")
+    await store.register_replica(info("r"), 2)
+    assert await store.enqueue(ticket("b", unread_tokens=5)) == [Assignment("b", "r")]
+    assert await store.enqueue(ticket("c", unread_tokens=5)) == [Assignment("c", "r")]
+
+
 async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
     for n in range(3):
         await store.enqueue(ticket(f"x{n}", slo_class=f"c{n}", work_s=0.5))
@@ -803,6 +858,7 @@ tickets = st.builds(
     deadline_s=st.sampled_from([None, PASSED_S, FAR_S]),
     late_key=st.sampled_from([None, None, 2.0, banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S)]),
     reading_s=st.sampled_from([0.0, FAR_S]),
+    unread_tokens=st.sampled_from([0, 10, 25]),
 )
 quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
@@ -824,7 +880,14 @@ silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
 infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
-releases = st.tuples(st.just("release"), replica_ids, some_ids, st.sampled_from([None, None, 0.0, FOR_EVER_S]))
+readings = st.none() | st.builds(
+    Reading,
+    read=some_ids.map(tuple),
+    known_tokens=st.sampled_from([0, 5]),
+    max_unread_tokens=st.sampled_from([None, 1, 20]),
+)
+leases = st.sampled_from([None, None, 0.0, FOR_EVER_S])
+releases = st.tuples(st.just("release"), replica_ids, some_ids, leases, readings)
 scores = st.builds(
     Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
 )
@@ -845,7 +908,13 @@ steps = st.one_of(
     ),
     st.tuples(st.just("register_replica"), infos, slot_counts, st.one_of(st.just([]), some_ids), speeds),
     st.tuples(
-        st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds, gang_sizes
+        st.just("beat_replica"),
+        replica_ids,
+        slot_counts,
+        st.sampled_from([0.0, FOR_EVER_S]),
+        speeds,
+        gang_sizes,
+        readings,
     ),
     st.one_of(
         st.tuples(st.just("drop_replica"), replica_ids),
@@ -928,7 +997,7 @@ class Model:
             case ("enqueue", taken, _):
                 refused = isinstance(result, tuple)
                 expected = expected - {taken.request_id} if refused else expected | {taken.request_id}
-            case ("release", replica_id, ids, lease_s):
+            case ("release", replica_id, ids, lease_s, _):
                 if lease_s != FOR_EVER_S:
                     expected -= {i for i in ids if self.places.get(i) == replica_id}
             case ("cancel", ids):

@@ -208,14 +208,17 @@ class Service:
         version: str = "fake-1",
         step_times: StepTimes | None = None,
         classes: tuple[str, ...] = (),
+        credit_s: float | None = None,
+        token_s: float | None = None,
     ) -> Replica:
         engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
+        engine.token_s = token_s
         self._stores.append(self.new_store())
         relay = Relay(
             engine=engine,
             store=self._stores[-1],
             info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", silence_s), classes=classes),
-            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times, credit_s=credit_s),
         )
         await relay.start("127.0.0.1")
         self.replicas.append(Replica(relay, engine))
@@ -734,6 +737,23 @@ async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it
     assert front_end.count("refused_requests_total", slo_class="strict", reason="late") == 1
     assert front_end.count("slo_requests_total", slo_class="strict", ttft="missed", tpot="missed") == 1
     assert front_end.count("slo_requests_total", slo_class="strict", ttft="met", tpot="met") == 1
+
+
+async def test_a_replica_with_enough_to_read_leaves_the_others_in_the_queue_until_it_has_read(service: Service) -> None:
+    replica, front_end = await service.replica(slots=8, credit_s=0.04, token_s=0.01), await service.front_end()
+    await until(lambda: front_end.client.snapshot.replicas["r0"].max_unread_tokens == 4)
+    replica.engine.pause()
+    answers = await front_end.ask_many(6, 400)  # of 3 tokens each
+    await until(lambda: replica.engine.held == 2)
+    load = (await service.store.snapshot()).replicas["r0"]
+    assert (load.running, load.unread_tokens, load.credit) == (2, 6, 0)
+    other = await service.replica(slots=1)
+    await until(lambda: other.engine.held == 1)  # what has no place there goes elsewhere
+    replica.engine.resume()
+    await until(lambda: replica.engine.held == 5)  # long before one of them ends
+    assert not any(answer.outcome for answer in answers)
+    await service.finish(answers)
+    assert (await service.store.snapshot()).replicas["r0"].unread_tokens == 0
 
 
 # Work that fills idle capacity
