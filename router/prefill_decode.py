@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from policies.checks import require_positive
 from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
 from router.classifier import Classified
@@ -105,20 +106,22 @@ class PrefillClassifier:
         size: RequestSize,
         slo_class: str,
         router_id: str,
-        now_s: float,
+        arrival_s: float,
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
+        promise: Promise = NO_PROMISE,
     ) -> Classified:
         bucket = self._order.assign(size.prompt_tokens)
         self._metrics.bucket_requests.labels(bucket).inc()
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=bucket,
-            deadline_key=self._order.key(now_s, bucket),
+            deadline_key=self._order.key(arrival_s, bucket),
             work_s=self._policy.prefill_s(size.prompt_tokens),
             router_id=router_id,
             slo_class=slo_class,
-            arrival_s=now_s,
+            arrival_s=arrival_s,
+            deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
         )
         return Classified(ticket, size.prompt_tokens)
 
@@ -178,8 +181,10 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         known_s = min(load.outstanding_s for load in loads) + self.client.snapshot.waiting_s / pace
         return max(known_s, mine_s / pace)
 
-    async def prefill(self, request: RequestT, slo_class: str, timeout_s: float, now_s: float) -> Cache | None:
-        """Where the cache lies; None when the engine left none.
+    async def prefill(
+        self, request: RequestT, slo_class: str, promise: Promise, timeout_s: float, now_s: float
+    ) -> Cache | None:
+        """Where the cache lies; None when the engine left none. `promise` counts from now.
 
         Raises:
             TimeoutError: not within timeout_s; the pool has forgotten the request then.
@@ -191,7 +196,8 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         try:
             async with asyncio.timeout(timeout_s):
                 timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-                await self.client.submit(self._codec.prefill_of(request), slo_class=slo_class, timing=timing)
+                prefill = self._codec.prefill_of(request)
+                await self.client.submit(prefill, slo_class=slo_class, promise=promise, timing=timing)
                 return await done
         finally:
             if self._waiting.pop(size.request_id, None) is not None:
@@ -219,14 +225,21 @@ class _HandOver(Generic[RequestT]):
     """One request's way from pool to pool: what the decode pool's client prepares it by."""
 
     def __init__(
-        self, split: "SplitClient[RequestT, Any]", request: RequestT, size: RequestSize, slo_class: str
+        self,
+        split: "SplitClient[RequestT, Any]",
+        request: RequestT,
+        size: RequestSize,
+        slo_class: str,
+        promise: Promise,
+        timing: RequestTiming,
     ) -> None:
         self._split, self._request, self._slo_class = split, request, slo_class
+        self._promise, self._timing = promise, timing
         self._request_id, self._prompt_tokens = size.request_id, size.prompt_tokens
         self._cache: Cache | None = None
         self._until_s = 0.0
 
-    async def prepare(self) -> None:
+    async def prepare(self) -> bool:
         split, began_s = self._split, self._split.clock.now()
         split.reading_s[self._request_id] = split.policy.prefill_s(self._prompt_tokens)
         try:
@@ -237,13 +250,16 @@ class _HandOver(Generic[RequestT]):
             now_s = split.clock.now()
             split.metrics.prefill_s.observe(now_s - began_s)
             self._until_s = now_s + split.config.cache_s
+        return self._cache is not None
 
     async def _read(self, now_s: float) -> Cache | None:
         """None when the prompt is to be read by the decode replica."""
         pool = self._split.pool
         timeout_s = self._split.policy.patience_s(self._prompt_tokens, pool.slowness)
+        ttft_s = self._promise.ttft_s
+        left = Promise(ttft_s=None if ttft_s is None else ttft_s - (now_s - self._timing.received_s))
         try:
-            cache = await pool.prefill(self._request, self._slo_class, timeout_s, now_s)
+            cache = await pool.prefill(self._request, self._slo_class, left, timeout_s, now_s)
         except Exception as error:  # of whatever kind: the decode replica can read it
             self._split.note_fall_back(self._request_id, "late" if isinstance(error, TimeoutError) else "refused")
             return None
@@ -337,6 +353,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         *,
         slo_class: str,
         timing: RequestTiming,
+        promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
     ) -> None:
@@ -347,10 +364,11 @@ class SplitClient(Generic[RequestT, OutputsT]):
         await self.decoding.submit(
             request,
             slo_class=slo_class,
+            promise=promise,
             timing=timing,
             tenant=tenant,
             question=question,
-            preparation=_HandOver(self, request, size, slo_class) if why is Why.SPLIT else None,
+            preparation=_HandOver(self, request, size, slo_class, promise, timing) if why is Why.SPLIT else None,
         )
 
     def note_fall_back(self, request_id: str, reason: str) -> None:

@@ -26,11 +26,13 @@ from policies.errors import (
     SluiceError,
     StateStoreError,
 )
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.admission import NO_LIMITS, QUEUE_REASONS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.order import Band, banded
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
-from router.classifier import TicketWriter
+from router.classifier import Classified, TicketWriter
 from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
@@ -38,6 +40,7 @@ from router.connections import Connections
 from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
+from router.retry_truth import RetryTruth
 from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
@@ -51,6 +54,7 @@ OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
 ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
+FRESH_S = 0.005  # for which the time that an encoded request has left is good: less than an engine step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,11 @@ class RoutedClientConfig:
 class Preparation(Protocol[RequestT]):
     """What is done elsewhere for a request before it is queued; what came of it goes along when it is first sent."""
 
-    async def prepare(self) -> None:
-        """Ends in bounded time, and whatever came of it: the request is queued then."""
+    async def prepare(self) -> bool:
+        """Ends in bounded time, and whatever came of it: the request is queued then.
+
+        Returns whether its replica need not read the prompt.
+        """
 
     def first_sending(self, request: RequestT) -> RequestT | None:
         """The request with what was prepared, before it is sent; None to send it as it is, as after the first time."""
@@ -104,7 +111,7 @@ class Entry(Generic[RequestT]):
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
-        encoded: as it will be sent, until then; None where it has changed since.
+        encoded: as it will be sent at once; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
         preparation: None without one, and once its first output has come.
@@ -158,7 +165,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._mine_at_snapshot: dict[str, int] = {}
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
-        self._door, self._local = door, LocalCapacity(clock.now)
+        self._door, self._local = door, LocalCapacity(shared_clock.now)
+        self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._settlements = Settlements(router_id, store)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, Entry[RequestT]] = {}
@@ -237,7 +245,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if (room := self.room(slo_class)) < requests:
             slowness = [load.slowness for load in self.snapshot.replicas.values()]
             wait_s = predicted_wait_s(self.snapshot.waiting_s, slowness)
-            raise self._refused(Refusal(f"room for {room} of {requests} requests", wait_s), slo_class, 0, timing)
+            refusal = Refusal(f"room for {room} of {requests} requests", wait_s)
+            raise self._refused(refusal, slo_class, 0, timing, counts_as="max_waiting")
 
     @property
     def is_alone(self) -> bool:
@@ -272,6 +281,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         *,
         slo_class: str,
         timing: RequestTiming,
+        promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
         preparation: Preparation[RequestT] | None = None,
@@ -279,6 +289,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Queue a request; its outputs come through `next_outputs`.
 
         Args:
+            promise: counts from when the request was received.
             preparation: comes first; limits and quotas count now, and once.
 
         Raises:
@@ -286,29 +297,30 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
+        timing.promise = promise
         foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
+        arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, self._shared_clock.now(), self._connections.replica_ids, foresight
+            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
-        ticket = classified.ticket if tenant is None else replace(classified.ticket, api_key=tenant.name)
+        ticket = replace(classified.ticket, api_key=tenant.name if tenant else "")
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
-        request = self._codec.with_ticket(request, ticket)
-        encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
-        entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
+        entry.planned_key, entry.foresight = classified.planned_key, foresight
+        entry.encoded = self._encode(self._as_sent(entry))
         entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
         entry.preparation = preparation
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
         self._entries[size.request_id] = entry
         try:
-            limits = self._door.limits(slo_class, tenant, classified.tokens)
+            limits = self._limits(classified, tenant)
             refusal = await (self._enqueue if preparation is None else self._admit)(entry, limits)
         except BaseException as error:
             # Whatever failed, the call may have been obeyed; what it charged stands.
@@ -318,6 +330,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if self._lives(entry):
                 del self._entries[entry.request_id]
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+        if self._door.refuses_late(slo_class):
+            self._retries.taken(slo_class)
+
+    def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
+        ticket, spare_s = classified.ticket, math.inf
+        if ticket.deadline_s is not None:
+            slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
+            spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
+        return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+
+    def _arrival_s(self, timing: RequestTiming) -> float:
+        """On the clock that all routers share."""
+        return self._shared_clock.now() - (self._clock.now() - timing.received_s)
 
     def _encode(self, request: RequestT) -> Sequence[Buffer]:
         """Before it is queued: whoever asks for what cannot be sent is told so, in place of a stream that ends."""
@@ -420,9 +445,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _queue_prepared(self, entry: Entry[RequestT], preparation: Preparation[RequestT]) -> None:
         try:
-            await preparation.prepare()
+            is_read = await preparation.prepare()
             entry.preparing = None
-            entry.ticket = replace(entry.ticket, arrival_s=None)  # nothing has overtaken what was not queued
+            unread_tokens = 0 if is_read else entry.ticket.unread_tokens
+            # Nothing has overtaken what was not queued.
+            entry.ticket = replace(entry.ticket, arrival_s=None, unread_tokens=unread_tokens)
             await self._enqueue(entry, NO_LIMITS)
         except Exception as error:  # of whatever kind: whoever waits must hear of it
             if self._lives(entry):
@@ -507,11 +534,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._place(assignment)
 
     async def _queue_again(self, entry: Entry[RequestT]) -> None:
-        """Back into its bin under its old key, unless it is over by now. Never refused: it was admitted once."""
+        """Back into its bin under its old key, or before all others if its client has a part of the answer and it does
+        not fill idle capacity; unless it is over by now. Never refused: it was admitted once."""
         if not self._lives(entry):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
-        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(ticket, unread_tokens=self._codec.size(entry.request).prompt_tokens)
+        if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
+            key = banded(Band.RESUMED, self._arrival_s(entry.timing))
+            ticket = replace(ticket, deadline_key=key, late_key=None)
+        entry.ticket = ticket
         try:
             await self._enqueue(entry, NO_LIMITS)
         except StateStoreError as error:
@@ -566,9 +599,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _encoded(self, entry: Entry[RequestT]) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
-        if entry.preparation is not None and (prepared := entry.preparation.first_sending(entry.request)) is not None:
-            return self._codec.encode_request(prepared)
-        return encoded or self._codec.encode_request(entry.request)
+        if entry.preparation is not None:
+            prepared = entry.preparation.first_sending(self._as_sent(entry))
+            if prepared is not None:
+                return self._codec.encode_request(prepared)
+        if encoded is not None and self._clock.now() - entry.waiting_since_s < FRESH_S:
+            return encoded
+        return self._codec.encode_request(self._as_sent(entry))
+
+    def _as_sent(self, entry: Entry[RequestT]) -> RequestT:
+        """With the time that it has left now. What its client has seen a part of has no first token to come."""
+        resumed, deadline_s = entry.timing.output_tokens > 0, entry.ticket.deadline_s
+        left_s = None if resumed or deadline_s is None else deadline_s - self._shared_clock.now()
+        return self._codec.with_ticket(entry.request, entry.ticket, ttft_left_s=left_s, resumed=resumed)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
@@ -739,6 +782,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_tokens(self, entry: Entry[RequestT], count: int, now_s: float) -> None:
         timing = entry.timing
         if timing.last_token_s is None:
+            timing.first_token_s = now_s
             entry.metrics.ttft_s.observe(now_s - timing.received_s)
         else:
             entry.metrics.itl_s.observe(now_s - timing.last_token_s)
@@ -748,11 +792,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_end(self, slo_class: str, bin_index: int, timing: RequestTiming, outcome: str) -> None:
         timing.outcome = outcome
         self._metrics.requests.labels(slo_class, str(bin_index), outcome).inc()
+        if (kept := timing.kept) is not None:
+            self._metrics.slo_requests.labels(slo_class, *("met" if each else "missed" for each in kept)).inc()
 
-    def _refused(self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming) -> AdmissionError:
+    def _refused(
+        self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming, counts_as: str | None = None
+    ) -> AdmissionError:
         """For whoever asked; counted, unless the request was cancelled meanwhile."""
         if timing.outcome is None:
             self._note_end(slo_class, bin_index, timing, "refused")
+            reason = refusal.reason if refusal.reason in QUEUE_REASONS else "quota"
+            self._metrics.refused.labels(slo_class, counts_as or reason).inc()
+        if refusal.reason == "late":
+            self._retries.refused(slo_class, refusal.retry_after_s)
         why = f"class {slo_class} takes no more for now ({refusal.reason})"
         return AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
 

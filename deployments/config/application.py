@@ -11,6 +11,7 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import re
 import tempfile
@@ -19,7 +20,7 @@ from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -43,9 +44,10 @@ from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
@@ -53,6 +55,8 @@ from router.classifier import Mode
 from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
 
+ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+"""OpenAI's, or another word; it stands in answers as it is."""
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
@@ -145,6 +149,9 @@ class RouterSection(Section):
     check."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
+    late_patience_s: Seconds = 60.0
+    """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
+    for longer, is owed one start in ten."""
     heartbeat_s: Seconds = 1.0
     """How often routers and replicas say that they live, and exchange what they have learned."""
     silence_s: Seconds = 10.0
@@ -245,7 +252,7 @@ class PrefillSection(Section):
     max_folder_bytes: int = Field(default=4 << 30, ge=1)
     """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
     split: Literal["auto", "always", "never"] = "auto"
-    """Which requests: `auto` where reading the prompt would break the class's `itl_s` for those that decode."""
+    """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
     min_prompt_tokens: int = Field(default=256, ge=1)
     """Shorter prompts are never split."""
     max_wait_s: Seconds = 2.0
@@ -295,6 +302,9 @@ class EngineSection(Section):
     """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    credit_s: float | None = Field(default=None, gt=0)
+    """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
+    replicas share it. null is half the shortest `ttft_s` of the classes, .inf sets no bound."""
     lora: LoraSection | None = None
     """Adapters served beside the model."""
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -373,25 +383,32 @@ class BinsSection(Section):
 class ClassSection(Section):
     """A service class."""
 
-    ttft_s: Seconds = 1.0
-    """Target for the first token; smaller goes earlier in the queue."""
-    itl_s: Seconds | None = None
-    """Target between tokens; the engine keeps to the strictest among what it runs. None has no target."""
+    ttft_s: Seconds | None = 1.0
+    """Target for the first token, from the arrival of the HTTP request: who is due earlier starts earlier. None has no
+    target, and goes behind all that have one."""
+    tpot_s: Seconds | None = None
+    """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
+    what it runs. None has no target."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
-    max_wait_s: Seconds | None = None
-    """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    when_late: Literal["serve", "refuse"] = "serve"
+    """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
+    behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """How much of `max_waiting`, and of `max_wait_s`, one API key may have; more of its requests get 429 with
-    Retry-After, and the rest stays for others. 1 sets no bound, and requests without a key have none."""
+    """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
+    for others. 1 sets no bound, and requests without a key have none."""
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
 
+    def promise(self) -> Promise:
+        return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+
     def limits(self) -> ClassLimits:
-        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
+        refuses_late = self.when_late == "refuse"
+        return ClassLimits(max_waiting=self.max_waiting, refuses_late=refuses_late, max_key_share=self.max_key_share)
 
 
 class PlacementSection(Section):
@@ -417,13 +434,11 @@ class KeysSection(Section):
 
 
 class OrderSection(Section):
-    """Order of waiting requests: a virtual deadline, arrival + class target + weight x predicted work."""
+    """Order of waiting requests: whose first token is due earlier starts earlier."""
 
-    work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Seconds of head start that one second less of predicted work is worth."""
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
-    the virtual deadline. See docs/write-a-policy.md."""
+    that deadline. See docs/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 
@@ -431,16 +446,13 @@ class OrderSection(Section):
     def _has_one_order(self) -> Self:
         if self.policy is None and self.policy_args:
             raise ValueError("policy_args are settings of policy, and there is none")
-        if self.policy is not None:
-            if self.work_weight != OrderSection.model_fields["work_weight"].default:
-                raise ValueError(f"work_weight is of the virtual deadline, and policy {self.policy} decides")
-            build_of(Family.ORDER, self.policy, self.policy_args)
+        self.build()
         return self
 
-    def build(self, deadline: VirtualDeadlineConfig) -> Order:
-        """`deadline` is of the order that stands where no other is named."""
+    def build(self) -> Order | None:
+        """None goes by what each request is promised."""
         if self.policy is None:
-            return VirtualDeadline(deadline)
+            return None
         order: Order = build_of(Family.ORDER, self.policy, self.policy_args)
         return order
 
@@ -555,7 +567,7 @@ _NOT_IN_ROUTERS = {
     "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
     "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
     "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
-    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
+    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and when_late of classes",
 }
 
 
@@ -765,6 +777,9 @@ class AppConfig(ModelSection):
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: str = "standard"
     """Of requests that ask for none, and whose key has none of its own."""
+    service_tiers: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
+    """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
+    here are left alone; of the default ones those also whose class is not configured."""
 
     @field_validator("redis_url")
     @classmethod
@@ -783,6 +798,18 @@ class AppConfig(ModelSection):
         return self
 
     @model_validator(mode="after")
+    def _knows_the_classes_of_its_tiers(self) -> "AppConfig":
+        unknown = {tier: name for tier, name in self.service_tiers.items() if name not in self.classes}
+        if "service_tiers" in self.model_fields_set and unknown:
+            raise ValueError(f"service_tiers {unknown} name classes that are not among {sorted(self.classes)}")
+        return self
+
+    @property
+    def class_of_tier(self) -> dict[str, str]:
+        """Of the service tiers whose class is there."""
+        return {tier: name for tier, name in self.service_tiers.items() if name in self.classes}
+
+    @model_validator(mode="after")
     def _scales_what_it_counts(self) -> "AppConfig":
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
         if own and any(section.engine.autoscaling for section in (self, *self.more_models)):
@@ -794,9 +821,11 @@ class AppConfig(ModelSection):
         """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
         if self.mode == "full":
             return self
-        limited = sorted(name for name, section in self.classes.items() if section.max_wait_s is not None)
-        if limited:
-            raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
+        refusing = sorted(name for name, section in self.classes.items() if section.when_late == "refuse")
+        if refusing:
+            raise ValueError(
+                f"when_late: refuse (of {refusing}) goes by predicted work, which mode: {self.mode} does without"
+            )
         if any(section.engine.autoscaling for section in (self, *self.more_models)):
             raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
         return self
@@ -809,9 +838,9 @@ class AppConfig(ModelSection):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
         if "vllm" not in kinds:
-            held = sorted(name for name, section in self.classes.items() if section.itl_s is not None)
+            held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
-                raise ValueError(f"itl_s (of {held}) is held by engines of kind vllm, and there are none")
+                raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
         return self
 
     @model_validator(mode="after")
@@ -917,7 +946,7 @@ class AppConfig(ModelSection):
         planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
         if prefill is None and not planned:
             return None
-        targets = {name: section.itl_s for name, section in self.classes.items() if section.itl_s is not None}
+        targets = {name: section.tpot_s for name, section in self.classes.items() if section.tpot_s is not None}
         return settings.changed({"class_itl_targets_s": targets | settings.class_itl_targets_s})
 
     def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
@@ -946,7 +975,7 @@ class AppConfig(ModelSection):
         """Of every class, what decode replicas hold."""
         settings = self.engine.scheduler
         return {
-            name: settings.class_itl_targets_s.get(name, section.itl_s or settings.itl_target_s)
+            name: settings.class_itl_targets_s.get(name, section.tpot_s or settings.itl_target_s)
             for name, section in self.classes.items()
         }
 
@@ -955,16 +984,17 @@ class AppConfig(ModelSection):
         """How engines take batches, None where they take single requests."""
         return self.engine.gang if self.engine.kind == "transformers" else None
 
-    def order_policy(self) -> Order:
-        return self.order.build(self.order_config())
+    @property
+    def credit_s(self) -> float | None:
+        """Seconds of reading that an engine replica may have before it; None sets no bound."""
+        if self.mode != "full" or self.gang is not None or self.engine.credit_s == math.inf:
+            return None
+        targets_s = [section.ttft_s for section in self.classes.values() if section.ttft_s is not None]
+        return self.engine.credit_s or (min(targets_s) / 2 if targets_s else None)
 
-    def order_config(self) -> VirtualDeadlineConfig:
-        targets = {name: section.ttft_s for name, section in self.classes.items()}
-        return VirtualDeadlineConfig(
-            class_targets_s=targets,
-            default_target_s=targets[self.default_class],
-            work_weight=self.order.work_weight,
-        )
+    def promises(self) -> dict[str, Promise]:
+        """By class."""
+        return {name: section.promise() for name, section in self.classes.items()}
 
 
 def checked(settings: Any) -> AppConfig:

@@ -10,6 +10,7 @@ makes one. Entries:
       classes: [interactive, standard]      # none: all
       requests_per_minute: 600              # none: no limit
       tokens_per_minute: 1000000
+      may_tighten: true                     # none: its x-slo-* headers may only loosen the targets of its class
 """
 
 import asyncio
@@ -62,6 +63,8 @@ class KeyEntry(BaseModel):
     """Requests that it may start; a minute's worth may come at once. null sets no limit."""
     tokens_per_minute: Rate | None = None
     """Tokens of prompts and answers together; a minute's worth may come at once. null sets no limit."""
+    may_tighten: bool = False
+    """Whether its requests may ask for tighter targets than their class has."""
 
     @cached_property
     def tenant(self) -> Tenant:
@@ -71,6 +74,7 @@ class KeyEntry(BaseModel):
             classes=self.classes,
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
+            may_tighten=self.may_tighten,
         )
 
 

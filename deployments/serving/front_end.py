@@ -200,7 +200,7 @@ class FrontEnd:
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
             bins=MultiBin(config.bins.build(config.gang)),
-            order=config.order_policy(),
+            order=config.order.build(),
             step_times=config.work.build(),
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,
@@ -211,6 +211,7 @@ class FrontEnd:
             learned=learned,
             fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
             buckets=config.bins.buckets() if config.gang else None,
+            late_patience_s=config.router.late_patience_s,
         )
 
     async def metrics_pages(self) -> list[bytes]:
@@ -246,6 +247,7 @@ class FrontEnd:
             "routers": snapshot.routers,
             **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
+            "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
@@ -267,11 +269,13 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
     }
 
 
-def _load(load: ReplicaLoad) -> dict[str, float]:
+def _load(load: ReplicaLoad) -> dict[str, float | None]:
     return {
         "slots": load.slots,
         "running": load.running,
         "credit": load.credit,
+        "unread_tokens": load.unread_tokens,
+        "max_unread_tokens": load.max_unread_tokens,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
     }

@@ -9,12 +9,18 @@ for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
     running = hash_number(':running', replica),
     outstanding_s = hash_number(':work', replica),
     slowness = slowness_of(replica),
+    unread_tokens = unread_tokens(replica),
+    max_unread_tokens = most_unread(replica) or cjson.null,
     gang = redis.call('HEXISTS', P .. ':gangs', replica) == 1,
   }
 end
 local ahead = 0
 for _, seconds in ipairs(redis.call('HVALS', P .. ':ahead')) do
   ahead = ahead + tonumber(seconds)
+end
+local late, counts = {}, redis.call('HGETALL', P .. ':late')
+for i = 1, #counts, 2 do
+  late[#late + 1] = { counts[i], counts[i + 1] }
 end
 return cjson.encode({
   lanes = lanes,
@@ -23,4 +29,5 @@ return cjson.encode({
   waiting_s = ahead,
   recalled = redis.call('SMEMBERS', P .. ':recalled'),
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
+  late = late,
 })

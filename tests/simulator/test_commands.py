@@ -15,7 +15,7 @@ from deployments.config.application import AppConfig
 from deployments.config.scheduler import SchedulerSettings
 from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
-from policies.router.order import VirtualDeadlineConfig
+from policies.router.order import DeadlineConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner
 from simulator.cluster import run as simulated
@@ -91,12 +91,12 @@ def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> 
 
 
 def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
-    classes = {"chat": {"ttft_s": 0.5, "itl_s": 0.03}, "batch": {"ttft_s": 60.0, "itl_s": 1.0}}
-    targets = {name: Target(ttft_s=each["ttft_s"], tpot_s=each["itl_s"]) for name, each in classes.items()}
+    classes = {"chat": {"ttft_s": 0.5, "tpot_s": 0.03}, "batch": {"ttft_s": 60.0, "tpot_s": 1.0}}
+    targets = {name: Target(ttft_s=each["ttft_s"], tpot_s=each["tpot_s"]) for name, each in classes.items()}
     live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
     simulated = system("sluice", engine_profile("Llama-3.1-8B@l40s"), EngineConfig(), 1, targets)
-    order, live_order = VirtualDeadlineConfig(**simulated.order_settings), live.order_config()
-    assert (order.class_targets_s, order.work_weight) == (live_order.class_targets_s, live_order.work_weight)
+    order = DeadlineConfig(**simulated.order_settings)
+    assert order.class_targets_s == {name: promise.ttft_s for name, promise in live.promises().items()}
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
     told = AutoConfig(**simulated.batch_settings, itl_budgets_s=(None, None, None))

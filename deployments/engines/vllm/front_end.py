@@ -121,6 +121,7 @@ class RoutedEngineCore(EngineCoreClient):
             await self._routed.submit(
                 request,
                 slo_class=context.slo_class,
+                promise=context.promise,
                 timing=timing,
                 tenant=context.tenant,
                 question=self._question(request, context),

@@ -19,13 +19,20 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     slo_class: the service class.
     predicted_output_tokens: the predictor's mean.
     bin_index: the bin of predicted output length.
-    deadline_s: the router's virtual deadline, on the shared store's clock (Unix time); least goes first.
+    ttft_left_s: seconds until its first token is due, as of when the router sent it, below 0 when it is late; None when
+        nothing is promised, or the client has its first token.
+    tpot_s: seconds per token after the first that it was promised, on average over its answer; None when nothing is.
+    resumed: it goes on after a lost replica or a recall, and its client has a part of the answer.
+    fills_idle: its class takes what the others leave.
     """
 
     slo_class: str | None = None
     predicted_output_tokens: float | None = None
     bin_index: int | None = None
-    deadline_s: float | None = None
+    ttft_left_s: float | None = None
+    tpot_s: float | None = None
+    resumed: bool = False
+    fills_idle: bool = False
 
     def as_extra_args(self) -> dict[str, Any]:
         return {KEY: msgspec.to_builtins(self)}

@@ -46,10 +46,10 @@ def test_the_schema_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_key_is_explained_with_type_unit_default_and_what_a_change_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    name, meaning, kind, change = said(capsys, "explain", "classes.gold.ttft_s").splitlines()
-    assert name == "classes.gold.ttft_s"
-    assert "first token" in meaning
-    assert kind.strip() == "number above 0, in seconds; default 1.0"
+    name, meaning, kind, change = said(capsys, "explain", "classes.gold.max_wait_s").splitlines()
+    assert name == "classes.gold.max_wait_s"
+    assert "predicted wait" in meaning
+    assert kind.strip() == "number above 0 or null, in seconds; default null"
     assert "redeploy" in change
     assert "changes live" in said(capsys, "explain", "engine.scheduler.itl_target_s")
     assert "it must be given" in said(capsys, "explain", "model")
@@ -58,8 +58,8 @@ def test_a_key_is_explained_with_type_unit_default_and_what_a_change_takes(capsy
 def test_a_section_is_explained_by_what_stands_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     for path, inside in (
         ("keys", "keys.redis"),
-        ("classes", "classes.NAME.itl_s"),
-        ("classes.gold", "classes.NAME.itl_s"),
+        ("classes", "classes.NAME.max_waiting"),
+        ("classes.gold", "classes.NAME.max_waiting"),
     ):
         assert f"\n{inside}\n" in said(capsys, "explain", path)
     assert "engine\n" in said(capsys, "explain")

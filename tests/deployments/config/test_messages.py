@@ -45,8 +45,8 @@ def said(text: str) -> str:
             "engine.drain_timeout_s: must be a number above 0, in seconds, got '10m': write 600",
         ),
         (
-            "classes: {standard: {itl_s: 50 ms}}",
-            "classes.standard.itl_s: must be a number above 0 or null, in seconds, got '50 ms': write 0.05",
+            "classes: {standard: {max_wait_s: 50 ms}}",
+            "classes.standard.max_wait_s: must be a number above 0 or null, in seconds, got '50 ms': write 0.05",
         ),
         (
             "router: {max_buffered_bytes: 512Mi}",

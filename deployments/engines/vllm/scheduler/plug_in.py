@@ -210,8 +210,8 @@ class _PlannedScheduler(SluiceScheduler):
         return self._taker.take(now_s, in_flight=self._account.in_flight)
 
     def _deadline_s(self, request: Request) -> float:
-        deadline_s = self._taker.metadata(request).deadline_s
-        return deadline_s if deadline_s is not None and math.isfinite(deadline_s) else float(request.arrival_time)
+        left_s = self._taker.metadata(request).ttft_left_s
+        return self.clock.now() + (left_s if left_s is not None and math.isfinite(left_s) else 0.0)
 
     # Before a step
 

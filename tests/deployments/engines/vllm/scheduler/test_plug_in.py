@@ -253,7 +253,7 @@ def test_the_queue_that_is_shown_is_the_one_that_vllm_has(
     monkeypatch.setattr(taker, "take", take)
     monkeypatch.setattr(taker, "_longer", lambda *args, longer=taker._longer: made.append(None) or longer(*args))
     for number, (prompt, output) in enumerate(workload(300)):
-        due = RequestMetadata(deadline_s=number + rng.choice([0.0, 0.0, 0.0, -5.0])).as_extra_args()
+        due = RequestMetadata(ttft_left_s=number + rng.choice([0.0, 0.0, 0.0, -5.0])).as_extra_args()
         engine.add(f"r{number}", prompt, output, extra_args=due)
         for _ in range(rng.choice([0, 0, 3, 6])):
             engine.step()
@@ -522,8 +522,8 @@ def test_priorities_are_vllms_own(depth: int, settings: dict[str, Any]) -> None:
 
 def test_the_waiting_queue_goes_by_virtual_deadline() -> None:
     engine = VirtualEngine({"mode": "mixed"}, slots=1)
-    for name, deadline_s in (("late", 300.0), ("soon", 100.0), ("middle", 200.0)):
-        engine.add(name, 20, 5, extra_args=RequestMetadata(deadline_s=deadline_s).as_extra_args())
+    for name, left_s in (("late", 300.0), ("soon", 100.0), ("middle", 200.0)):
+        engine.add(name, 20, 5, extra_args=RequestMetadata(ttft_left_s=left_s).as_extra_args())
     engine.run()
     assert sorted(engine.answers, key=lambda name: engine.answers[name].times_s[0]) == ["soon", "middle", "late"]
 
@@ -537,11 +537,11 @@ def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
     assert impatient.log != new.log
 
 
-@pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"deadline_s": "soon"}}, {"sluice": {"odd": 1}}])
+@pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"ttft_left_s": "soon"}}, {"sluice": {"odd": 1}}])
 def test_metadata_that_is_missing_or_wrong_harms_nobody(told: dict[str, Any] | None) -> None:
     engine = VirtualEngine({"mode": "auto", "class_itl_targets_s": {"fast": 0.02}})
     engine.add("r", 20, 5, extra_args=told)
-    engine.add("nan", 20, 5, extra_args=RequestMetadata(deadline_s=float("nan")).as_extra_args())
+    engine.add("nan", 20, 5, extra_args=RequestMetadata(ttft_left_s=float("nan")).as_extra_args())
     engine.run()
     check_answers(engine)
 
@@ -902,7 +902,7 @@ def test_a_request_of_a_strict_class_starts_in_a_batch_that_its_class_would_not_
     for _ in range(20):
         engine.step()
     engine.add("late", 20, 300)
-    chat = engine.add("chat", 20, 10, extra_args={"sluice": {"slo_class": "chat", "deadline_s": 0.0}})
+    chat = engine.add("chat", 20, 10, extra_args={"sluice": {"slo_class": "chat", "ttft_left_s": -9.0}})
     while chat.request_id in engine.scheduler.requests:
         engine.step()
     assert not any(engine.answers[f"r{number}"].ended for number in range(48))
