@@ -45,8 +45,8 @@ def said(text: str) -> str:
             "engine.drain_timeout_s: must be a number above 0, in seconds, got '10m': write 600",
         ),
         (
-            "classes: {standard: {max_wait_s: 50 ms}}",
-            "classes.standard.max_wait_s: must be a number above 0 or null, in seconds, got '50 ms': write 0.05",
+            "router: {body_timeout_s: 500 ms}",
+            "router.body_timeout_s: must be a number above 0, in seconds, got '500 ms': write 0.5",
         ),
         (
             "router: {max_buffered_bytes: 512Mi}",
