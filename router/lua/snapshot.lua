@@ -4,13 +4,14 @@ for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
   lanes[lane] = redis.call('ZCARD', P .. ':lane:' .. lane)
 end
 for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
+  local known, most = reading_of(replica)
   replicas[replica] = {
     slots = hash_number(':slots', replica),
     running = hash_number(':running', replica),
     outstanding_s = hash_number(':work', replica),
     slowness = slowness_of(replica),
-    unread_tokens = unread_tokens(replica),
-    max_unread_tokens = most_unread(replica) or cjson.null,
+    unread_tokens = unread_tokens(replica, known),
+    max_unread_tokens = most or cjson.null,
     gang = redis.call('HEXISTS', P .. ':gangs', replica) == 1,
   }
 end
