@@ -24,6 +24,7 @@
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:starts        tickets that started                        P:late      hash  "<class>:<reason>" -> called late
+--   P:owed          hash  class -> starts that its tickets were owed
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
@@ -424,7 +425,9 @@ local function start_singles(started)
   local heads, called = heads_of_lanes(), 0
   while true do
     local head, ticket, replica = next_owed()
-    if not replica then
+    if replica then
+      redis.call('HINCRBY', P .. ':owed', ticket[CLASS], 1)
+    else
       head, ticket, replica = next_start(heads)
     end
     if not replica then

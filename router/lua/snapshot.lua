@@ -19,9 +19,12 @@ local ahead = 0
 for _, seconds in ipairs(redis.call('HVALS', P .. ':ahead')) do
   ahead = ahead + tonumber(seconds)
 end
-local late, counts = {}, redis.call('HGETALL', P .. ':late')
-for i = 1, #counts, 2 do
-  late[#late + 1] = { counts[i], counts[i + 1] }
+local function pairs_of(name)
+  local found, flat = {}, redis.call('HGETALL', P .. ':' .. name)
+  for i = 1, #flat, 2 do
+    found[#found + 1] = { flat[i], tonumber(flat[i + 1]) }
+  end
+  return found
 end
 return cjson.encode({
   lanes = lanes,
@@ -30,5 +33,6 @@ return cjson.encode({
   waiting_s = ahead,
   recalled = redis.call('SMEMBERS', P .. ':recalled'),
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
-  late = late,
+  late = pairs_of('late'),
+  owed = pairs_of('owed'),
 })
