@@ -105,7 +105,7 @@ class MemoryStateStore:
         self._spent: dict[str, Spent] = {}
         self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
-        self._starts, self._late = 0, Counter[tuple[str, str]]()
+        self._starts, self._late, self._owed = 0, Counter[tuple[str, str]](), Counter[str]()
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._settings: dict[str, dict[str, bytes]] = {}
@@ -169,6 +169,7 @@ class MemoryStateStore:
         if not any(replica.takes_singles for replica in self._replicas.values()):
             return None  # the usual case under load, told without a look at the queue
         if (owed := self._next_owed()) is not None:
+            self._owed[owed[0].ticket.slo_class] += 1
             return owed
         heads = [lane[0] for lane in self._lanes().values()]
         for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
@@ -529,6 +530,7 @@ class MemoryStateStore:
             recalled=frozenset(self._recalled),
             overtaken_s=self._overtaken_s,
             late=dict(self._late),
+            owed=dict(self._owed),
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -73,6 +73,7 @@ class ClassMetrics:
         self.queue_wait_s = metrics.queue_wait_s.labels(slo_class)
         self.ttft_s = metrics.ttft_s.labels(slo_class)
         self.itl_s = metrics.itl_s.labels(slo_class)
+        self.longest_wait_s = metrics.longest_wait_s.labels(slo_class)
         self.e2e_s = metrics.e2e_s.labels(slo_class)
         self.output_tokens = metrics.output_tokens.labels(slo_class)
 
@@ -110,6 +111,13 @@ class RouterMetrics:
             "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
         )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
+        self.longest_wait_s = Gauge(
+            "waiting_seconds_max",
+            "How long the one has waited for a replica that waits longest now.",
+            ("slo_class",),
+            namespace=self._namespace,
+            registry=self.registry,
+        )
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(
             "retry_after_error_seconds",
@@ -159,6 +167,11 @@ class RouterMetrics:
         if found is None:
             found = self._of_class[slo_class] = ClassMetrics(self, slo_class)
         return found
+
+    def note_waits(self, longest_s: Mapping[str, float]) -> None:
+        """By class; of one that is not there nothing waits."""
+        for slo_class, metrics in self._of_class.items():
+            metrics.longest_wait_s.set(longest_s.get(slo_class, 0.0))
 
     def note_retry(self, slo_class: str, later_s: float) -> None:
         self.retry_error_s.labels(slo_class).observe(later_s)
@@ -226,6 +239,15 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
     )
     for (slo_class, reason), count in snapshot.late.items():
         late.labels(slo_class, reason).inc(count)
+    owed = Counter(
+        "owed_starts",
+        "Starts of requests that had waited behind those in time for too long.",
+        ("slo_class",),
+        namespace=namespace,
+        registry=registry,
+    )
+    for slo_class, count in snapshot.owed.items():
+        owed.labels(slo_class).inc(count)
     running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
     credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
     work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)

@@ -391,7 +391,8 @@ class RedisStateStore:
             waiting_s=tables["waiting_s"],
             recalled=frozenset(tables["recalled"]),
             overtaken_s=tables["overtaken_s"],
-            late={_class_and_reason(field): int(count) for field, count in tables["late"]},
+            late={_class_and_reason(field): count for field, count in tables["late"]},
+            owed={slo_class: count for slo_class, count in tables["owed"]},
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -872,10 +872,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _fail_expired(self) -> None:
         oldest_s = self._clock.now() - self._config.max_wait_s
         unsent = [entry for entry in self._entries.values() if entry.connection is None]
+        self._metrics.note_waits(self._longest_waits(unsent))
         for entry in unsent:
             if entry.waiting_since_s < oldest_s:
                 entry.timing.unserved = ReplicaLostError(f"no replica took it within {self._config.max_wait_s} s")
                 self._fail(entry, str(entry.timing.unserved))
+
+    def _longest_waits(self, unsent: Iterable[Entry[RequestT]]) -> dict[str, float]:
+        """In seconds, by class."""
+        now_s, longest_s = self._clock.now(), defaultdict[str, float](float)
+        for entry in unsent:
+            longest_s[entry.slo_class] = max(longest_s[entry.slo_class], now_s - entry.waiting_since_s)
+        return longest_s
 
     async def _look_after_waiting(self) -> None:
         """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""

@@ -188,6 +188,7 @@ class Snapshot:
         overtaken_s: the longest overtaking seen: how much later than a request one arrived that started before it.
         late: requests that were moved behind those in time, by class and why: `passed`, their deadline, or `reading`,
             which would have passed it.
+        owed: starts that requests behind those in time were given for their patience, by class.
     """
 
     lanes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -197,6 +198,7 @@ class Snapshot:
     recalled: frozenset[str] = frozenset()
     overtaken_s: float = 0.0
     late: dict[tuple[str, str], int] = field(default_factory=dict)
+    owed: dict[str, int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:

@@ -50,7 +50,8 @@ LEAVE_S = 5.0  # for whoever listens to see that its client has left
 MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
-_CHUNK, _NO_TIER = b'data: {"', b'"service_tier":null'
+_CHUNK = b'data: {"'  # how one of a stream begins
+_NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 

@@ -247,6 +247,7 @@ class FrontEnd:
             "routers": snapshot.routers,
             **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
+            "owed_starts": snapshot.owed,
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),

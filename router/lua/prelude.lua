@@ -16,14 +16,15 @@
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:on:<r>        set of ids on replica r
 --   P:unread_of:<r> hash  id -> tokens of its prompt; those on replica r that it has not read
---   P:unread        hash  replica -> all of those             P:known     hash  replica -> of them it has read, or cached
---   P:most_unread   hash  replica -> with so many it takes no more; one that is not here always does
+--   P:unread        hash  replica -> all of those
+--   P:reading       hash  replica -> msgpack {of those it has read, or cached; with so many unread it takes no more, or false}
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:starts        tickets that started                        P:late      hash  "<class>:<reason>" -> called late
+--   P:owed          hash  class -> starts that its tickets were owed
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
@@ -111,18 +112,20 @@ local function spend(spent)
   end
 end
 
--- Prompt tokens that a replica was given, but for those that it is known to have read.
-local function unread_tokens(replica)
-  return math.max(0, hash_number(':unread', replica) - hash_number(':known', replica))
+-- What a replica said last of its prompts: tokens that it knows, and most that it may have unread, false for any number.
+local function reading_of(replica)
+  local raw = redis.call('HGET', P .. ':reading', replica)
+  return unpack(raw and cmsgpack.unpack(raw) or { 0, false })
 end
 
-local function most_unread(replica)
-  return tonumber(redis.call('HGET', P .. ':most_unread', replica) or nil)
+-- Prompt tokens that a replica was given, but for those that it is known to have read.
+local function unread_tokens(replica, known)
+  return math.max(0, hash_number(':unread', replica) - known)
 end
 
 local function is_full_of_prompts(replica)
-  local most = most_unread(replica)
-  return most and unread_tokens(replica) >= most
+  local known, most = reading_of(replica)
+  return most and unread_tokens(replica, known) >= most
 end
 
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up, or it has
@@ -200,12 +203,7 @@ local function note_reading(replica, packed)
   for _, id in ipairs(reading[1]) do
     note_read(replica, id)
   end
-  redis.call('HSET', P .. ':known', replica, reading[2])
-  if reading[3] then
-    redis.call('HSET', P .. ':most_unread', replica, reading[3])
-  else
-    redis.call('HDEL', P .. ':most_unread', replica)
-  end
+  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3] }))
 end
 
 local function put_on(id, ticket, replica)
@@ -427,7 +425,9 @@ local function start_singles(started)
   local heads, called = heads_of_lanes(), 0
   while true do
     local head, ticket, replica = next_owed()
-    if not replica then
+    if replica then
+      redis.call('HINCRBY', P .. ':owed', ticket[CLASS], 1)
+    else
       head, ticket, replica = next_start(heads)
     end
     if not replica then
@@ -520,7 +520,7 @@ end
 
 -- A replica with slots that has enough to read: what waits gets one of them soon.
 local function slots_wait_for_reading()
-  for _, replica in ipairs(redis.call('HKEYS', P .. ':most_unread')) do
+  for _, replica in ipairs(redis.call('HKEYS', P .. ':reading')) do
     if hash_number(':running', replica) < hash_number(':slots', replica) and is_full_of_prompts(replica) then
       return true
     end
@@ -591,7 +591,7 @@ local function drop_replica(replica)
   end
   redis.call('DEL', P .. ':on:' .. replica, P .. ':unread_of:' .. replica)
   for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'silence',
-    'unread', 'known', 'most_unread' }) do
+    'unread', 'reading' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

@@ -576,6 +576,7 @@ async def test_one_start_in_ten_goes_to_who_has_waited_behind_for_too_long(store
     await store.register_replica(info("r"), 2 * STARTS_FOR_THE_PATIENT)
     places = await store.locate(["none 1", "late 1", "idle 1", "none 9000000000", "x17", "x18"])
     assert places == ["r", "r", "", "", "r", ""]
+    assert (await store.snapshot()).owed == {"none": 1, "late": 1}
 
 
 async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store: StateStore) -> None:

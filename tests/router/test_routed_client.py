@@ -664,11 +664,13 @@ async def test_who_can_be_in_time_goes_before_who_is_late(service: Service) -> N
     answers = [await front_end.ask(request(), name) for name in ("patient", "soon", "standard", "offline", "later")]
     await until(lambda: replica.engine.held == 1)
     await asyncio.sleep(TARGETS_S["soon"])
+    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") > 0.1)
     replica.engine.resume()
     await service.finish(answers)
     starts_s = [answer.timing.assigned_s or 0.0 for answer in answers]
     assert sorted(range(5), key=starts_s.__getitem__) == [0, 2, 4, 1, 3]
     assert (await service.store.snapshot()).late == {("soon", "passed"): 1}
+    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") == 0.0)
 
 
 async def test_what_goes_on_after_a_loss_starts_before_all_that_wait(service: Service) -> None:

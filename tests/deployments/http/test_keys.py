@@ -141,11 +141,12 @@ async def test_a_class_that_is_not_there_is_named_with_its_entry_and_without_the
 
 
 def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6"])
+    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6", "--may-tighten"])
     key, entry = capsys.readouterr().out.strip().split("\n", 1)
     (made,) = parse_entries(entry, "what it printed")
     assert made.sha256 == digest(key)
     assert (made.classes, made.tokens_per_minute) == (frozenset({"offline"}), 1e6)
+    assert made.tenant.may_tighten
 
 
 async def test_keys_in_redis_are_made_listed_used_and_removed(
