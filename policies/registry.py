@@ -19,7 +19,16 @@ from policies.errors import ConfigError
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.papers.sla_constrained_literal import SlaConstrainedLiteral, SlaConstrainedLiteralConfig
 from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
-from policies.router.order import FCFS, LJF, SJF, EstimatedWork, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import (
+    FCFS,
+    LJF,
+    SJF,
+    Deadline,
+    DeadlineConfig,
+    EstimatedWork,
+    VirtualDeadline,
+    VirtualDeadlineConfig,
+)
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
 
 
@@ -53,6 +62,7 @@ REGISTRY: dict[str, Entry] = {
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),
     "estimated_work": Entry(Family.ORDER, None, EstimatedWork),
+    "deadline": Entry(Family.ORDER, DeadlineConfig, Deadline),
     "virtual_deadline": Entry(Family.ORDER, VirtualDeadlineConfig, VirtualDeadline),
     "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
     "most_credit": Entry(Family.PLACEMENT, None, MostCredit),

@@ -18,20 +18,20 @@ class ClassLimits:
 
     Attributes:
         max_waiting: requests.
-        max_wait_s: predicted seconds; None bears any wait.
-        max_key_share: of both, how much one API key may have.
+        refuses_late: a request whose first token is predicted to come too late; else it is served all the same.
+        max_key_share: of max_waiting, how much one API key may have.
 
     Raises:
-        ConfigError: max_waiting is below 1, max_wait_s not positive, or the share not above 0 and at most 1.
+        ConfigError: max_waiting is below 1, or the share not above 0 and at most 1.
     """
 
     max_waiting: int = 4096
-    max_wait_s: float | None = None
+    refuses_late: bool = False
     max_key_share: float = 0.5
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_waiting")
-        require_positive(self, "max_wait_s", "max_key_share")
+        require_positive(self, "max_key_share")
         if self.max_key_share > 1.0:
             raise ConfigError(f"max_key_share must be at most 1, got {self.max_key_share}")
 
@@ -45,6 +45,7 @@ class Tenant:
         classes: the ones that it may ask for; None allows all.
         requests_per_minute, tokens_per_minute: how much it may start; tokens are those of the prompt and the
             predicted answer, settled by the true one. A minute's worth may come at once.
+        may_tighten: its requests may ask for closer targets than those of their class.
 
     Raises:
         ConfigError: a rate is not positive.
@@ -55,6 +56,7 @@ class Tenant:
     classes: frozenset[str] | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    may_tighten: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "requests_per_minute", "tokens_per_minute")
@@ -89,15 +91,20 @@ class Door:
     def max_waiting(self, slo_class: str) -> int:
         return self._classes.get(slo_class, _DEFAULTS).max_waiting
 
-    def limits(self, slo_class: str, tenant: Tenant | None, tokens: float) -> Limits:
-        """A request without a key has the whole queue: nothing tells its client from others."""
+    def refuses_late(self, slo_class: str) -> bool:
+        return self._classes.get(slo_class, _DEFAULTS).refuses_late
+
+    def limits(self, slo_class: str, tenant: Tenant | None, tokens: float, spare_s: float = math.inf) -> Limits:
+        """A request without a key has the whole queue: nothing tells its client from others.
+
+        Args:
+            spare_s: what its first token can wait and be in time.
+        """
         limits = self._classes.get(slo_class, _DEFAULTS)
-        max_wait_s = math.inf if limits.max_wait_s is None else limits.max_wait_s
         shares = tenant is not None and limits.max_key_share < 1.0
         return Limits(
             max_waiting=limits.max_waiting,
-            max_wait_s=max_wait_s,
+            max_wait_s=spare_s if limits.refuses_late else math.inf,
             max_of_key=max(1, int(limits.max_key_share * limits.max_waiting)) if shares else math.inf,
-            max_of_key_s=limits.max_key_share * max_wait_s if shares else math.inf,
             quotas=tenant.quotas(tokens) if tenant else (),
         )

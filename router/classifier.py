@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 from policies.errors import StateStoreError
 from policies.gang.buckets import PromptBuckets
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order
+from policies.router.order import Order, deadline_keys
 from policies.router.placement import PrefixIndex, work_s
+from policies.router.promise import NO_PROMISE, Promise
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
 from predictor.learned import Foresight, LearnedPredictor, Question
@@ -33,11 +34,13 @@ class Classified:
 
     Attributes:
         tokens: of the prompt and the predicted answer together.
+        reading_s: predicted seconds of its prompt on a replica of slowness 1, but for what one is known to hold of it.
         planned_key: the deadline key by the policies when the ticket does not follow them, else None.
     """
 
     ticket: Ticket
     tokens: float
+    reading_s: float = 0.0
     planned_key: float | None = None
 
 
@@ -57,9 +60,10 @@ class TicketWriter(Protocol):
         size: RequestSize,
         slo_class: str,
         router_id: str,
-        now_s: float,
+        arrival_s: float,
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
+        promise: Promise = NO_PROMISE,
     ) -> Classified: ...
 
     @property
@@ -84,6 +88,8 @@ class Classifier:
     `prefix_tie_s`: replicas whose predicted work differs by less are told apart by the prefix that they know; 0 does
     without.
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
+    `order`: of what waits; None goes by what each request is promised.
+    `late_patience_s`: after which who stands behind those in time is owed a start, see `deadline_keys`.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class Classifier:
         *,
         predictor: LengthPredictor,
         bins: MultiBin,
-        order: Order,
+        order: Order | None,
         step_times: StepTimes,
         shared_batch_size: int,
         default_output_tokens: int,
@@ -102,7 +108,9 @@ class Classifier:
         learned: LearnedPredictor | None = None,
         fills_idle: Collection[str] = (),
         buckets: PromptBuckets | None = None,
+        late_patience_s: float = 60.0,
     ) -> None:
+        self._late_patience_s = late_patience_s
         self._mode, self._fills_idle = mode, frozenset(fills_idle)
         self._predictor, self._bins, self._buckets, self._order = predictor, bins, buckets, order
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
@@ -140,38 +148,54 @@ class Classifier:
         size: RequestSize,
         slo_class: str,
         router_id: str,
-        now_s: float,
+        arrival_s: float,
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
+        promise: Promise = NO_PROMISE,
     ) -> Classified:
         """Args:
-        now_s: on the store's clock.
+        arrival_s: of its HTTP request, on the store's clock.
         replica_ids: those that may know a prefix of it.
         foresight: what `foresee` said of it.
         """
         predicted = self._predict(size, slo_class, foresight)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
-        request_work_s = self._work_s(size, output_tokens, now_s)
+        request_work_s = self._work_s(size, output_tokens, arrival_s)
+        fills_idle, late_key = slo_class in self._fills_idle, None
+        if self._order is None:
+            key, late_key = deadline_keys(
+                arrival_s, promise.ttft_s, fills_idle=fills_idle, late_patience_s=self._late_patience_s
+            )
+        else:
+            key = self._order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=self._bins.assign(predicted, slo_class=slo_class),
-            deadline_key=self._order.key(now_s, slo_class, request_work_s, size.prompt_tokens),
+            deadline_key=key,
             work_s=request_work_s,
             router_id=router_id,
             slo_class=slo_class,
-            arrival_s=now_s,
+            arrival_s=arrival_s,
+            deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
+            tpot_s=promise.tpot_s,
+            late_key=late_key,
+            unread_tokens=size.prompt_tokens,
             predicted_output_tokens=predicted,
             tie_s=self._prefix_tie_s,
             prefixes=self._known_prefixes(size, replica_ids),
-            fills_idle=slo_class in self._fills_idle,
+            fills_idle=fills_idle,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
-            return Classified(ticket, tokens)
+            unread = size.prompt_tokens - max((known for _, known in ticket.prefixes), default=0)
+            reading_s = self._step_times.prefill.prefill_s * unread
+            if self.knows_prefixes:
+                ticket = replace(ticket, reading_s=reading_s)
+            return Classified(ticket, tokens, reading_s)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
-        return Classified(_as_stock(ticket, now_s), tokens, planned_key)
+        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key=planned_key)
 
     def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
         if not self.knows_prefixes:
@@ -194,8 +218,8 @@ class Classifier:
             return None
         return _within(prediction.mean_tokens, size)
 
-    def _work_s(self, size: RequestSize, output_tokens: float, now_s: float) -> float:
-        view = RequestView(request_id=size.request_id, arrival_s=now_s, prompt_tokens=size.prompt_tokens)
+    def _work_s(self, size: RequestSize, output_tokens: float, arrival_s: float) -> float:
+        view = RequestView(request_id=size.request_id, arrival_s=arrival_s, prompt_tokens=size.prompt_tokens)
         return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)
 
     def observe(
@@ -257,7 +281,15 @@ def _within(output_tokens: float, size: RequestSize) -> float:
     return max(size.min_output_tokens, min(output_tokens, size.max_output_tokens or output_tokens))
 
 
-def _as_stock(ticket: Ticket, now_s: float) -> Ticket:
+def _as_stock(ticket: Ticket, arrival_s: float) -> Ticket:
     return replace(
-        ticket, deadline_key=now_s, work_s=1.0, tie_s=0.0, prefixes=(), fills_idle=False, bucket=0, prompt_tokens=None
+        ticket,
+        deadline_key=arrival_s,
+        late_key=None,
+        work_s=1.0,
+        tie_s=0.0,
+        prefixes=(),
+        fills_idle=False,
+        bucket=0,
+        prompt_tokens=None,
     )

@@ -56,8 +56,15 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
 
     def size(self, request: RequestT) -> RequestSize: ...
 
-    def with_ticket(self, request: RequestT, ticket: Ticket) -> RequestT:
-        """The request, telling the engine what its ticket says of it."""
+    def with_ticket(
+        self, request: RequestT, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+    ) -> RequestT:
+        """The request, telling the engine what its ticket says of it.
+
+        Args:
+            ttft_left_s: until its first token is due, below 0 when it is late; None when nothing is due.
+            resumed: its client has a part of the answer.
+        """
 
     def encode_request(self, request: RequestT) -> Sequence[Buffer]: ...
 

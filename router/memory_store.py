@@ -26,6 +26,7 @@ from policies.router.admission import (
     settle,
     spend,
 )
+from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
 from policies.router.placement import pick
 from policies.router.recall import RecallableView, WaitingView, recalls
 from router.state_store import (
@@ -33,6 +34,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     ReplicaLoad,
@@ -41,6 +43,7 @@ from router.state_store import (
 )
 
 MAX_NOTICES = 100_000
+MOST_CALLED_LATE = 64  # as in Lua, for which a script with more would take long
 _Lane = tuple[str, int, int]
 
 
@@ -61,6 +64,17 @@ class _Replica:
     gang_sizes: tuple[int, ...] = ()
     on: set[str] = field(default_factory=set)
     work_s: float = 0.0
+    unread: dict[str, int] = field(default_factory=dict)
+    reading: Reading = Reading()
+
+    @property
+    def unread_tokens(self) -> int:
+        return max(0, sum(self.unread.values()) - self.reading.known_tokens)
+
+    @property
+    def is_full_of_prompts(self) -> bool:
+        most = self.reading.max_unread_tokens
+        return most is not None and self.unread_tokens >= most
 
     @property
     def is_for_all(self) -> bool:
@@ -69,7 +83,7 @@ class _Replica:
 
     @property
     def takes_singles(self) -> bool:
-        return self.info.gang_max_wait_s is None and len(self.on) < self.slots
+        return self.info.gang_max_wait_s is None and len(self.on) < self.slots and not self.is_full_of_prompts
 
     @property
     def takes_a_gang(self) -> bool:
@@ -91,6 +105,7 @@ class MemoryStateStore:
         self._spent: dict[str, Spent] = {}
         self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
+        self._starts, self._late, self._owed = 0, Counter[tuple[str, str]](), Counter[str]()
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._settings: dict[str, dict[str, bytes]] = {}
@@ -108,6 +123,7 @@ class MemoryStateStore:
             return
         replica = self._replicas[place.replica_id]
         replica.on.discard(request_id)
+        replica.unread.pop(request_id, None)
         self._no_longer_recallable(request_id)
         replica.work_s = replica.work_s - place.charge_s if replica.on else 0.0
 
@@ -115,6 +131,8 @@ class MemoryStateStore:
         place.replica_id, place.since_s = replica.info.replica_id, self._now()
         place.charge_s = place.ticket.work_s * replica.slowness
         replica.on.add(place.ticket.request_id)
+        if place.ticket.unread_tokens:
+            replica.unread[place.ticket.request_id] = place.ticket.unread_tokens
         replica.work_s += place.charge_s
         if place.ticket.recallable and replica.is_for_all:
             self._recallable.add(place.ticket.request_id)
@@ -150,16 +168,51 @@ class MemoryStateStore:
         so that only heads matter."""
         if not any(replica.takes_singles for replica in self._replicas.values()):
             return None  # the usual case under load, told without a look at the queue
+        if (owed := self._next_owed()) is not None:
+            self._owed[owed[0].ticket.slo_class] += 1
+            return owed
         heads = [lane[0] for lane in self._lanes().values()]
         for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
             if (replica := self._choose(place.ticket)) is not None:
                 return place, replica
         return None
 
+    def _next_owed(self) -> tuple[_Place, _Replica] | None:
+        """Of those behind, one of each lane, whose patience ended first."""
+        owed: list[tuple[float, str]] = []
+        for lane in self._lanes().values():
+            behind = [place.ticket for place in lane if place.ticket.deadline_key >= Band.NO_TARGET * BAND_S]
+            if behind and is_owed_a_start(self._starts, behind[0].deadline_key, self._now()):
+                owed.append((behind[0].deadline_key % BAND_S, behind[0].request_id))
+        if not owed:
+            return None
+        place = self._places[min(owed)[1]]
+        if place.ticket.late_key != place.ticket.deadline_key:
+            return None  # of an order without bands
+        replica = self._choose(place.ticket)
+        return None if replica is None else (place, replica)
+
+    def _is_late(self, ticket: Ticket, replica: _Replica) -> bool:
+        """It was not called that before."""
+        if ticket.late_key in (None, ticket.deadline_key) or ticket.deadline_s is None:
+            return False
+        return is_late(ticket.deadline_s, ticket.reading_s * replica.slowness, self._now())
+
+    def _call_late(self, place: _Place) -> None:
+        ticket = place.ticket
+        assert ticket.late_key is not None and ticket.deadline_s is not None
+        self._late[ticket.slo_class, "passed" if self._now() > ticket.deadline_s else "reading"] += 1
+        place.ticket = replace(ticket, deadline_key=ticket.late_key)
+
     def _dispatch(self, router_id: str) -> list[Assignment]:
         started: list[_Place] = []
+        called = 0
         while (found := self._next_start()) is not None:
-            started.append(self._start(*found))
+            if called < MOST_CALLED_LATE and self._is_late(found[0].ticket, found[1]):
+                called += 1
+                self._call_late(found[0])
+            else:
+                started.append(self._start(*found))
         for replica in sorted(self._replicas.values(), key=lambda r: (r.slowness, r.info.replica_id)):
             if replica.takes_a_gang:
                 started += [self._start(place, replica) for place in self._next_gang(replica)]
@@ -178,7 +231,8 @@ class MemoryStateStore:
         return mine
 
     def _recall(self) -> None:
-        if not self._recallable:
+        slots_wait = any(len(r.on) < r.slots and r.is_full_of_prompts for r in self._replicas.values())
+        if not self._recallable or slots_wait:  # what waits gets one of those soon
             return
         tickets = sorted((place.ticket for place in self._waiting()), key=_urgency)
         waiting = [WaitingView(key=t.deadline_key, fills_idle=t.fills_idle) for t in tickets]
@@ -213,6 +267,7 @@ class MemoryStateStore:
 
     def _start(self, place: _Place, replica: _Replica) -> _Place:
         self._put_on(place, replica)
+        self._starts += 1
         self._note_start(place.ticket.arrival_s)
         return place
 
@@ -237,6 +292,9 @@ class MemoryStateStore:
             return refusal
         self._places[ticket.request_id] = _Place(ticket, self._now())
         return self._dispatch(ticket.router_id)
+
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        return self._refusal(ticket, limits)
 
     def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         """None spends the quotas."""
@@ -300,12 +358,26 @@ class MemoryStateStore:
             sum(ahead_s.values()), [r.slowness for r in serving], ahead_s.get(ticket.slo_class, 0.0), own
         )
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+    def _note_reading(self, replica: _Replica, reading: Reading | None) -> None:
+        if reading is not None:
+            replica.reading = replace(reading, read=())
+            for request_id in reading.read:
+                replica.unread.pop(request_id, None)
+
+    async def release(
+        self,
+        replica_id: str,
+        request_ids: Sequence[str],
+        lease_s: float | None = None,
+        reading: Reading | None = None,
+    ) -> None:
         latest_s = math.inf if lease_s is None else self._now() - lease_s
         for request_id in request_ids:
             place = self._places.get(request_id)
             if place and place.replica_id == replica_id and place.since_s <= latest_s:
                 self._forget(request_id)
+        if (replica := self._replicas.get(replica_id)) is not None:
+            self._note_reading(replica, reading)
         self._dispatch("")
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
@@ -343,7 +415,13 @@ class MemoryStateStore:
         self._dispatch("")
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
+        self,
+        replica_id: str,
+        slots: int,
+        lease_s: float,
+        slowness: float = 1.0,
+        gang_sizes: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> list[str] | None:
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -351,6 +429,7 @@ class MemoryStateStore:
         replica.slowness, replica.dead_s = slowness, self._now() + replica.info.silence_s
         replica.gang_sizes = tuple(gang_sizes)
         self._set_slots(replica, slots)
+        self._note_reading(replica, reading)
         self._dispatch("")
         oldest = self._now() - lease_s
         return [request_id for request_id in replica.on if self._places[request_id].since_s <= oldest]
@@ -438,6 +517,8 @@ class MemoryStateStore:
                 outstanding_s=replica.work_s,
                 slowness=replica.slowness,
                 gang=replica.info.gang_max_wait_s is not None,
+                unread_tokens=replica.unread_tokens,
+                max_unread_tokens=replica.reading.max_unread_tokens,
             )
             for key, replica in self._replicas.items()
         }
@@ -448,6 +529,8 @@ class MemoryStateStore:
             waiting_s=sum(ticket.work_s for ticket in waiting),
             recalled=frozenset(self._recalled),
             overtaken_s=self._overtaken_s,
+            late=dict(self._late),
+            owed=dict(self._owed),
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_ERROR_BUCKETS_S = (-60, -30, -10, -5, -2.5, -1, -0.5, -0.1, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # What the process counts besides (vLLM's front end, the process itself) is some 500 lines, which take milliseconds of
 # the loop that sends tokens. Some of vLLM's labels hold what clients ask for: a page that has grown beyond measure is
@@ -72,6 +73,7 @@ class ClassMetrics:
         self.queue_wait_s = metrics.queue_wait_s.labels(slo_class)
         self.ttft_s = metrics.ttft_s.labels(slo_class)
         self.itl_s = metrics.itl_s.labels(slo_class)
+        self.longest_wait_s = metrics.longest_wait_s.labels(slo_class)
         self.e2e_s = metrics.e2e_s.labels(slo_class)
         self.output_tokens = metrics.output_tokens.labels(slo_class)
 
@@ -97,8 +99,31 @@ class RouterMetrics:
             "bin",
             "outcome",
         )
+        self.slo_requests = self._counter(
+            "slo_requests",
+            "Requests by what was promised: first token and mean time per further token, met or missed. Refused and "
+            "failed ones missed both; those whose client left do not count.",
+            "slo_class",
+            "ttft",
+            "tpot",
+        )
+        self.refused = self._counter(
+            "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
+        )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
+        self.longest_wait_s = Gauge(
+            "waiting_seconds_max",
+            "How long the one has waited for a replica that waits longest now.",
+            ("slo_class",),
+            namespace=self._namespace,
+            registry=self.registry,
+        )
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
+        self.retry_error_s = self._histogram(
+            "retry_after_error_seconds",
+            "By how much later than told there was room for requests refused as late; below 0 it came sooner.",
+            _ERROR_BUCKETS_S,
+        )
         self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
         self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
         self.output_tokens = self._counter("output_tokens", "Tokens generated.", "slo_class")
@@ -142,6 +167,14 @@ class RouterMetrics:
         if found is None:
             found = self._of_class[slo_class] = ClassMetrics(self, slo_class)
         return found
+
+    def note_waits(self, longest_s: Mapping[str, float]) -> None:
+        """By class; of one that is not there nothing waits."""
+        for slo_class, metrics in self._of_class.items():
+            metrics.longest_wait_s.set(longest_s.get(slo_class, 0.0))
+
+    def note_retry(self, slo_class: str, later_s: float) -> None:
+        self.retry_error_s.labels(slo_class).observe(later_s)
 
     def exposition(self) -> bytes:
         return page(self.registry, self._labels) + self._process()
@@ -197,9 +230,34 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
         registry=registry,
     )
     overtaken.set(snapshot.overtaken_s)
+    late = Counter(
+        "late_requests",
+        "Requests moved behind those in time: their deadline had passed, or reading their prompt would pass it.",
+        ("slo_class", "reason"),
+        namespace=namespace,
+        registry=registry,
+    )
+    for (slo_class, reason), count in snapshot.late.items():
+        late.labels(slo_class, reason).inc(count)
+    owed = Counter(
+        "owed_starts",
+        "Starts of requests that had waited behind those in time for too long.",
+        ("slo_class",),
+        namespace=namespace,
+        registry=registry,
+    )
+    for slo_class, count in snapshot.owed.items():
+        owed.labels(slo_class).inc(count)
     running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
     credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
     work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)
+    unread = Gauge(
+        "replica_unread_tokens",
+        "Prompt tokens that it was given and has not read.",
+        ("replica",),
+        namespace=namespace,
+        registry=registry,
+    )
     slowness = Gauge(
         "replica_slowness",
         "Busy seconds for one predicted second.",
@@ -211,6 +269,7 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
         slowness.labels(replica_id).set(load.slowness)
         running.labels(replica_id).set(load.running)
         credit.labels(replica_id).set(load.credit)
+        unread.labels(replica_id).set(load.unread_tokens)
         work.labels(replica_id).set(load.outstanding_s)
     Gauge("routers", "Routers alive.", namespace=namespace, registry=registry).set(snapshot.routers)
     return page(registry, labels or {})

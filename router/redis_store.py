@@ -26,6 +26,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     ReplicaLoad,
@@ -156,6 +157,11 @@ def _strings(values: Iterable[bytes]) -> list[str]:
     return [value.decode() for value in values]
 
 
+def _class_and_reason(field: str) -> tuple[str, str]:
+    slo_class, _, reason = field.rpartition(":")
+    return slo_class, reason
+
+
 def _by_bin(lanes: Mapping[str, int]) -> dict[tuple[str, int], int]:
     waiting: Counter[tuple[str, int]] = Counter()
     for name, count in lanes.items():
@@ -181,6 +187,10 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.bucket,
         False if ticket.prompt_tokens is None else ticket.prompt_tokens,
         ticket.api_key,
+        False if ticket.deadline_s is None else ticket.deadline_s,
+        False if ticket.late_key is None else ticket.late_key,
+        ticket.reading_s,
+        ticket.unread_tokens,
     )
     return msgspec.msgpack.encode(fields)
 
@@ -190,11 +200,23 @@ def _notice(request_id: str, replica_id: str | None = None) -> Notice:
 
 
 def _packed_limits(limits: Limits) -> bytes:
-    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key, limits.max_of_key_s))
+    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key))
 
 
 def _packed_quotas(quotas: Iterable[Quota]) -> bytes:
     return msgspec.msgpack.encode([(quota.name, quota.cost, quota.per_s, quota.burst) for quota in quotas])
+
+
+def _asked(ticket: Ticket, limits: Limits) -> tuple[str | bytes, ...]:
+    return ticket.request_id, _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
+
+
+def _packed_reading(reading: Reading | None) -> bytes:
+    """As router/lua/prelude.lua reads it; nothing for None."""
+    if reading is None:
+        return b""
+    most = False if reading.max_unread_tokens is None else reading.max_unread_tokens
+    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most))
 
 
 def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
@@ -242,9 +264,12 @@ class RedisStateStore:
             await self._redis.connection_pool.disconnect()
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        fields = _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
-        taken, *reply = await self._run("enqueue", ticket.request_id, *fields)
+        taken, *reply = await self._run("enqueue", *_asked(ticket, limits))
         return [Assignment(*_strings(pair)) for pair in reply[0]] if taken else _refusal(*reply)
+
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        taken, *reply = await self._run("enqueue", *_asked(ticket, limits), "admit")
+        return None if taken else _refusal(*reply)
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         taken, *reply = await self._run("charge", _packed_quotas(quotas))
@@ -254,8 +279,15 @@ class RedisStateStore:
         packed = msgspec.msgpack.encode([(each.name, each.cost, each.per_s) for each in settlements])
         await self._run("settle", router_id, number, packed)
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
-        await self._run("release", replica_id, "" if lease_s is None else int(lease_s * 1000), *request_ids)
+    async def release(
+        self,
+        replica_id: str,
+        request_ids: Sequence[str],
+        lease_s: float | None = None,
+        reading: Reading | None = None,
+    ) -> None:
+        lease_ms = "" if lease_s is None else int(lease_s * 1000)
+        await self._run("release", replica_id, lease_ms, _packed_reading(reading), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)
@@ -277,10 +309,16 @@ class RedisStateStore:
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
+        self,
+        replica_id: str,
+        slots: int,
+        lease_s: float,
+        slowness: float = 1.0,
+        gang_sizes: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> list[str] | None:
-        sizes = ",".join(map(str, gang_sizes))
-        reply = await self._run("beat_replica", replica_id, slots, repr(slowness), int(lease_s * 1000), sizes)
+        fields = (slots, repr(slowness), int(lease_s * 1000), ",".join(map(str, gang_sizes)), _packed_reading(reading))
+        reply = await self._run("beat_replica", replica_id, *fields)
         return None if reply is None else _strings(reply)
 
     async def swap_edges(
@@ -353,6 +391,8 @@ class RedisStateStore:
             waiting_s=tables["waiting_s"],
             recalled=frozenset(tables["recalled"]),
             overtaken_s=tables["overtaken_s"],
+            late={_class_and_reason(field): count for field, count in tables["late"]},
+            owed={slo_class: count for slo_class, count in tables["owed"]},
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -26,11 +26,13 @@ from policies.errors import (
     SluiceError,
     StateStoreError,
 )
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.admission import NO_LIMITS, QUEUE_REASONS, Limits, Quota, Refusal, predicted_wait_s
+from policies.router.order import Band, banded
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
-from router.classifier import TicketWriter
+from router.classifier import Classified, TicketWriter
 from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output
 from router.connection import ReplicaConnection
@@ -38,6 +40,7 @@ from router.connections import Connections
 from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
+from router.retry_truth import RetryTruth
 from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
@@ -51,6 +54,7 @@ OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
 ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
+FRESH_S = 0.005  # for which the time that an encoded request has left is good: less than an engine step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,25 @@ class RoutedClientConfig:
         require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
 
 
+class Preparation(Protocol[RequestT]):
+    """What is done elsewhere for a request before it is queued; what came of it goes along when it is first sent."""
+
+    async def prepare(self) -> bool:
+        """Ends in bounded time, and whatever came of it: the request is queued then.
+
+        Returns whether its replica need not read the prompt.
+        """
+
+    def first_sending(self, request: RequestT) -> RequestT | None:
+        """The request with what was prepared, before it is sent; None to send it as it is, as after the first time."""
+
+    def answered(self, output: Output) -> None:
+        """The first output came, and may be changed before it is passed on."""
+
+    def ended(self, request: RequestT) -> None:
+        """The request is over without an output: nobody wants any more what was prepared."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry(Generic[RequestT]):
     """One request until its end: it is being queued, then waits in its bin, then goes to a replica, then runs there.
@@ -88,9 +111,11 @@ class Entry(Generic[RequestT]):
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
-        encoded: as it will be sent, until then; None where it has changed since.
+        encoded: as it will be sent at once; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
+        preparation: None without one, and once its first output has come.
+        preparing: the preparation while it goes on; the ticket comes after it.
     """
 
     request: RequestT
@@ -111,6 +136,8 @@ class Entry(Generic[RequestT]):
     encoded: Sequence[Buffer] | None = None
     bill: Bill | None = None
     held_back: list[Output] | None = None
+    preparation: Preparation[RequestT] | None = None
+    preparing: "asyncio.Task[None] | None" = None
 
     @property
     def request_id(self) -> str:
@@ -138,7 +165,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._mine_at_snapshot: dict[str, int] = {}
         self._beat_s = clock.now()
         self._store, self._codec, self._classifier, self._config = store, codec, classifier, config
-        self._door, self._local = door, LocalCapacity(clock.now)
+        self._door, self._local = door, LocalCapacity(shared_clock.now)
+        self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._settlements = Settlements(router_id, store)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._entries: dict[str, Entry[RequestT]] = {}
@@ -217,7 +245,20 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if (room := self.room(slo_class)) < requests:
             slowness = [load.slowness for load in self.snapshot.replicas.values()]
             wait_s = predicted_wait_s(self.snapshot.waiting_s, slowness)
-            raise self._refused(Refusal(f"room for {room} of {requests} requests", wait_s), slo_class, 0, timing)
+            refusal = Refusal(f"room for {room} of {requests} requests", wait_s)
+            raise self._refused(refusal, slo_class, 0, timing, counts_as="max_waiting")
+
+    @property
+    def is_alone(self) -> bool:
+        """The shared state is away, and requests go to the replicas that are connected."""
+        return self._local.in_use
+
+    @property
+    def context_tokens(self) -> float | None:
+        """What a request of this router holds on its replica, on average; None while none runs."""
+        running = [entry for entry in self._entries.values() if entry.connection is not None]
+        held = sum(self._codec.size(entry.request).prompt_tokens + len(entry.sent) for entry in running)
+        return held / len(running) if running else None
 
     @property
     def is_cut_off(self) -> bool:
@@ -228,9 +269,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
 
-    def repeat(self, call: Callable[[], Awaitable[None]], name: str) -> None:
-        """Call it for ever, until this client closes; failures are counted."""
-        self._background.repeat(call, 0, name)
+    def repeat(self, call: Callable[[], Awaitable[None]], name: str, *, pause_s: float | None = None) -> None:
+        """Call it for ever, until this client closes; without a pause as often as it beats. Failures are counted."""
+        self._background.repeat(call, self._config.heartbeat_s if pause_s is None else pause_s, name)
 
     # From the front end
 
@@ -240,45 +281,47 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         *,
         slo_class: str,
         timing: RequestTiming,
+        promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
-        admitted: bool = False,
-        bill: Bill | None = None,
+        preparation: Preparation[RequestT] | None = None,
     ) -> None:
         """Queue a request; its outputs come through `next_outputs`.
 
         Args:
-            admitted: it was before, and meets no limits.
-            bill: what it was charged then; without, it is charged now.
+            promise: counts from when the request was received.
+            preparation: comes first; limits and quotas count now, and once.
 
         Raises:
             InputError: a request of this id is not over yet, or it holds what no engine can be sent.
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
+        timing.promise = promise
         foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
+        arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, self._shared_clock.now(), self._connections.replica_ids, foresight
+            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
-        ticket = classified.ticket if tenant is None else replace(classified.ticket, api_key=tenant.name)
+        ticket = replace(classified.ticket, api_key=tenant.name if tenant else "")
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
-        request = self._codec.with_ticket(request, ticket)
-        encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
-        entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
-        entry.bill = bill or Bill.of(tenant, size.prompt_tokens, classified.tokens)
+        entry.planned_key, entry.foresight = classified.planned_key, foresight
+        entry.encoded = self._encode(self._as_sent(entry))
+        entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
+        entry.preparation = preparation
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
         self._entries[size.request_id] = entry
         try:
-            limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
-            refusal = await self._enqueue(entry, limits)
+            limits = self._limits(classified, tenant)
+            refusal = await (self._enqueue if preparation is None else self._admit)(entry, limits)
         except BaseException as error:
             # Whatever failed, the call may have been obeyed; what it charged stands.
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
@@ -287,6 +330,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if self._lives(entry):
                 del self._entries[entry.request_id]
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+        if self._door.refuses_late(slo_class):
+            self._retries.taken(slo_class)
+
+    def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
+        ticket, spare_s = classified.ticket, math.inf
+        if ticket.deadline_s is not None:
+            slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
+            spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
+        return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+
+    def _arrival_s(self, timing: RequestTiming) -> float:
+        """On the clock that all routers share."""
+        return self._shared_clock.now() - (self._clock.now() - timing.received_s)
 
     def _encode(self, request: RequestT) -> Sequence[Buffer]:
         """Before it is queued: whoever asks for what cannot be sent is told so, in place of a stream that ends."""
@@ -332,6 +388,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._count(entry, outcome)
             (unsent if entry.connection is None else running[entry.connection]).append(entry.request_id)
             self._end_locally(entry.request_id)
+            if entry.preparing is not None:
+                entry.preparing.cancel()
+            if entry.preparation is not None:
+                entry.preparation.ended(entry.request)
         for connection, ids in running.items():
             connection.abort(ids)
         if unsent and not self._local.in_use:  # else the shared state is told of all at once when it is back
@@ -342,11 +402,59 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._cancel([entry], "error")
         self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
 
+    def restart(self, request_id: str) -> bool:
+        """Take a request back from where it was sent, before another token of it can come, and queue it again.
+
+        No loss that would count against it. False where it was sent nowhere.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or entry.connection is None:
+            return False
+        connection = entry.connection
+        self._unplace(entry)
+        self._background.spawn(self._recall(entry, connection), "restart")
+        return True
+
+    def start_and_end(self, request: RequestT, request_id: str) -> None:
+        """Let any connected replica start a request for what that does besides; nobody waits for its outputs."""
+        if connections := self._connections.all_open:
+            connections[0].add(self._codec.encode_request(request))
+            connections[0].abort([request_id])
+
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """As `Connections.statuses`."""
         return await self._connections.statuses()
 
     # Tickets
+
+    async def _admit(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
+        """Its class's limits and its tenant's quotas count at arrival; it is prepared, and queued after that.
+
+        Without a reply it is queued at once. It may have paid, so no quota counts again; what it takes of tokens does,
+        in the end.
+        """
+        try:
+            refusal = await self._store.admit(entry.ticket, limits)
+        except StateStoreError:
+            entry.preparation = None
+            return await self._enqueue(entry, replace(limits, quotas=()))
+        self._note_charge(entry, refusal, limits.quotas)
+        if refusal is None and entry.preparation is not None and self._lives(entry):
+            entry.preparing = self._background.spawn(self._queue_prepared(entry, entry.preparation), "prepare")
+        return refusal
+
+    async def _queue_prepared(self, entry: Entry[RequestT], preparation: Preparation[RequestT]) -> None:
+        try:
+            is_read = await preparation.prepare()
+            entry.preparing = None
+            unread_tokens = 0 if is_read else entry.ticket.unread_tokens
+            # Nothing has overtaken what was not queued.
+            entry.ticket = replace(entry.ticket, arrival_s=None, unread_tokens=unread_tokens)
+            await self._enqueue(entry, NO_LIMITS)
+        except Exception as error:  # of whatever kind: whoever waits must hear of it
+            if self._lives(entry):
+                entry.timing.unserved = error if isinstance(error, StateStoreError) else None
+                self._fail(entry, repr(error))
 
     async def _enqueue(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
@@ -383,7 +491,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._note_charge(entry, result, ())
         return result
 
-    def _note_charge(self, entry: Entry[RequestT], result: list[Assignment] | Refusal, quotas: Sequence[Quota]) -> None:
+    def _note_charge(self, entry: Entry[RequestT], result: object, quotas: Sequence[Quota]) -> None:
         """The first time that it was taken, for then it paid."""
         bill = entry.bill
         if bill is None or bill.charged_tokens is not None or isinstance(result, Refusal):
@@ -426,11 +534,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._place(assignment)
 
     async def _queue_again(self, entry: Entry[RequestT]) -> None:
-        """Back into its bin under its old key, unless it is over by now. Never refused: it was admitted once."""
+        """Back into its bin under its old key, or before all others if its client has a part of the answer and it does
+        not fill idle capacity; unless it is over by now. Never refused: it was admitted once."""
         if not self._lives(entry):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
-        entry.ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
+        ticket = replace(ticket, unread_tokens=self._codec.size(entry.request).prompt_tokens)
+        if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
+            key = banded(Band.RESUMED, self._arrival_s(entry.timing))
+            ticket = replace(ticket, deadline_key=key, late_key=None)
+        entry.ticket = ticket
         try:
             await self._enqueue(entry, NO_LIMITS)
         except StateStoreError as error:
@@ -472,7 +586,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _send(self, entry: Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
-            connection.add(self._encoded(entry, connection))
+            connection.add(self._encoded(entry))
         except Exception as error:  # too large, or beyond the codec: no other replica could take it either
             self._fail(entry, repr(error))
             return
@@ -483,9 +597,21 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
 
-    def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
+    def _encoded(self, entry: Entry[RequestT]) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
-        return encoded or self._codec.encode_request(entry.request)
+        if entry.preparation is not None:
+            prepared = entry.preparation.first_sending(self._as_sent(entry))
+            if prepared is not None:
+                return self._codec.encode_request(prepared)
+        if encoded is not None and self._clock.now() - entry.waiting_since_s < FRESH_S:
+            return encoded
+        return self._codec.encode_request(self._as_sent(entry))
+
+    def _as_sent(self, entry: Entry[RequestT]) -> RequestT:
+        """With the time that it has left now. What its client has seen a part of has no first token to come."""
+        resumed, deadline_s = entry.timing.output_tokens > 0, entry.ticket.deadline_s
+        left_s = None if resumed or deadline_s is None else deadline_s - self._shared_clock.now()
+        return self._codec.with_ticket(entry.request, entry.ticket, ttft_left_s=left_s, resumed=resumed)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
@@ -501,7 +627,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_planned(self, entry: Entry[RequestT]) -> None:
         """In shadow mode: whether the policies would have started another request of this router first."""
         if entry.planned_key is not None:
-            waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None)
+            waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None and e.preparing is None)
             earlier = any(key is not None and key < entry.planned_key for key in waiting)
             self._metrics.shadow_starts.labels(entry.slo_class, "later" if earlier else "same").inc()
 
@@ -624,6 +750,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry = self._entries.get(output.request_id)
         if entry is None or entry.connection is not connection:
             return ()
+        if entry.preparation is not None:
+            entry.preparation.answered(output)
+            entry.preparation = None
         if entry.repeats and not self._take_repeats(entry, output):
             return ()
         if output.new_token_ids:
@@ -653,6 +782,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_tokens(self, entry: Entry[RequestT], count: int, now_s: float) -> None:
         timing = entry.timing
         if timing.last_token_s is None:
+            timing.first_token_s = now_s
             entry.metrics.ttft_s.observe(now_s - timing.received_s)
         else:
             entry.metrics.itl_s.observe(now_s - timing.last_token_s)
@@ -662,11 +792,19 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_end(self, slo_class: str, bin_index: int, timing: RequestTiming, outcome: str) -> None:
         timing.outcome = outcome
         self._metrics.requests.labels(slo_class, str(bin_index), outcome).inc()
+        if (kept := timing.kept) is not None:
+            self._metrics.slo_requests.labels(slo_class, *("met" if each else "missed" for each in kept)).inc()
 
-    def _refused(self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming) -> AdmissionError:
+    def _refused(
+        self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming, counts_as: str | None = None
+    ) -> AdmissionError:
         """For whoever asked; counted, unless the request was cancelled meanwhile."""
         if timing.outcome is None:
             self._note_end(slo_class, bin_index, timing, "refused")
+            reason = refusal.reason if refusal.reason in QUEUE_REASONS else "quota"
+            self._metrics.refused.labels(slo_class, counts_as or reason).inc()
+        if refusal.reason == "late":
+            self._retries.refused(slo_class, refusal.retry_after_s)
         why = f"class {slo_class} takes no more for now ({refusal.reason})"
         return AdmissionError(f"{why}, try again in {refusal.retry_after_s:.1f} s", refusal.retry_after_s)
 
@@ -734,10 +872,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _fail_expired(self) -> None:
         oldest_s = self._clock.now() - self._config.max_wait_s
         unsent = [entry for entry in self._entries.values() if entry.connection is None]
+        self._metrics.note_waits(self._longest_waits(unsent))
         for entry in unsent:
             if entry.waiting_since_s < oldest_s:
                 entry.timing.unserved = ReplicaLostError(f"no replica took it within {self._config.max_wait_s} s")
                 self._fail(entry, str(entry.timing.unserved))
+
+    def _longest_waits(self, unsent: Iterable[Entry[RequestT]]) -> dict[str, float]:
+        """In seconds, by class."""
+        now_s, longest_s = self._clock.now(), defaultdict[str, float](float)
+        for entry in unsent:
+            longest_s[entry.slo_class] = max(longest_s[entry.slo_class], now_s - entry.waiting_since_s)
+        return longest_s
 
     async def _look_after_waiting(self) -> None:
         """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""

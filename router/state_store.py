@@ -24,10 +24,16 @@ class Ticket:
         slo_class: its service class; replicas may be reserved for some.
         bin_index: its bin of predicted output length.
         bucket: its bucket of prompt length; with its class and bin it makes its lane. 0 where they are not told apart.
-        deadline_key: the fixed sort key of its order policy; least goes first.
+        deadline_key: the fixed sort key of its order; least goes first.
         work_s: predicted seconds of engine time, on a replica of slowness 1.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             replica was lost.
+        deadline_s: on the store's clock, when its first token is due; None when nothing is promised.
+        tpot_s: seconds per further token that it was promised; None when nothing is.
+        late_key: under which it goes once its first token cannot be in time; None where its order has none.
+        reading_s: predicted seconds of reading its prompt on a replica of slowness 1; 0 where nobody knows how much of
+            it replicas have.
+        unread_tokens: of its prompt, which count against what a replica may hold unread.
         predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
             swapped; None stays.
         fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
@@ -44,6 +50,11 @@ class Ticket:
     router_id: str
     slo_class: str = "standard"
     arrival_s: float | None = None
+    deadline_s: float | None = None
+    tpot_s: float | None = None
+    late_key: float | None = None
+    reading_s: float = 0.0
+    unread_tokens: int = 0
     predicted_output_tokens: float | None = None
     tie_s: float = 0.0
     prefixes: tuple[tuple[str, int], ...] = ()
@@ -52,6 +63,21 @@ class Ticket:
     bucket: int = 0
     prompt_tokens: int | None = None
     api_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a replica says of the prompts that it holds.
+
+    Attributes:
+        read: ids of requests whose prompt it has read, since it said so last.
+        known_tokens: of the prompts of all others, those that it has read, or had in its cache.
+        max_unread_tokens: with so many it takes no more; None sets no bound.
+    """
+
+    read: tuple[str, ...] = ()
+    known_tokens: int = 0
+    max_unread_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +156,8 @@ class ReplicaLoad:
     Attributes:
         slowness: its own seconds for one predicted second of work.
         gang: it takes whole batches, when all its slots are free.
+        unread_tokens: prompt tokens that it was given, and has not read as far as is known.
+        max_unread_tokens: with so many it takes no more; None sets no bound.
     """
 
     slots: int
@@ -137,10 +165,17 @@ class ReplicaLoad:
     outstanding_s: float
     slowness: float = 1.0
     gang: bool = False
+    unread_tokens: int = 0
+    max_unread_tokens: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Of prompts: it may have slots, and takes nothing."""
+        return self.max_unread_tokens is not None and self.unread_tokens >= self.max_unread_tokens
 
     @property
     def credit(self) -> int:
-        return 0 if self.gang and self.running else max(0, self.slots - self.running)
+        return 0 if self.is_full or (self.gang and self.running) else max(0, self.slots - self.running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +186,9 @@ class Snapshot:
         waiting_s: predicted seconds of all that waits.
         recalled: ids of requests that were called back and still hold their slots.
         overtaken_s: the longest overtaking seen: how much later than a request one arrived that started before it.
+        late: requests that were moved behind those in time, by class and why: `passed`, their deadline, or `reading`,
+            which would have passed it.
+        owed: starts that requests behind those in time were given for their patience, by class.
     """
 
     lanes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -159,6 +197,8 @@ class Snapshot:
     waiting_s: float = 0.0
     recalled: frozenset[str] = frozenset()
     overtaken_s: float = 0.0
+    late: dict[tuple[str, str], int] = field(default_factory=dict)
+    owed: dict[str, int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
@@ -178,6 +218,12 @@ class StateStore(Protocol):
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        """As if it were queued now: whether the limits allow it, and what it takes out of its quotas then.
+
+        It is not queued: that may follow, without limits.
+        """
+
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         """Take out of quotas what no request takes, if all of them allow it."""
 
@@ -187,7 +233,13 @@ class StateStore(Protocol):
         A router's numbers grow from 1. One that came before is ignored, so a call may be repeated whose reply was lost.
         """
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+    async def release(
+        self,
+        replica_id: str,
+        request_ids: Sequence[str],
+        lease_s: float | None = None,
+        reading: Reading | None = None,
+    ) -> None:
         """Requests ended on a replica: free their slots and assign the next ones. Ids it does not hold are ignored.
 
         With lease_s they never came: one that was assigned again since `beat_replica` named it keeps its slot.
@@ -208,7 +260,13 @@ class StateStore(Protocol):
         """A replica joins, or comes back; `running` is what it runs already, even if it waits as far as we know."""
 
     async def beat_replica(
-        self, replica_id: str, slots: int, lease_s: float, slowness: float = 1.0, gang_sizes: Sequence[int] = ()
+        self,
+        replica_id: str,
+        slots: int,
+        lease_s: float,
+        slowness: float = 1.0,
+        gang_sizes: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> list[str] | None:
         """A replica lives and offers `slots`; if it takes gang batches, of each bin no more than its gang size.
 

@@ -5,8 +5,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.conversation import Asked
 from router.admission import Tenant
+from router.codec import WHOLE
 
 Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
 
@@ -16,34 +18,52 @@ class RequestTiming:
     """One engine request: seconds on the router's clock, None until it happened.
 
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
-    outcome is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why,
-    when it was admitted and waited in vain. request_id is the engine's, once it is queued.
+    promise is what its client was promised, once it is submitted. outcome is how it ended, as it is counted: stop,
+    length, repetition, cancelled, error or refused. unserved is why, when it was admitted and waited in vain.
+    request_id is the engine's, once it is queued.
     """
 
     received_s: float
     submitted_s: float
+    promise: Promise = NO_PROMISE
     assigned_s: float | None = None
+    first_token_s: float | None = None
     last_token_s: float | None = None
     output_tokens: int = 0
     outcome: str | None = None
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
 
+    @property
+    def kept(self) -> tuple[bool, bool] | None:
+        """Whether the targets of the first token and of those after it were met; None where its client left. What was
+        not answered as a whole has met neither."""
+        if self.outcome == "cancelled":
+            return None
+        first_s, last_s = self.first_token_s, self.last_token_s
+        if self.outcome not in WHOLE or first_s is None or last_s is None:
+            return False, False
+        further = self.output_tokens - 1
+        return self.promise.kept(first_s - self.received_s, (last_s - first_s) / further if further > 0 else None)
+
 
 @dataclass(slots=True)
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
 
-    `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text that the
-    chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may not
-    queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends engine
-    requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read what
-    another one would bring.
+    `promise` is what each of those is promised, `service_tier` what its answer says of that, None where it did not ask
+    for one. `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text
+    that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
+    not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
+    engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
+    what another one would bring.
     """
 
     received_s: float
     slo_class: str
     tenant: Tenant | None = None
+    promise: Promise = NO_PROMISE
+    service_tier: str | None = None
     refused: Refused | None = None
     queued: bool = False
     expected_tokens: int | None = None

@@ -1,9 +1,9 @@
 """Whole systems by name, and what is left of Sluice without one of its features.
 
 `stock` is plain vLLM behind a plain balancer: first come, first served, most free slots, nothing held back.
-`sluice` is every default: forecast admission, exclusive or mixed by cost, virtual deadline in router and engines, least
-work, and requests that wait in the router until a replica would let them run. It is told what is promised. Neither has
-bins: they only matter to gang batches.
+`sluice` is every default: forecast admission, exclusive or mixed by cost, deadlines in router and engines, least work,
+and requests that wait in the router until a replica would let them run. It is told what is promised. Neither has bins:
+they only matter to gang batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ def system(
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
     elif name == "sluice":
         engine = replace(engine, ordered=True)
-        defaults = _told(targets or {}) | {"batch": "auto", "order": "virtual_deadline"}
+        defaults = _told(targets or {}) | {"batch": "auto", "order": "deadline"}
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
     return ClusterConfig(

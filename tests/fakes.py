@@ -38,6 +38,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     leaves_cache: its KV cache is to be fetched.
     cache: the one that it begins with.
     fetches: False only tells that nobody will.
+    told: what its router says of it: seconds until its first token is due, and whether it goes on.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     leaves_cache: bool = False
     cache: dict[str, int] | None = None
     fetches: bool = True
+    told: tuple[float | None, bool] = (None, False)
 
 
 class FakeOutput(msgspec.Struct):
@@ -94,8 +96,10 @@ class FakeCodec:
             prompt_token_ids=request.prompt,
         )
 
-    def with_ticket(self, request: FakeRequest, ticket: Ticket) -> FakeRequest:
-        return request
+    def with_ticket(
+        self, request: FakeRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+    ) -> FakeRequest:
+        return msgspec.structs.replace(request, told=(ttft_left_s, resumed))
 
     def encode_request(self, request: FakeRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
@@ -167,6 +171,7 @@ class FakeEngine:
         self.engine_version, self.slots, self.step_s, self.salt = version, slots, step_s, salt
         self.codec = FakeCodec(version)
         self.dead = self.hangs = self.ends = False
+        self.token_s: float | None = None  # as it says, for reading one of a prompt
         self.pass_s: float | None = None  # of an engine that answers in the midst of a step
         self.most_held = 0
         self.taken = 0
@@ -241,6 +246,8 @@ class FakeEngine:
         if self.hangs:
             await asyncio.Event().wait()
         passing = {} if self.pass_s is None else {"pass_s": self.pass_s}
+        if self.token_s is not None:
+            passing["seconds_per_prompt_token"] = self.token_s
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots), **passing}
 
     def pause(self) -> None:

@@ -41,7 +41,7 @@ def loaded(name: str, depth: int) -> VirtualEngine:
     settings, slots, blocks = LOADS[name]
     engine = VirtualEngine(settings, slots=slots, blocks=blocks, budget=8192, depth=depth)
     for number in range(3600):
-        told = RequestMetadata(predicted_output_tokens=200.0, bin_index=number % 4, deadline_s=float(number))
+        told = RequestMetadata(predicted_output_tokens=200.0, bin_index=number % 4, ttft_left_s=float(number))
         tokens = min(1400, 1 + int(rng.expovariate(1 / 200)))
         engine.add(f"r{number}", rng.randint(20, 400), tokens, extra_args=told.as_extra_args())
     return engine

@@ -43,7 +43,9 @@ class NullCodec:
             request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_output_tokens=request.max_tokens
         )
 
-    def with_ticket(self, request: NullRequest, ticket: Ticket) -> NullRequest:
+    def with_ticket(
+        self, request: NullRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+    ) -> NullRequest:
         return request
 
     def encode_request(self, request: NullRequest) -> Sequence[Buffer]:

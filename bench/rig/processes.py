@@ -14,7 +14,6 @@ from bench.rig.null_engine import NullBatch, NullCodec, NullEngine, NullRequest
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.parent import die_with_parent
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
@@ -99,7 +98,7 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=4)),
-        order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"standard": 1.0})),
+        order=None,
         step_times=STEP_TIMES,
         shared_batch_size=32,
         default_output_tokens=64,

@@ -40,6 +40,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     new.add_argument("--classes", nargs="+", help="classes that it may ask for (default: all)")
     new.add_argument("--requests-per-minute", type=float, help="default: no limit")
     new.add_argument("--tokens-per-minute", type=float, help="prompt and answer (default: no limit)")
+    tightens = "its x-slo-* headers may also ask for closer targets than those of its class"
+    new.add_argument("--may-tighten", action="store_true", default=None, help=tightens)
     new.add_argument("--store", action="store_true", help="keep it in Redis")
     new.set_defaults(run=make)
     listing = actions.add_parser("list", help="the keys in Redis")
@@ -76,7 +78,7 @@ def _stored(client: "redis.Redis", application: str) -> list[KeyEntry]:
 def make(options: argparse.Namespace) -> None:
     key = new_key()
     fields: dict[str, Any] = {"name": options.name, "sha256": digest(key)}
-    for field in ("default_class", "classes", "requests_per_minute", "tokens_per_minute"):
+    for field in ("default_class", "classes", "requests_per_minute", "tokens_per_minute", "may_tighten"):
         if (value := getattr(options, field)) is not None:
             fields[field] = value
     entry = json.dumps(fields)
@@ -93,7 +95,7 @@ def show(options: argparse.Namespace) -> None:
     with _redis(options.redis_ca_certs) as client:
         entries = _stored(client, options.application)
     for entry in sorted(entries, key=lambda e: e.name):
-        print(json.dumps(entry.model_dump(mode="json", exclude_none=True)))
+        print(json.dumps(entry.model_dump(mode="json", exclude_defaults=True)))
 
 
 def forget(options: argparse.Namespace) -> None:

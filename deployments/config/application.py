@@ -11,29 +11,43 @@ Unknown keys are refused with their path. Every default is what `sluice serve` u
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from deployments.config.messages import ARGUMENTS, what_is_wrong
 from deployments.config.profile import calibrated
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
+from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig
 from router.admission import ClassLimits
@@ -41,6 +55,8 @@ from router.classifier import Mode
 from router.redis_store import state_version
 from router.routed_client import RoutedClientConfig
 
+ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+"""OpenAI's, or another word; it stands in answers as it is."""
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
@@ -57,7 +73,7 @@ DEMO_ARGS = (
 class Section(BaseModel):
     """Refuses what it does not know; its errors do not show what was given, which may hold a password."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
 
 class ScalingSection(Section):
@@ -66,11 +82,13 @@ class ScalingSection(Section):
     min_replicas: int = Field(default=1, ge=1)
     """Also at no traffic at all: from nothing, no replica would be there to report."""
     max_replicas: int = Field(ge=1)
+    """However great the need."""
     upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """How long the need for more must stand."""
     downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
     """How long the need for fewer must stand: longer than loading the model takes."""
     interval_s: Seconds = 1.0
+    """How often the need is looked at."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -103,6 +121,7 @@ class RouterSection(Section):
     autoscaling: RouterAutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each router."""
     max_ongoing_requests: int = Field(default=10_000, ge=1)
     """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
     Retry-After."""
@@ -130,7 +149,11 @@ class RouterSection(Section):
     check."""
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
+    late_patience_s: Seconds = 60.0
+    """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
+    for longer, is owed one start in ten."""
     heartbeat_s: Seconds = 1.0
+    """How often routers and replicas say that they live, and exchange what they have learned."""
     silence_s: Seconds = 10.0
     """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
 
@@ -213,6 +236,7 @@ class PrefillSection(Section):
     """
 
     replicas: int = Field(default=1, ge=1)
+    """Replicas that only read prompts."""
     autoscaling: AutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     resources: dict[str, float] | None = None
@@ -228,7 +252,7 @@ class PrefillSection(Section):
     max_folder_bytes: int = Field(default=4 << 30, ge=1)
     """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
     split: Literal["auto", "always", "never"] = "auto"
-    """Which requests: `auto` where reading the prompt would break the class's `itl_s` for those that decode."""
+    """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
     min_prompt_tokens: int = Field(default=256, ge=1)
     """Shorter prompts are never split."""
     max_wait_s: Seconds = 2.0
@@ -261,6 +285,7 @@ class EngineSection(Section):
     gang: GangSection = GangSection()
     """Of the kind `transformers`."""
     replicas: int = Field(default=1, ge=1)
+    """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
     prefill: PrefillSection | None = None
     """A second group of replicas, which only reads prompts; see docs/prefill-decode.md."""
     autoscaling: AutoscalingSection | None = None
@@ -268,14 +293,18 @@ class EngineSection(Section):
     num_gpus: float = Field(default=0, ge=0)
     """GPUs for each replica; 0 runs the CPU build."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each replica; it may use more."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources for each replica, to place it."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of each replica, on top of what the CPU build needs."""
     bind_host: str | None = None
-    """Numeric address on which a replica listens, and which routers call; None is the node's own in the cluster."""
+    """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
+    credit_s: float | None = Field(default=None, gt=0)
+    """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
+    replicas share it. null is half the shortest `ttft_s` of the classes, .inf sets no bound."""
     lora: LoraSection | None = None
     """Adapters served beside the model."""
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -308,6 +337,7 @@ class BinsSection(Section):
     """Bins of predicted output length."""
 
     count: int = Field(default=4, ge=1, le=64)
+    """How many; 1 does not tell lengths apart."""
     seconds_per_token: Seconds | None = None
     """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
     moment: one while requests are few, for which batches of many bins would take too long to fill."""
@@ -317,7 +347,9 @@ class BinsSection(Section):
     edges: tuple[float, ...] | None = None
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
+    """Finished requests between two adjustments of the edges."""
     window_requests: int = Field(default=4096, ge=8)
+    """The last finished requests whose lengths count."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
     """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
@@ -351,25 +383,32 @@ class BinsSection(Section):
 class ClassSection(Section):
     """A service class."""
 
-    ttft_s: Seconds = 1.0
-    """Target for the first token; smaller goes earlier in the queue."""
-    itl_s: Seconds | None = None
-    """Target between tokens; the engine keeps to the strictest among what it runs. None has no target."""
+    ttft_s: Seconds | None = 1.0
+    """Target for the first token, from the arrival of the HTTP request: who is due earlier starts earlier. None has no
+    target, and goes behind all that have one."""
+    tpot_s: Seconds | None = None
+    """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
+    what it runs. None has no target."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
-    max_wait_s: Seconds | None = None
-    """A request whose predicted wait is longer gets 429 with Retry-After; None lets it wait up to router.max_wait_s."""
+    when_late: Literal["serve", "refuse"] = "serve"
+    """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
+    behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """How much of `max_waiting`, and of `max_wait_s`, one API key may have; more of its requests get 429 with
-    Retry-After, and the rest stays for others. 1 sets no bound, and requests without a key have none."""
+    """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
+    for others. 1 sets no bound, and requests without a key have none."""
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
 
+    def promise(self) -> Promise:
+        return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+
     def limits(self) -> ClassLimits:
-        return ClassLimits(max_waiting=self.max_waiting, max_wait_s=self.max_wait_s, max_key_share=self.max_key_share)
+        refuses_late = self.when_late == "refuse"
+        return ClassLimits(max_waiting=self.max_waiting, refuses_late=refuses_late, max_key_share=self.max_key_share)
 
 
 class PlacementSection(Section):
@@ -395,13 +434,11 @@ class KeysSection(Section):
 
 
 class OrderSection(Section):
-    """Order of waiting requests: a virtual deadline, arrival + class target + weight x predicted work."""
+    """Order of waiting requests: whose first token is due earlier starts earlier."""
 
-    work_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Seconds of head start that one second less of predicted work is worth."""
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
-    the virtual deadline. See docs/write-a-policy.md."""
+    that deadline. See docs/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 
@@ -409,16 +446,13 @@ class OrderSection(Section):
     def _has_one_order(self) -> Self:
         if self.policy is None and self.policy_args:
             raise ValueError("policy_args are settings of policy, and there is none")
-        if self.policy is not None:
-            if self.work_weight != OrderSection.model_fields["work_weight"].default:
-                raise ValueError(f"work_weight is of the virtual deadline, and policy {self.policy} decides")
-            build_of(Family.ORDER, self.policy, self.policy_args)
+        self.build()
         return self
 
-    def build(self, deadline: VirtualDeadlineConfig) -> Order:
-        """`deadline` is of the order that stands where no other is named."""
+    def build(self) -> Order | None:
+        """None goes by what each request is promised."""
         if self.policy is None:
-            return VirtualDeadline(deadline)
+            return None
         order: Order = build_of(Family.ORDER, self.policy, self.policy_args)
         return order
 
@@ -432,8 +466,11 @@ class WorkSection(Section):
     profile: Path | None = None
     """A file that `sluice calibrate` wrote for this model and hardware, in the place of the three numbers below."""
     prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
+    """What a prompt token adds to a step."""
     decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
+    """What a decode step takes, however many requests share it."""
     decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
+    """What a request adds to a decode step."""
     batch_size: int = Field(default=32, ge=1)
     """Requests that usually share a decode step."""
     default_output_tokens: int = Field(default=256, ge=1)
@@ -459,10 +496,13 @@ class PredictorSection(Section):
     place: Literal["replicas", "router"] = "replicas"
     """In replicas of its own, or inside each router process."""
     checkpoint: Path | None = None
-    """What `sluice predictor train` wrote; None is the one that comes with Sluice."""
+    """What `sluice predictor train` wrote; null is the one that comes with Sluice."""
     replicas: int = Field(default=1, ge=1)
+    """Predictors in replicas of their own, with `kind: bert`."""
     num_gpus: float = Field(default=0, ge=0)
+    """GPUs for each predictor replica."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each predictor replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
     deadline_s: Seconds = 0.015
@@ -474,6 +514,7 @@ class PredictorSection(Section):
     max_waiting: int = Field(default=256, ge=1)
     """Prompts that may wait for the predictor; for more the histogram stands in at once."""
     cache_entries: int = Field(default=8192, ge=0)
+    """Predictions remembered, by prompt."""
 
     @property
     def own_replicas(self) -> int:
@@ -526,7 +567,7 @@ _NOT_IN_ROUTERS = {
     "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
     "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
     "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
-    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and max_wait_s of classes",
+    "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and when_late of classes",
 }
 
 
@@ -588,6 +629,16 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _without(argv: Sequence[str], names: Container[str]) -> list[str]:
+    """An argument list without these options and their values."""
+    kept, keeps = list[str](), True
+    for arg in argv:
+        keeps = arg not in names if arg.startswith("-") else keeps
+        if keeps:
+            kept.append(arg)
+    return kept
+
+
 def _gpus_used(argv: Sequence[str]) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
     return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
@@ -606,7 +657,7 @@ class ModelSection(Section):
     model: str
     """A local folder, the name of a model on the hub, or `demo` for the small model that comes with Sluice."""
     served_model_name: str | None = None
-    """The name that clients use; None is `model`, and `sluice-demo` for `demo`."""
+    """The name that clients use; null is `model`, and `sluice-demo` for `demo`."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments as `vllm serve` takes them, one item each; those that suit `demo` go before them."""
     engine: EngineSection = EngineSection()
@@ -636,6 +687,9 @@ class ModelSection(Section):
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         if argv and not argv[0].startswith("-"):
             raise ValueError(f"must begin with an option, got {argv[0]!r}")
+        for arg in argv:
+            if re.match(r"--?[\w.-]+\s", arg):
+                raise ValueError(f"{arg.split()[0]} and what follows it stand in one item: {ARGUMENTS}")
         for name in _options(argv):
             if (why := why_refused(name)) is not None:
                 raise ValueError(why)
@@ -701,11 +755,12 @@ class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
     more_models: tuple[ModelSection, ...] = ()
-    """Further models, each with engines and a key space of its own; everything else is shared."""
+    """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
+    has them at the top; everything else is shared."""
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Keeps the shared state of several applications apart in one Redis database."""
     redis_url: SecretStr | None = None
-    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only.
+    """redis://, rediss:// (TLS) or unix://; null starts an embedded Redis with the application, on one machine only.
     One with a password is named by SLUICE_REDIS_URL instead: Ray logs what stands here."""
     redis_ca_certs: str | None = None
     """File of CA certificates for rediss://."""
@@ -719,7 +774,12 @@ class AppConfig(ModelSection):
     keys: KeysSection = KeysSection()
     predictor: PredictorSection = PredictorSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
+    """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: str = "standard"
+    """Of requests that ask for none, and whose key has none of its own."""
+    service_tiers: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
+    """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
+    here are left alone; of the default ones those also whose class is not configured."""
 
     @field_validator("redis_url")
     @classmethod
@@ -738,6 +798,18 @@ class AppConfig(ModelSection):
         return self
 
     @model_validator(mode="after")
+    def _knows_the_classes_of_its_tiers(self) -> "AppConfig":
+        unknown = {tier: name for tier, name in self.service_tiers.items() if name not in self.classes}
+        if "service_tiers" in self.model_fields_set and unknown:
+            raise ValueError(f"service_tiers {unknown} name classes that are not among {sorted(self.classes)}")
+        return self
+
+    @property
+    def class_of_tier(self) -> dict[str, str]:
+        """Of the service tiers whose class is there."""
+        return {tier: name for tier, name in self.service_tiers.items() if name in self.classes}
+
+    @model_validator(mode="after")
     def _scales_what_it_counts(self) -> "AppConfig":
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
         if own and any(section.engine.autoscaling for section in (self, *self.more_models)):
@@ -749,9 +821,11 @@ class AppConfig(ModelSection):
         """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
         if self.mode == "full":
             return self
-        limited = sorted(name for name, section in self.classes.items() if section.max_wait_s is not None)
-        if limited:
-            raise ValueError(f"max_wait_s (of {limited}) goes by predicted work, which mode: {self.mode} does without")
+        refusing = sorted(name for name, section in self.classes.items() if section.when_late == "refuse")
+        if refusing:
+            raise ValueError(
+                f"when_late: refuse (of {refusing}) goes by predicted work, which mode: {self.mode} does without"
+            )
         if any(section.engine.autoscaling for section in (self, *self.more_models)):
             raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
         return self
@@ -764,9 +838,9 @@ class AppConfig(ModelSection):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
         if "vllm" not in kinds:
-            held = sorted(name for name, section in self.classes.items() if section.itl_s is not None)
+            held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
-                raise ValueError(f"itl_s (of {held}) is held by engines of kind vllm, and there are none")
+                raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
         return self
 
     @model_validator(mode="after")
@@ -845,9 +919,9 @@ class AppConfig(ModelSection):
         """The arguments for vLLM on both sides."""
         model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
         name = ["--served-model-name", self.public_name] if self.public_name != model else []
-        args = ("--disable-log-stats", "--no-enable-log-requests", *args, *self.vllm_args)
+        ours = _without(("--disable-log-stats", "--no-enable-log-requests", *args), _options(self.vllm_args))
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
-        return ["--model", model, *name, *args, *lora]
+        return ["--model", model, *name, *ours, *self.vllm_args, *lora]
 
     @property
     def runs_eagerly(self) -> bool:
@@ -898,20 +972,30 @@ class AppConfig(ModelSection):
 
     def itl_targets(self) -> dict[str, float | None]:
         """Of every class, what decode replicas hold."""
-        return {name: section.itl_s or self.engine.scheduler.tpot_s for name, section in self.classes.items()}
+        return {name: section.tpot_s or self.engine.scheduler.tpot_s for name, section in self.classes.items()}
 
     @property
     def gang(self) -> GangSection | None:
         """How engines take batches, None where they take single requests."""
         return self.engine.gang if self.engine.kind == "transformers" else None
 
-    def order_policy(self) -> Order:
-        return self.order.build(self.order_config())
+    @property
+    def credit_s(self) -> float | None:
+        """Seconds of reading that an engine replica may have before it; None sets no bound."""
+        if self.mode != "full" or self.gang is not None or self.engine.credit_s == math.inf:
+            return None
+        targets_s = [section.ttft_s for section in self.classes.values() if section.ttft_s is not None]
+        return self.engine.credit_s or (min(targets_s) / 2 if targets_s else None)
 
-    def order_config(self) -> VirtualDeadlineConfig:
-        targets = {name: section.ttft_s for name, section in self.classes.items()}
-        return VirtualDeadlineConfig(
-            class_targets_s=targets,
-            default_target_s=targets[self.default_class],
-            work_weight=self.order.work_weight,
-        )
+    def promises(self) -> dict[str, Promise]:
+        """By class."""
+        return {name: section.promise() for name, section in self.classes.items()}
+
+
+def checked(settings: Any) -> AppConfig:
+    """Raises ConfigError naming each wrong setting by its path, without its value where that may be a secret."""
+    try:
+        return AppConfig.model_validate(settings)
+    except ValidationError as error:
+        lines = [f"  {each}" for each in what_is_wrong(error, AppConfig)]
+        raise ConfigError("\n".join(["wrong settings:", *lines])) from None

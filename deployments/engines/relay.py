@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from deployments.engines.base import Engine
+from deployments.engines.unread_prompts import UnreadPrompts
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreAccessError, StateStoreError
 from policies.gang.batches import tick_s
@@ -54,6 +55,8 @@ class RelayConfig:
         lease_s: how long an assigned request may take to arrive before its slot is given back.
         step_times: as predicted, for the measured speed; None counts every replica as equally fast.
         prefill_budget_tokens: of a replica that only prefills: tokens of one step, by which it offers slots.
+        credit_s: with unread prompt tokens for so long it takes no more; None sets no bound. By the engine's own
+            seconds for a prompt token, else by step_times; without either there is no bound.
 
     Raises:
         ConfigError: a value is negative, or a time 0.
@@ -65,10 +68,11 @@ class RelayConfig:
     hang_timeout_s: float = 120.0
     step_times: StepTimes | None = None
     prefill_budget_tokens: int | None = None
+    credit_s: float | None = None
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
-        require_positive(self, "heartbeat_s", "lease_s", "hang_timeout_s")
+        require_positive(self, "heartbeat_s", "lease_s", "hang_timeout_s", "credit_s")
 
 
 class _Steps:
@@ -138,12 +142,13 @@ class Relay:
         self._held: dict[str, _Held] = {}  # by the engine's id
         self._engine_ids: dict[str, str] = {}  # by the request's id
         self._arrivals = 0
+        self._prompts = UnreadPrompts(config.credit_s)
         self._mean_prompt_tokens = 0.0  # of the last 32 or so, where slots follow from it
         self._ended: set[str] = set()  # whose slots are to be released
         self._releasing: set[str] = set()  # whose slots the call on its way releases
         self._left: set[str] = set()  # the engine since the last heartbeat was sent
         self._left_before: set[str] = set()  # in the heartbeat before that
-        self._something_ended = asyncio.Event()
+        self._something_changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._offers = False  # slots: not before it has started, nor once it drains
@@ -333,6 +338,7 @@ class Relay:
         self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
         if self._config.prefill_budget_tokens is not None:
             self._mean_prompt_tokens += (prompt_tokens - self._mean_prompt_tokens) / min(self._arrivals, 32)
+        self._prompts.came(request_id, prompt_tokens)
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again
         self._idle.clear()
@@ -403,9 +409,12 @@ class Relay:
         limit_s, asked_s = self._config.hang_timeout_s, time.monotonic()
         try:
             async with asyncio.timeout(limit_s):
-                pass_s = (await self._engine.status()).get("pass_s", 0.0)
+                came_tokens = self._prompts.came_tokens
+                status = await self._engine.status()
         except TimeoutError:
             return f"no step and no answer for {limit_s:g} s" if self._stepped_s < asked_s else None
+        self._prompts.told(status, came_tokens, self._predicted_token_s)
+        pass_s = status.get("pass_s", 0.0)
         return f"at one forward pass for {pass_s:.1f} s" if pass_s > limit_s else None
 
     def _give_up(self) -> None:
@@ -431,6 +440,8 @@ class Relay:
                 kv_tokens += held.prompt_tokens + held.output_tokens
             else:
                 prefill_tokens += held.prompt_tokens
+                if self._prompts.read(held.request_id):
+                    self._something_changed.set()
             held.output_tokens += len(output.new_token_ids)
             output.request_id = held.request_id
             by_router[held.router].append(output)
@@ -449,11 +460,12 @@ class Relay:
         held = self._held.pop(engine_id)
         del self._engine_ids[held.request_id]
         self._left.add(held.request_id)
+        self._prompts.left(held.request_id)
         held.router.request_ids.remove(held.request_id)
         if frees_slot:
             if len(self._ended) < MAX_ENDED:
                 self._ended.add(held.request_id)
-            self._something_ended.set()
+            self._something_changed.set()
         if not self._held:
             self._idle.set()
             if self._steps is not None:
@@ -465,16 +477,18 @@ class Relay:
         self._failures[task] += 1
 
     async def _release(self) -> None:
-        await self._something_ended.wait()
-        self._something_ended.clear()
+        await self._something_changed.wait()
+        self._something_changed.clear()
         if not self.healthy:
             return  # a slot of a dead engine is no slot
         self._releasing, self._ended = self._ended, set()
+        reading = self._prompts.report()
         try:
-            await self._store.release(self.info.replica_id, sorted(self._releasing))
+            await self._store.release(self.info.replica_id, sorted(self._releasing), reading=reading)
         except StateStoreError:
+            self._prompts.not_heard(reading.read, self._engine_ids)
             self._ended |= self._releasing - self._engine_ids.keys()
-            self._something_ended.set()
+            self._something_changed.set()
             await asyncio.sleep(self._config.heartbeat_s)
             raise
         finally:
@@ -489,11 +503,20 @@ class Relay:
     def _slowness(self) -> float:
         return self._steps.slowness if self._steps else 1.0
 
+    @property
+    def _predicted_token_s(self) -> float | None:
+        times = self._config.step_times
+        return None if times is None else times.prefill.prefill_s * self._slowness
+
     async def _tell(self) -> list[str] | None:
         """As `StateStore.beat_replica`."""
-        return await self._store.beat_replica(
-            self.info.replica_id, self.slots, self._config.lease_s, self._slowness, self._engine.gang_sizes
-        )
+        mine, config, reading = self.info.replica_id, self._config, self._prompts.report()
+        sizes = self._engine.gang_sizes
+        try:
+            return await self._store.beat_replica(mine, self.slots, config.lease_s, self._slowness, sizes, reading)
+        except StateStoreError:
+            self._prompts.not_heard(reading.read, self._engine_ids)
+            raise
 
     async def _beat(self) -> None:
         if not self.healthy:
@@ -508,6 +531,8 @@ class Relay:
             logger.warning("telling the shared state what this replica runs")
             await self._store.register_replica(self.info, self.slots, list(self._engine_ids), self._slowness)
             self._registrations_due = max(0, self._registrations_due - 1)
+            read = tuple(held.request_id for held in self._held.values() if held.output_tokens)
+            self._prompts.not_heard(read, self._engine_ids)
             return
         if never_came := [request_id for request_id in assigned if not self._came(request_id)]:
             logger.warning("%d assigned requests never came, releasing their slots", len(never_came))

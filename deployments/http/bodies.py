@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive
 
-from deployments.http.limits import RequestLimits, why_refused
+from deployments.http.limits import RequestLimits, judged
 from policies.errors import SluiceError
 
 IN_A_THREAD_BYTES = 16 << 10  # what takes longer to judge than a thread takes to start
@@ -26,6 +27,13 @@ class BodyError(SluiceError):
 
 class ClientLeftError(SluiceError):
     """Before its body was whole."""
+
+
+class Body(NamedTuple):
+    """A whole body, and what stands in it for `service_tier`, whatever that is."""
+
+    content: bytes
+    service_tier: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +68,7 @@ class RequestBodies:
         return declared_bytes > self.limits.max_body_bytes
 
     @contextlib.asynccontextmanager
-    async def reading(self, receive: Receive) -> AsyncIterator[bytes]:
+    async def reading(self, receive: Receive) -> AsyncIterator[Body]:
         """One body, counted until the end of the block.
 
         Raises:
@@ -69,20 +77,20 @@ class RequestBodies:
         """
         size = 0
         try:
-            body = await self._read(receive)
-            size = len(body)
-            await self._judge(body)
-            yield body
+            content = await self._read(receive)
+            size = len(content)
+            yield Body(content, await self._tier(content))
         finally:
             self.buffered_bytes -= size
 
-    async def _judge(self, body: bytes) -> None:
-        if len(body) < IN_A_THREAD_BYTES:
-            why = why_refused(body, self.limits)
+    async def _tier(self, content: bytes) -> Any:
+        if len(content) < IN_A_THREAD_BYTES:
+            found = judged(content, self.limits)
         else:
-            why = await asyncio.to_thread(why_refused, body, self.limits)
-        if why is not None:
-            raise BodyError(HTTPStatus.BAD_REQUEST, why)
+            found = await asyncio.to_thread(judged, content, self.limits)
+        if found.why_refused is not None:
+            raise BodyError(HTTPStatus.BAD_REQUEST, found.why_refused)
+        return found.service_tier
 
     async def _read(self, receive: Receive) -> bytes:
         """Its size stays counted when it is whole, and only then."""

@@ -100,18 +100,24 @@ class RequestLimits:
         )
 
 
-def why_refused(body: bytes | bytearray, limits: RequestLimits) -> str | None:
-    """What of a body passes its limits, in words for whoever sent it; None for one that may go on.
+class Judged(NamedTuple):
+    """A body: why it is refused, in words for whoever sent it, None for one that may go on; and what stands in it for
+    `service_tier`, None where nothing does."""
 
-    Decoded as FastAPI will decode it; a body that is no JSON is left to it. Takes time in proportion to the body.
-    """
+    why_refused: str | None
+    service_tier: Any = None
+
+
+def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
+    """Decoded as FastAPI will decode it; a body that is no JSON is left to it. Takes time in proportion to the body."""
     try:
         value = json.loads(body)
     except RecursionError:
-        return f"the body nests deeper than {limits.max_depth}"
+        return Judged(f"the body nests deeper than {limits.max_depth}")
     except ValueError:
-        return None
-    return _why_large(value, limits) or _why_unencodable(body, value) or _why_many(value, limits)
+        return Judged(None)
+    why = _why_large(value, limits) or _why_unencodable(body, value) or _why_many(value, limits)
+    return Judged(why, value.get("service_tier") if isinstance(value, dict) else None)
 
 
 class _Node(NamedTuple):

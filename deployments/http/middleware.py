@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from inspect import isawaitable
 from typing import Any
@@ -28,6 +28,7 @@ from starlette.websockets import WebSocketClose
 
 from deployments.http.bodies import RETRY_AFTER_S, BodyError, ClientLeftError, RequestBodies, replay
 from deployments.http.keys import KeyRing
+from deployments.http.promises import CLASS_HEADER, PromiseError, Promises, asked_for
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 Charge = Callable[[Tenant | None, float], Awaitable[None]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
-CLASS_HEADER = "X-Sluice-Class"
 EXPECTED_HEADER = "X-Sluice-Expected-Tokens"
 MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
@@ -50,6 +50,8 @@ LEAVE_S = 5.0  # for whoever listens to see that its client has left
 MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
+_CHUNK = b'data: {"'  # how one of a stream begins
+_NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 
 
@@ -113,8 +115,7 @@ class SluiceMiddleware:
         app: ASGIApp,
         *,
         bodies: RequestBodies,
-        classes: Collection[str],
-        default_class: str,
+        promises: Promises,
         keys: KeyRing,
         charge: Charge,
     ) -> None:
@@ -122,7 +123,7 @@ class SluiceMiddleware:
         charge: takes tokens out of a key's allowance, or raises AdmissionError.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self._classes, self._default_class = frozenset(classes), default_class
+        self._promises = promises
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -131,26 +132,27 @@ class SluiceMiddleware:
         if scope["type"] != "http":  # a WebSocket: nobody would ask it for a key
             await WebSocketClose()(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        tenant = self._tenant(headers)
-        default_class = (tenant and tenant.default_class) or self._default_class
-        request_id = headers.get(REQUEST_ID_HEADER, "")
-        slo_class = headers.get(CLASS_HEADER, default_class)
-        context = HttpContext(time.monotonic(), slo_class, tenant, request_id=request_id)
+        received_s, headers = time.monotonic(), Headers(scope=scope)
+        tenant, request_id = self._tenant(headers), headers.get(REQUEST_ID_HEADER, "")
+        context = HttpContext(received_s, headers.get(CLASS_HEADER, ""), tenant, request_id=request_id)
         context.max_engine_requests = self._bodies.limits.max_engine_requests
         current.set(context)
         exchange = _Exchange(send, context)
-        refusal = self._unknown(scope, tenant) or self._refusal(headers, context)
+        has_body = scope["method"] not in WITHOUT_BODY
+        refusal = self._unknown(scope, tenant) or self._refusal(headers, context, has_body=has_body)
         try:
-            if refusal is not None or scope["method"] in WITHOUT_BODY:
+            if refusal is not None or not has_body:
                 await _until_it_is_over(refusal or self._app, scope, receive, exchange)
             else:
                 async with self._bodies.reading(receive) as body:
+                    self._promise(headers, context, body.service_tier)
                     if _only_reads(route_path(scope)):
-                        await self._charge(tenant, len(body) / BYTES_PER_TOKEN)
-                    await _until_it_is_over(self._app, scope, replay(body, receive), exchange)
+                        await self._charge(tenant, len(body.content) / BYTES_PER_TOKEN)
+                    await _until_it_is_over(self._app, scope, replay(body.content, receive), exchange)
         except BodyError as error:
             await _refused_body(error)(scope, receive, exchange.send)
+        except PromiseError as error:
+            await _refused_promise(error)(scope, receive, exchange.send)
         except ClientLeftError:
             pass  # nobody is there to be told; it is logged as that
         except AdmissionError as error:
@@ -173,18 +175,18 @@ class SluiceMiddleware:
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
-    def _refusal(self, headers: Headers, context: HttpContext) -> Response | None:
+    def _refusal(self, headers: Headers, context: HttpContext, *, has_body: bool) -> Response | None:
         if self._bodies.is_too_large(_number(headers.get("content-length", "")) or 0):
             return _refused_body(self._bodies.too_large)
         if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
             return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")
-        if context.slo_class not in self._classes:
-            known = ", ".join(sorted(self._classes))
-            return error_response(
-                400, f"{CLASS_HEADER}: no class {context.slo_class!r}; there are {known}", "BadRequest"
-            )
-        if context.tenant is not None and not context.tenant.may_use(context.slo_class):
-            return error_response(403, f"this key may not use class {context.slo_class!r}", "Forbidden")
+        try:
+            if has_body and CLASS_HEADER not in headers:  # the body may name a class by its tier
+                asked_for(headers)
+            else:
+                self._promise(headers, context)
+        except PromiseError as error:
+            return _refused_promise(error)
         expected = headers.get(EXPECTED_HEADER)
         if expected is not None:
             tokens = _number(expected) or 0
@@ -192,6 +194,17 @@ class SluiceMiddleware:
                 return error_response(400, f"{EXPECTED_HEADER} must be a number of tokens", "BadRequest")
             context.expected_tokens = int(tokens)
         return None
+
+    def _promise(self, headers: Headers, context: HttpContext, tier: object = None) -> None:
+        """Where no keys are configured nothing tells one client from another, and each may ask for what it likes.
+
+        Raises:
+            PromiseError: what it asks for is malformed, or not for its key.
+        """
+        may_tighten = not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)
+        promised = self._promises.of(headers, context.tenant, tier, may_tighten=may_tighten)
+        context.slo_class, context.promise = promised.slo_class, promised.promise
+        context.service_tier = promised.service_tier
 
 
 def _refused_body(error: BodyError) -> Response:
@@ -202,6 +215,10 @@ def _refused_body(error: BodyError) -> Response:
     if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
+
+
+def _refused_promise(error: PromiseError) -> Response:
+    return error_response(error.status.value, str(error), error.status.phrase.replace(" ", ""))
 
 
 class _Incoming:
@@ -273,6 +290,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._start = message
             return
+        if self.context.service_tier is not None:
+            message = self._with_tier(message, self.context.service_tier.encode())
         if self._start is not None:
             if (refusal := self.context.refusal) is not None:
                 await self.refuse(refusal)
@@ -283,6 +302,19 @@ class _Exchange:
             await self._begin(self._start)
             self.error = _error_in(self.status, message)
         await self._send(message)
+
+    def _with_tier(self, message: Message, tier: bytes) -> Message:
+        """Every chunk of a stream, and a whole answer, in which vLLM leaves the field empty. What a model says cannot
+        look like either: in a JSON string each quotation mark has a backslash before it."""
+        body: bytes = message.get("body", b"")
+        if body.startswith(_CHUNK):
+            return {**message, "body": _CHUNK[:-1] + b'"service_tier":"' + tier + b'",' + body[len(_CHUNK) - 1 :]}
+        start = self._start
+        if start is None or message.get("more_body", False) or _NO_TIER not in body:
+            return message
+        body = body.replace(_NO_TIER, b'"service_tier":"' + tier + b'"', 1)
+        MutableHeaders(scope=start)["Content-Length"] = str(len(body))
+        return {**message, "body": body}
 
     async def end(self) -> None:
         """Nothing more goes out, and no engine works for it any longer."""

@@ -152,6 +152,7 @@ class EngineReplica:
                 heartbeat_s=config.router.heartbeat_s,
                 hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
+                credit_s=config.credit_s if self._role == "decode" else None,
                 prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
             ),
         )

@@ -21,6 +21,7 @@ from deployments.http.keys import RELOAD_S, KeyRing
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import SluiceMiddleware, error_response
 from deployments.http.model_switch import ModelSwitch
+from deployments.http.promises import Promises
 from deployments.process.logs import log_as_json
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats
@@ -86,8 +87,7 @@ class Router:
         served = SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
             bodies=self._bodies(),
-            classes=self._config.classes,
-            default_class=self._config.default_class,
+            promises=Promises(self._config.promises(), self._config.default_class, self._config.class_of_tier),
             keys=await self._key_ring(),
             charge=self._front_ends[0].charge,
         )

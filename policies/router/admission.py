@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from policies.checks import require_at_least, require_positive
 
 UNLIMITED = float("inf")
+QUEUE_REASONS = ("max_waiting", "late", "max_key_share")
+"""Why a queue has no room for a request; a quota that is spent is told by its own name."""
 # Unix time has steps of 0.2 us in a float, and what is taken one by one is added up at them.
 _ROUNDING_S = 1e-3
 
@@ -67,15 +69,14 @@ class Limits:
 
     Attributes:
         max_waiting: requests of its class that may wait.
-        max_wait_s: longest predicted wait that its class bears.
-        max_of_key, max_of_key_s: of both, what its customer may have: its requests that wait in this class, and the
-            predicted seconds until all of those are worked off.
+        max_wait_s: longest predicted wait after which its first token can be in time, where it is refused otherwise;
+            below 0 it is late already.
+        max_of_key: requests of its customer that may wait in this class.
     """
 
     max_waiting: int
     max_wait_s: float = UNLIMITED
     max_of_key: float = UNLIMITED
-    max_of_key_s: float = UNLIMITED
     quotas: tuple[Quota, ...] = ()
 
 
@@ -99,7 +100,7 @@ class Refusal:
     """Why a request may not queue, and when to try again.
 
     Attributes:
-        reason: ``max_waiting``, ``max_wait_s``, ``max_key_share`` or the name of a quota.
+        reason: ``max_waiting``, ``late``, ``max_key_share`` or the name of a quota.
     """
 
     reason: str
@@ -143,12 +144,10 @@ def no_room(limits: Limits, queue: Queue) -> Refusal | None:
     """
     if queue.of_key >= limits.max_of_key:
         return Refusal("max_key_share", queue.of_key_s)
-    if queue.of_key_s > limits.max_of_key_s:
-        return Refusal("max_key_share", queue.of_key_s - limits.max_of_key_s)
     if queue.waiting >= limits.max_waiting:
         return Refusal("max_waiting", queue.wait_s)
     if queue.wait_s > limits.max_wait_s:
-        return Refusal("max_wait_s", queue.wait_s - limits.max_wait_s)
+        return Refusal("late", queue.wait_s - max(0.0, limits.max_wait_s))
     return None
 
 

@@ -3,18 +3,34 @@
 A key is a finite double, so it serves as the score of a Redis sorted set; the lowest goes first. Equal keys are the
 driver's to break (by arrival, or by id as Redis does). Keys of different orders must not share a queue.
 
-Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). Estimated work
-and the virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the
-short, without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
+Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). The default,
+`Deadline`, is earliest due date first (Jackson 1955), which keeps the greatest lateness least. Estimated work and the
+virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the short,
+without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
+
+# Beyond any Unix time, and small enough that a key keeps steps of 8 us.
+BAND_S = 1e10
+
+
+class Band(IntEnum):
+    """Which requests go before which others, whatever their times."""
+
+    RESUMED = 0
+    """Its client has a part of the answer, and it waits again."""
+    IN_TIME = 1
+    NO_TARGET = 2
+    LATE = 3
+    FILLS_IDLE = 4
 
 
 class Order(Protocol):
@@ -58,6 +74,99 @@ class EstimatedWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineConfig:
+    """Seconds in which a first token is due, where the request itself is promised nothing else; None is no target.
+
+    Attributes:
+        class_targets_s: by class.
+        default_target_s: of requests without a class, or of one not named above.
+
+    Raises:
+        ConfigError: a target is negative or not finite.
+    """
+
+    class_targets_s: Mapping[str, float | None] = field(default_factory=dict)
+    default_target_s: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "default_target_s")
+        _check_targets(self.class_targets_s)
+
+
+class Deadline:
+    """Earliest first token first, see `deadline_keys`."""
+
+    def __init__(self, config: DeadlineConfig) -> None:
+        self.config = config
+
+    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
+        """Of a request that is in time.
+
+        Raises:
+            InputError: arrival_s is not finite.
+        """
+        targets_s, default_s = self.config.class_targets_s, self.config.default_target_s
+        ttft_s = default_s if slo_class is None else targets_s.get(slo_class, default_s)
+        return deadline_keys(arrival_s, ttft_s).key
+
+
+class DeadlineKeys(NamedTuple):
+    """Attributes:
+    key: of a request as long as it is in time.
+    late_key: once it is late; the same for one that cannot be, for it has no target or fills idle capacity.
+    """
+
+    key: float
+    late_key: float
+
+
+def deadline_keys(
+    arrival_s: float, ttft_s: float | None, *, fills_idle: bool = False, late_patience_s: float = 60.0
+) -> DeadlineKeys:
+    """Who can be in time goes first, by deadline; then who has no target; then the late, oldest first; then what fills
+    idle capacity. Earliest deadline first alone collapses beyond capacity: what is late already would go before what
+    can still be in time, and make that late as well.
+
+        key = band * BAND_S + (arrival_s + ttft_s        in time: the deadline
+                               arrival_s + patience_s)   behind: when its patience ends, see `is_owed_a_start`
+
+    Predicted work is no part of a deadline: it says when a first token can come, not when it is due.
+
+    Raises:
+        InputError: arrival_s is not finite.
+    """
+    if not math.isfinite(arrival_s):
+        raise InputError(f"arrival_s must be finite, got {arrival_s}")
+    patience_ends_s = arrival_s + late_patience_s
+    if fills_idle:
+        key = banded(Band.FILLS_IDLE, patience_ends_s + (ttft_s or 0.0))
+        return DeadlineKeys(key, key)
+    if ttft_s is None:
+        key = banded(Band.NO_TARGET, patience_ends_s)
+        return DeadlineKeys(key, key)
+    return DeadlineKeys(banded(Band.IN_TIME, arrival_s + ttft_s), banded(Band.LATE, patience_ends_s))
+
+
+def banded(band: Band, time_s: float) -> float:
+    return band * BAND_S + time_s
+
+
+def is_late(deadline_s: float, reading_s: float, now_s: float) -> bool:
+    """Whether a first token cannot come in time any more from a replica that reads its prompt in `reading_s`."""
+    return now_s + reading_s > deadline_s
+
+
+STARTS_FOR_THE_PATIENT = 10
+"""One start in so many is for whoever stands behind and has no patience left: beyond capacity nothing else would ever
+let them start, and a tenth costs those in time a tenth at most."""
+
+
+def is_owed_a_start(starts: int, key: float, now_s: float) -> bool:
+    """Whether the next start, after so many, is for a request behind those in time that has this key."""
+    return starts % STARTS_FOR_THE_PATIENT == STARTS_FOR_THE_PATIENT - 1 and key % BAND_S <= now_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualDeadlineConfig:
     """How much a class and a second of work count against a second of waiting.
 
@@ -81,9 +190,13 @@ class VirtualDeadlineConfig:
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "default_target_s", "work_weight", "max_work_s")
-        for slo_class, target_s in self.class_targets_s.items():
-            if not 0.0 <= target_s < math.inf:
-                raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
+        _check_targets(self.class_targets_s)
+
+
+def _check_targets(class_targets_s: Mapping[str, float | None]) -> None:
+    for slo_class, target_s in class_targets_s.items():
+        if target_s is not None and not 0.0 <= target_s < math.inf:
+            raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
 
 
 class VirtualDeadline:

@@ -1,12 +1,12 @@
 """Which running requests of classes that fill idle capacity give their slots back, so that more urgent work starts.
 
 Source: BucketServe (002) section III serves offline work from what online work leaves. That it yields while it runs,
-and how, is this project's: a request that is called back is queued again under its old virtual deadline and continued
-from the tokens that it has, so only reading them again is lost.
+and how, is this project's: a request that is called back is queued again under its old key and continued from the
+tokens that it has, so only reading them again is lost.
 
-It follows the order of the queue, which is why it cannot thrash: a slot is called back only for a request that is due
-earlier than the one that holds it. Keys are fixed at arrival, so whatever has waited or run long enough is out of reach
-of newcomers, and keeps its slot.
+It follows the order of the queue: a slot is called back only for a request that goes before the one that holds it. By
+deadlines what fills idle capacity goes behind all others; that nothing thrashes then, routers see to by bounding how
+often one request may be called back. Keys that grow with arrival put what has waited long out of reach of newcomers.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
--- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key, max_of_key_s}, quotas {{quota, cost, per_s, burst} ...}
+-- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key}, quotas {{quota, cost, per_s, burst} ...},
+-- 'admit' to go by limits and quotas and queue nothing.
 -- Queue one ticket and hand out what can be handed out. Returns {1, this router's new assignments}, or
 -- {0, what is spent, seconds until it may be tried again}.
 local id, ticket, limits, quotas = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4])
@@ -54,24 +55,23 @@ end
 
 -- policies.router.admission.no_room
 local function no_room()
-  local max_waiting, max_wait_s, max_of_key, max_of_key_s = unpack(limits)
+  local max_waiting, max_wait_s, max_of_key = unpack(limits)
   local pace, own_pace = paces()
   local waiting, wait_s = hash_number(':waiting', ticket[CLASS]), predicted_wait_s(pace, own_pace)
   local count, of_key_s = waiting_of_key(waiting, pace)
   if count >= max_of_key then
     return { 0, 'max_key_share', tostring(of_key_s) }
-  elseif of_key_s > max_of_key_s then
-    return { 0, 'max_key_share', tostring(of_key_s - max_of_key_s) }
   elseif waiting >= max_waiting then
     return { 0, 'max_waiting', tostring(wait_s) }
   elseif wait_s > max_wait_s then
-    return { 0, 'max_wait_s', tostring(wait_s - max_wait_s) }
+    return { 0, 'late', tostring(wait_s - math.max(0, max_wait_s)) }
   end
 end
 
-local had_a_place = forget(id)
+local only_admits = ARGV[5] == 'admit'
+local had_a_place = not only_admits and forget(id)
 if had_a_place and had_a_place[ROUTER] == ticket[ROUTER] then
-  limits, quotas = { math.huge, math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
+  limits, quotas = { math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
 end
 
 local function refuse(reply)
@@ -91,8 +91,14 @@ if refusal then
   return refuse(refusal)
 end
 spend(spent)
+if only_admits then
+  return { 1, {} }
+end
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
 if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
+  if is_late(ticket, replica) then
+    call_late(ticket)
+  end
   put_on(id, ticket, replica)
   note_start(ticket)
   return { 1, { { id, replica } } }

@@ -15,11 +15,16 @@
 --   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:on:<r>        set of ids on replica r
+--   P:unread_of:<r> hash  id -> tokens of its prompt; those on replica r that it has not read
+--   P:unread        hash  replica -> all of those
+--   P:reading       hash  replica -> msgpack {of those it has read, or cached; with so many unread it takes no more, or false}
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
 --   P:beats         zset  replica -> ms at which it will         P:routers   the same for routers
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
+--   P:starts        tickets that started                        P:late      hash  "<class>:<reason>" -> called late
+--   P:owed          hash  class -> starts that its tickets were owed
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
@@ -31,8 +36,12 @@
 
 local P, APPLICATION = KEYS[1], KEYS[2]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY = 10, 11, 12, 13, 14
-local REPLICA, SINCE_MS, CHARGE = 15, 16, 17 -- since when it is in its lane, or on its replica
+local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, READING, UNREAD = 10, 11, 12, 13, 14, 15, 16, 17, 18
+local REPLICA, SINCE_MS, CHARGE = 19, 20, 21 -- since when it is in its lane, or on its replica
+
+-- policies.router.order: BAND_S, Band.NO_TARGET, STARTS_FOR_THE_PATIENT.
+local BAND, BEHIND, STARTS_FOR_THE_PATIENT = 1e10, 2, 10
+local MOST_CALLED_LATE = 64 -- in one script, which then takes a millisecond at most
 
 local function now_s()
   local time = redis.call('TIME')
@@ -103,9 +112,26 @@ local function spend(spent)
   end
 end
 
--- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up.
+-- What a replica said last of its prompts: tokens that it knows, and most that it may have unread, false for any number.
+local function reading_of(replica)
+  local raw = redis.call('HGET', P .. ':reading', replica)
+  return unpack(raw and cmsgpack.unpack(raw) or { 0, false })
+end
+
+-- Prompt tokens that a replica was given, but for those that it is known to have read.
+local function unread_tokens(replica, known)
+  return math.max(0, hash_number(':unread', replica) - known)
+end
+
+local function is_full_of_prompts(replica)
+  local known, most = reading_of(replica)
+  return most and unread_tokens(replica, known) >= most
+end
+
+-- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up, or it has
+-- enough to read.
 local function offer(replica)
-  if hash_number(':running', replica) < hash_number(':slots', replica)
+  if hash_number(':running', replica) < hash_number(':slots', replica) and not is_full_of_prompts(replica)
       and redis.call('HEXISTS', P .. ':gangs', replica) == 0 then
     redis.call('ZADD', P .. ':free', hash_number(':work', replica), replica)
   else
@@ -160,12 +186,36 @@ local function is_for_all(replica)
       and hash_number(':slots', replica) > 0
 end
 
+local function note_read(replica, id)
+  local tokens = redis.call('HGET', P .. ':unread_of:' .. replica, id)
+  if tokens then
+    redis.call('HDEL', P .. ':unread_of:' .. replica, id)
+    redis.call('HINCRBY', P .. ':unread', replica, -tonumber(tokens))
+  end
+end
+
+-- A replica's word {{id that it has read ...}, tokens of other prompts that it knows, most that it may have unread or false}.
+local function note_reading(replica, packed)
+  if packed == '' then
+    return
+  end
+  local reading = cmsgpack.unpack(packed)
+  for _, id in ipairs(reading[1]) do
+    note_read(replica, id)
+  end
+  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3] }))
+end
+
 local function put_on(id, ticket, replica)
   ticket[REPLICA] = replica
   ticket[SINCE_MS] = now_ms()
   ticket[CHARGE] = ticket[WORK] * slowness_of(replica)
   save_ticket(id, ticket)
   redis.call('SADD', P .. ':on:' .. replica, id)
+  if ticket[UNREAD] > 0 then
+    redis.call('HSET', P .. ':unread_of:' .. replica, id, ticket[UNREAD])
+    redis.call('HINCRBY', P .. ':unread', replica, ticket[UNREAD])
+  end
   add_counted(':running', ':work', replica, 1, ticket[CHARGE])
   if ticket[RECALLABLE] and is_for_all(replica) then
     redis.call('ZADD', P .. ':recallable', ticket[KEY], id)
@@ -181,6 +231,7 @@ end
 local function take_from_replica(id, ticket)
   local replica = ticket[REPLICA]
   if redis.call('SREM', P .. ':on:' .. replica, id) == 1 then
+    note_read(replica, id)
     add_counted(':running', ':work', replica, -1, -ticket[CHARGE])
     if ticket[RECALLABLE] then
       no_longer_recallable(id)
@@ -291,6 +342,7 @@ end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
 local function note_start(ticket)
+  redis.call('INCR', P .. ':starts')
   if ticket[ARRIVAL] then
     local latest = tonumber(redis.call('GET', P .. ':started') or '-inf')
     if latest > ticket[ARRIVAL] then
@@ -310,33 +362,86 @@ local function start(id, ticket, replica)
   note_start(ticket)
 end
 
+-- policies.router.order.is_late, from a replica that could take it, of a ticket that was not called that before.
+local function is_late(ticket, replica)
+  return ticket[LATE_KEY] and ticket[DEADLINE] and ticket[KEY] ~= ticket[LATE_KEY]
+      and now_s() + ticket[READING] * slowness_of(replica) > ticket[DEADLINE]
+end
+
+-- Give it the key of those behind.
+local function call_late(ticket)
+  local reason = now_s() > ticket[DEADLINE] and 'passed' or 'reading'
+  redis.call('HINCRBY', P .. ':late', ticket[CLASS] .. ':' .. reason, 1)
+  ticket[KEY] = ticket[LATE_KEY]
+end
+
 -- The most urgent ticket that a replica with credit may take, and that replica; nil when there is none.
 local function next_start(heads)
   table.sort(heads, more_urgent)
-  for index, head in ipairs(heads) do
+  for _, head in ipairs(heads) do
     local ticket = load_ticket(head.id)
     local replica = choose(ticket)
     if replica then
-      return index, ticket, replica
+      return head, ticket, replica
     end
   end
 end
 
--- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first.
+-- policies.router.order.is_owed_a_start: of those behind, one of each lane, whose patience ended first.
+local function next_owed()
+  if (tonumber(redis.call('GET', P .. ':starts') or '0') + 1) % STARTS_FOR_THE_PATIENT ~= 0 then
+    return nil
+  end
+  local owed
+  for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
+    local found = redis.call('ZRANGEBYSCORE', P .. ':lane:' .. lane, BEHIND * BAND, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    local ends = found[1] and tonumber(found[2]) % BAND
+    if ends and ends <= now_s() and (not owed or ends < owed.ends or (ends == owed.ends and found[1] < owed.id)) then
+      owed = { id = found[1], lane = lane, ends = ends }
+    end
+  end
+  local ticket = owed and load_ticket(owed.id)
+  if ticket and ticket[LATE_KEY] == ticket[KEY] then -- else it is of an order without bands
+    return owed, ticket, choose(ticket)
+  end
+end
+
+-- The first of a lane is another one than before.
+local function look_again(heads, lane)
+  for index, head in ipairs(heads) do
+    if head.lane == lane then
+      replace_or_remove(heads, index, of_rank(lane, 0))
+      return
+    end
+  end
+end
+
+-- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first. Those that turn out
+-- to be late when it is their turn move behind.
 local function start_singles(started)
   if redis.call('EXISTS', P .. ':free') == 0 then
     return
   end
-  local heads = heads_of_lanes()
+  local heads, called = heads_of_lanes(), 0
   while true do
-    local index, ticket, replica = next_start(heads)
-    if not index then
-      break
+    local head, ticket, replica = next_owed()
+    if replica then
+      redis.call('HINCRBY', P .. ':owed', ticket[CLASS], 1)
+    else
+      head, ticket, replica = next_start(heads)
     end
-    local head = heads[index]
-    start(head.id, ticket, replica)
-    started[#started + 1] = { head.id, replica, ticket[ROUTER] }
-    replace_or_remove(heads, index, of_rank(head.lane, 0))
+    if not replica then
+      break
+    elseif called < MOST_CALLED_LATE and is_late(ticket, replica) then
+      called = called + 1
+      call_late(ticket)
+      save_ticket(head.id, ticket)
+      redis.call('ZADD', P .. ':lane:' .. head.lane, ticket[KEY], head.id)
+    else
+      start(head.id, ticket, replica)
+      started[#started + 1] = { head.id, replica, ticket[ROUTER] }
+    end
+    look_again(heads, head.lane)
     if redis.call('EXISTS', P .. ':free') == 0 then
       break
     end
@@ -413,9 +518,18 @@ local function start_gangs(started)
   end
 end
 
+-- A replica with slots that has enough to read: what waits gets one of them soon.
+local function slots_wait_for_reading()
+  for _, replica in ipairs(redis.call('HKEYS', P .. ':reading')) do
+    if hash_number(':running', replica) < hash_number(':slots', replica) and is_full_of_prompts(replica) then
+      return true
+    end
+  end
+end
+
 -- policies.router.recall.recalls: for urgent tickets that no replica could take.
 local function recall()
-  if redis.call('EXISTS', P .. ':recallable') == 0 then
+  if redis.call('EXISTS', P .. ':recallable') == 0 or slots_wait_for_reading() then
     return
   end
   local heads, on_the_way, owners = heads_of_lanes(), redis.call('SCARD', P .. ':recalled'), {}
@@ -475,8 +589,9 @@ local function drop_replica(replica)
     redis.call('HDEL', P .. ':tickets', id)
     no_longer_recallable(id)
   end
-  redis.call('DEL', P .. ':on:' .. replica)
-  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'silence' }) do
+  redis.call('DEL', P .. ':on:' .. replica, P .. ':unread_of:' .. replica)
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'silence',
+    'unread', 'reading' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

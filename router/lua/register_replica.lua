@@ -16,7 +16,7 @@ end
 for i = 8, #ARGV do
   local ticket = load_ticket(ARGV[i])
   if not ticket then
-    put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, false, false, 0, false, '', '', 0, 0 }, replica)
+    put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, false, false, 0, false, '', false, false, 0, 0, '', 0, 0 }, replica)
   elseif ticket[REPLICA] == '' then -- its router went on alone meanwhile
     take_from_lane(ARGV[i], ticket)
     put_on(ARGV[i], ticket, replica)

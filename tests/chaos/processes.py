@@ -20,8 +20,8 @@ import uvloop
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.parent import die_with_parent
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door
@@ -36,6 +36,8 @@ from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturb
 
 HEARTBEAT_S, SILENCE_S, LEASE_S = 0.2, 3.0, 4.0
 CLASSES = ("interactive", "standard", "offline")
+PROMISES = {name: Promise(ttft_s=ttft_s) for name, ttft_s in zip(CLASSES, (0.1, 1.0, 60.0), strict=True)}
+CREDIT_S, TOKEN_S = 0.05, 0.001
 STEP = StepCoefficients(overhead_s=0.002)
 
 
@@ -51,8 +53,10 @@ class SkewedClock:
 
 async def serve(options: argparse.Namespace) -> None:
     store = RedisStateStore(connect(options.url), options.namespace)
+    engine = FakeEngine(slots=options.slots, step_s=options.step_s)
+    engine.token_s = TOKEN_S
     relay = Relay(
-        engine=FakeEngine(slots=options.slots, step_s=options.step_s),
+        engine=engine,
         store=store,
         info=ReplicaInfo(
             replica_id=options.id,
@@ -66,6 +70,7 @@ async def serve(options: argparse.Namespace) -> None:
             heartbeat_s=HEARTBEAT_S,
             lease_s=LEASE_S,
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
+            credit_s=CREDIT_S,
         ),
     )
     await relay.start(options.host)
@@ -134,7 +139,8 @@ class Asker:
     async def _submit(self, request: FakeRequest) -> None:
         now_s = self._client._clock.now()
         timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self._client.submit(request, slo_class=self._random.choice(CLASSES), timing=timing)
+        slo_class = self._random.choice(CLASSES)
+        await self._client.submit(request, slo_class=slo_class, promise=PROMISES[slo_class], timing=timing)
 
 
 async def ask(options: argparse.Namespace) -> None:
@@ -147,9 +153,7 @@ async def ask(options: argparse.Namespace) -> None:
         classifier=Classifier(
             predictor=HistogramPredictor(),
             bins=MultiBin(MultiBinConfig(bins=4, refit_every=64)),
-            order=VirtualDeadline(
-                VirtualDeadlineConfig(class_targets_s=dict(zip(CLASSES, (0.1, 1.0, 60.0), strict=True)))
-            ),
+            order=None,
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
             shared_batch_size=16,
             default_output_tokens=12,

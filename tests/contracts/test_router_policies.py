@@ -19,7 +19,17 @@ from policies.gang.buckets import (
 from policies.gang.packing import best_fit_decreasing, first_fit_decreasing
 from policies.registry import Family, kinds
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import (
+    FCFS,
+    LJF,
+    SJF,
+    Deadline,
+    DeadlineConfig,
+    EstimatedWork,
+    Order,
+    VirtualDeadline,
+    VirtualDeadlineConfig,
+)
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
@@ -28,6 +38,7 @@ ORDERS: dict[str, Callable[[], Order]] = {
     "sjf": SJF,
     "ljf": LJF,
     "estimated_work": EstimatedWork,
+    "deadline": lambda: Deadline(DeadlineConfig(class_targets_s={"chat": 0.2, "batch": None})),
     "virtual_deadline": lambda: VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"chat": 0.2, "batch": 30.0})),
 }
 PLACEMENTS: dict[str, Callable[[], Placement]] = {

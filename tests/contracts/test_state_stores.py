@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.router.admission import Limits, Quota, Refusal, Settlement
+from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
@@ -26,6 +27,7 @@ from router.state_store import (
     FinishedLength,
     LaneEdges,
     Notice,
+    Reading,
     Recall,
     ReplicaInfo,
     Snapshot,
@@ -34,6 +36,7 @@ from router.state_store import (
 )
 
 FOR_EVER_S = 1e6
+PASSED_S, FAR_S = 1.0, 9e9  # by every clock
 SHAPE = "of all routers"
 
 
@@ -328,14 +331,18 @@ async def test_among_replicas_of_like_work_the_longest_known_prefix_decides(stor
     assert await store.enqueue(ticket("z", work_s=0.25, prefixes=known, tie_s=0.5)) == [Assignment("z", "r")]
 
 
-async def test_a_wait_beyond_the_class_limit_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
+async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
     await store.register_replica(info("p"), 0)
     await store.register_replica(info("q"), 0, slowness=0.5)
     for n in range(6):
         await store.enqueue(ticket(f"x{n}", key=float(n), work_s=2.0))
     limits = Limits(max_waiting=100, max_wait_s=3.0)
-    assert await store.enqueue(ticket("last", key=9.0), limits) == Refusal("max_wait_s", 1.0)  # 12 s at pace 3
+    assert await store.enqueue(ticket("last", key=9.0), limits) == Refusal("late", 1.0)  # 12 s at pace 3
     assert await store.enqueue(ticket("early", key=1.5), limits) == []  # only two go first
+    too_late = replace(limits, max_wait_s=-1.0)
+    assert await store.enqueue(ticket("passed", key=-1.0), too_late) == Refusal("late", 0.0)
+    await store.beat_replica("p", 9, FOR_EVER_S)
+    assert isinstance(await store.enqueue(ticket("at once"), too_late), list)
 
 
 async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_run_there(store: StateStore) -> None:
@@ -347,8 +354,8 @@ async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_r
     for n in range(2):
         assert await store.enqueue(ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
     late = ticket("late", key=1.0, slo_class="urgent")
-    assert await store.enqueue(late, limits) == Refusal("max_wait_s", 1.0)  # 4 s of its own class
-    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("max_wait_s", 81.0)  # 84 s at the shared one
+    assert await store.enqueue(late, limits) == Refusal("late", 1.0)  # 4 s of its own class
+    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("late", 81.0)  # 84 s at the shared one
 
 
 async def test_a_quota_is_spent_only_by_what_is_taken(store: StateStore) -> None:
@@ -385,6 +392,24 @@ async def test_an_id_that_another_router_has_queued_is_charged(store: StateStore
     limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=1.0),))
     assert await store.enqueue(ticket("x", router_id="b"), limits) == []
     assert isinstance(await store.enqueue(ticket("x"), limits), Refusal)
+
+
+async def test_what_is_admitted_pays_and_waits_nowhere(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    limits = Limits(max_waiting=1, quotas=(quota(4.0),))
+    assert await store.admit(ticket("x"), limits) is None
+    assert (await store.snapshot()).replicas["r"].running == (await store.snapshot()).waiting == 0
+    assert await owed(store) == 4.0
+    assert await store.enqueue(ticket("y")) == [Assignment("y", "r")]
+    assert await store.admit(ticket("x"), limits) is None
+    assert await store.enqueue(ticket("z")) == []
+    assert await store.admit(ticket("x", slo_class="other"), Limits(max_waiting=1)) is None
+    refused = await store.admit(ticket("x"), Limits(max_waiting=1, quotas=(quota(0.5),)))
+    assert isinstance(refused, Refusal)
+    assert refused.reason == "max_waiting"
+    assert await owed(store) == 8.0, "what is refused pays nothing"
+    assert isinstance(await store.admit(ticket("x"), limits), Refusal)
+    assert await store.locate(["x", "y", "z"]) == [None, "r", ""]
 
 
 SLOWLY = 1e-6  # a second: at this rate nothing comes back within a test
@@ -453,15 +478,6 @@ async def test_a_flooding_key_has_its_share_of_the_queue_and_others_the_rest(sto
     assert await store.enqueue(replace(another, slo_class="else"), limits) == []
 
 
-async def test_a_flooding_key_has_its_share_of_the_wait_that_a_class_bears(store: StateStore) -> None:
-    await store.register_replica(info("r"), 0, slowness=0.5)
-    limits = Limits(max_waiting=99, max_wait_s=4.0, max_of_key_s=2.0)
-    for n in range(3):
-        assert await store.enqueue(ticket(f"f{n}", work_s=2.0, api_key="flood"), limits) == []
-    assert await store.enqueue(ticket("f3", work_s=2.0, api_key="flood"), limits) == Refusal("max_key_share", 1.0)
-    assert await store.enqueue(ticket("o0", work_s=2.0, api_key="other"), limits) == []
-
-
 @pytest.mark.parametrize("leaves", ["starts", "is cancelled", "leaves with its router", "is swept out with its router"])
 async def test_what_waits_no_longer_is_no_part_of_its_keys_share(store: StateStore, leaves: str) -> None:
     limits = Limits(max_waiting=9, max_of_key=1)
@@ -514,6 +530,126 @@ async def test_the_longest_overtaking_is_told(store: StateStore) -> None:
     await store.enqueue(ticket("moved", key=0.0, arrival_s=None))
     await store.register_replica(info("r"), 3)
     assert (await store.snapshot()).overtaken_s == 3.5
+
+
+async def test_who_is_late_when_it_is_its_turn_moves_behind_and_is_counted(store: StateStore) -> None:
+    late_key = banded(Band.LATE, FAR_S)
+    for name, key, deadline_s, reading_s in (
+        ("passed", 1.0, PASSED_S, 0.0),
+        ("too long", 2.0, FAR_S, FAR_S),
+        ("in time", 3.0, FAR_S, 0.0),
+        ("no target", banded(Band.NO_TARGET, FAR_S), None, 0.0),
+        ("idle", banded(Band.FILLS_IDLE, FAR_S), None, 0.0),
+    ):
+        given = {"key": key, "late_key": key if deadline_s is None else late_key, "reading_s": reading_s}
+        await store.enqueue(ticket(name, deadline_s=deadline_s, **given))
+    names = ["in time", "no target", "passed", "too long", "idle"]
+    for number in range(1, 6):
+        await store.register_replica(info(f"r{number}"), 1)
+        assert [bool(place) for place in await store.locate(names)] == [n < number for n in range(5)], number
+    assert (await store.snapshot()).late == {("standard", "passed"): 1, ("standard", "reading"): 1}
+
+
+async def test_who_is_late_and_finds_a_free_slot_takes_it_and_is_counted(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    late = ticket("x", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S))
+    assert await store.enqueue(late) == [Assignment("x", "r")]
+    assert (await store.snapshot()).late == {("standard", "passed"): 1}
+
+
+async def test_a_slow_replica_makes_late_what_a_fast_one_does_not(store: StateStore) -> None:
+    fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "reading_s": FAR_S / 2}
+    await store.enqueue(ticket("x", **fields))
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(ticket("y", **fields))
+    await store.register_replica(info("slow"), 1, slowness=2.0)
+    assert (await store.snapshot()).late == {("standard", "reading"): 1}
+
+
+async def test_one_start_in_ten_goes_to_who_has_waited_behind_for_too_long(store: StateStore) -> None:
+    for number in range(25):
+        await store.enqueue(ticket(f"x{number:02}", key=float(number)))
+    for name, band in (("none", Band.NO_TARGET), ("late", Band.LATE), ("idle", Band.FILLS_IDLE)):
+        for patience in (PASSED_S, FAR_S):
+            key = banded(band, patience + band)
+            await store.enqueue(ticket(f"{name} {patience:.0f}", key=key, late_key=key, slo_class=name))
+    await store.register_replica(info("r"), 2 * STARTS_FOR_THE_PATIENT)
+    places = await store.locate(["none 1", "late 1", "idle 1", "none 9000000000", "x17", "x18"])
+    assert places == ["r", "r", "", "", "r", ""]
+    assert (await store.snapshot()).owed == {"none": 1, "late": 1}
+
+
+async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store: StateStore) -> None:
+    for number in range(20):
+        await store.enqueue(ticket(f"x{number:02}", key=float(number)))
+        await store.enqueue(ticket(f"y{number:02}", key=5e10 + number))
+    await store.register_replica(info("r"), 20)
+    assert set(await store.locate([f"x{number:02}" for number in range(20)])) == {"r"}
+
+
+async def test_many_that_are_late_at_once_do_not_hold_a_call_up(store: StateStore) -> None:
+    for number in range(70):
+        late = ticket(f"x{number:02}", key=number, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S))
+        await store.enqueue(late)
+    await store.register_replica(info("r"), 1)
+    assert (await store.snapshot()).late == {("standard", "passed"): 64}
+    assert await store.locate(["x64"]) == ["r"]
+    await store.release("r", ["x64"])
+    assert (await store.snapshot()).late == {("standard", "passed"): 69}
+
+
+async def test_a_replica_with_enough_to_read_takes_nothing_until_it_has_read_some_of_it(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=100))
+    for name in ("a", "b", "c", "d"):
+        await store.enqueue(ticket(name, unread_tokens=60))
+    assert await store.locate(["a", "b", "c", "d"]) == ["r", "r", "", ""]
+    load = (await store.snapshot()).replicas["r"]
+    assert (load.unread_tokens, load.max_unread_tokens, load.credit, load.running) == (120, 100, 0, 2)
+    await store.release("r", [], reading=Reading(read=("a", "never heard of"), max_unread_tokens=100))
+    assert await store.locate(["c", "d"]) == ["r", ""]
+    await store.release("r", ["b"])  # before it was read
+    assert await store.locate(["d"]) == ["r"]
+    assert (await store.snapshot()).replicas["r"].unread_tokens == 120
+
+
+async def test_what_a_replica_has_in_its_cache_counts_as_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=100))
+    for name in ("a", "b"):
+        await store.enqueue(ticket(name, unread_tokens=110))
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(known_tokens=11, max_unread_tokens=100))
+    assert await store.locate(["a", "b"]) == ["r", "r"]
+    await store.enqueue(ticket("c", unread_tokens=1))
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(known_tokens=11))
+    assert await store.locate(["c"]) == ["r"]
+
+
+async def test_one_prompt_of_any_length_goes_to_a_replica_with_nothing_to_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    assert await store.enqueue(ticket("a", unread_tokens=10**6)) == [Assignment("a", "r")]
+    assert await store.enqueue(ticket("b", unread_tokens=1)) == []
+
+
+async def test_nothing_is_called_back_while_a_free_slot_only_waits_for_prompts_to_be_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    await store.enqueue(ticket("idle", key=9.0, fills_idle=True, recallable=True, unread_tokens=5))
+    await store.enqueue(ticket("urgent", key=1.0, unread_tokens=5))
+    assert (await store.snapshot()).recalled == frozenset()
+    await store.beat_replica("r", 1, FOR_EVER_S)
+    assert (await store.snapshot()).recalled == {"idle"}
+
+
+async def test_a_replica_that_comes_back_is_not_taken_for_full(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    await store.enqueue(ticket("a", unread_tokens=5))
+    await store.drop_replica("r")
+    await store.register_replica(info("r"), 2)
+    assert await store.enqueue(ticket("b", unread_tokens=5)) == [Assignment("b", "r")]
+    assert await store.enqueue(ticket("c", unread_tokens=5)) == [Assignment("c", "r")]
 
 
 async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
@@ -738,14 +874,17 @@ tickets = st.builds(
     bucket=st.integers(0, 1),
     prompt_tokens=st.sampled_from([None, 8, 64]),
     api_key=st.sampled_from(["", "m", "n"]),
+    deadline_s=st.sampled_from([None, PASSED_S, FAR_S]),
+    late_key=st.sampled_from([None, None, 2.0, banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S)]),
+    reading_s=st.sampled_from([0.0, FAR_S]),
+    unread_tokens=st.sampled_from([0, 10, 25]),
 )
 quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
     Limits,
     max_waiting=st.sampled_from([1, 1 << 31, 1 << 31]),
-    max_wait_s=st.sampled_from([3.0, math.inf, math.inf]),
+    max_wait_s=st.sampled_from([-1.0, 3.0, math.inf, math.inf]),
     max_of_key=st.sampled_from([1, 2, math.inf, math.inf]),
-    max_of_key_s=st.sampled_from([1.5, math.inf, math.inf]),
     quotas=st.one_of(st.just(()), st.tuples(quotas)),
 )
 settlements = st.lists(st.builds(settlement, st.integers(-3, 3), st.sampled_from(QUOTAS)), max_size=2)
@@ -760,7 +899,14 @@ silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
 infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
-releases = st.tuples(st.just("release"), replica_ids, some_ids, st.sampled_from([None, None, 0.0, FOR_EVER_S]))
+readings = st.none() | st.builds(
+    Reading,
+    read=some_ids.map(tuple),
+    known_tokens=st.sampled_from([0, 5]),
+    max_unread_tokens=st.sampled_from([None, 1, 20]),
+)
+leases = st.sampled_from([None, None, 0.0, FOR_EVER_S])
+releases = st.tuples(st.just("release"), replica_ids, some_ids, leases, readings)
 scores = st.builds(
     Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
 )
@@ -776,12 +922,19 @@ steps = st.one_of(
     st.tuples(st.just("cancel"), some_ids),
     st.tuples(st.just("dispatch"), router_ids),
     st.one_of(
+        st.tuples(st.just("admit"), tickets, limits),
         st.tuples(st.just("charge"), st.lists(quotas, max_size=2, unique_by=lambda each: each.name)),
         st.tuples(st.just("settle"), router_ids, st.integers(1, 9), settlements),
     ),
     st.tuples(st.just("register_replica"), infos, slot_counts, st.one_of(st.just([]), some_ids), speeds),
     st.tuples(
-        st.just("beat_replica"), replica_ids, slot_counts, st.sampled_from([0.0, FOR_EVER_S]), speeds, gang_sizes
+        st.just("beat_replica"),
+        replica_ids,
+        slot_counts,
+        st.sampled_from([0.0, FOR_EVER_S]),
+        speeds,
+        gang_sizes,
+        readings,
     ),
     st.one_of(
         st.tuples(st.just("drop_replica"), replica_ids),
@@ -849,6 +1002,8 @@ class Model:
                     self.owed.update({quota.name: quota.cost for quota in limits.quotas})
             case ("register_replica", _, _, ids, _):
                 self.owners.update({name: "" for name in ids if name not in self.places})
+            case ("admit", _, limits) if result is None:
+                self.owed.update({quota.name: quota.cost for quota in limits.quotas})
             case ("charge", quotas) if result is None:
                 self.owed.update({quota.name: quota.cost for quota in quotas})
             case ("settle", router_id, number, settlements) if number > self.settled.get(router_id, 0):
@@ -864,7 +1019,7 @@ class Model:
             case ("enqueue", taken, _):
                 refused = isinstance(result, tuple)
                 expected = expected - {taken.request_id} if refused else expected | {taken.request_id}
-            case ("release", replica_id, ids, lease_s):
+            case ("release", replica_id, ids, lease_s, _):
                 if lease_s != FOR_EVER_S:
                     expected -= {i for i in ids if self.places.get(i) == replica_id}
             case ("cancel", ids):
@@ -905,13 +1060,13 @@ class Model:
 
     def _no_more_is_called_back_than_waits(self, places: dict[str, str], snapshot: Snapshot) -> None:
         fresh = snapshot.recalled - self.recalled
-        waiting = sorted((self.tickets[i] for i, place in places.items() if not place), key=lambda t: t.deadline_key)
+        waiting = sorted((self.known(i) for i, place in places.items() if not place), key=lambda t: t.deadline_key)
         urgent = [t for t in waiting if not t.fills_idle]
         assert not fresh or len(snapshot.recalled) <= len(urgent)
         for name in fresh:
             assert self.tickets[name].recallable
             assert places[name]
-            assert self.tickets[name].deadline_key > waiting[0].deadline_key
+            assert self.known(name).deadline_key > waiting[0].deadline_key
         self.recalled = snapshot.recalled
 
     async def _gangs_went_whole(self, step: Step, places: dict[str, str]) -> None:
@@ -924,11 +1079,13 @@ class Model:
             assert len({self.lane_of(self.tickets[i]) for i in went}) <= 1
 
     def _the_most_urgent_went_first(self, step: Step, places: dict[str, str]) -> None:
-        """Within a lane: between lanes the replicas' classes have a say."""
+        """Within a lane: between lanes the replicas' classes have a say. But for those who were owed a start."""
         for name in self._went(step, places):
-            mine = self.tickets[name]
-            later = [self.tickets[i] for i, place in places.items() if not place]
+            mine = self.known(name)
+            later = [self.known(i) for i, place in places.items() if not place]
             alike = [t for t in later if self.lane_of(t) == self.lane_of(mine)]
+            if mine.deadline_key >= BAND_S * Band.NO_TARGET:
+                alike = [t for t in alike if t.deadline_key >= BAND_S * Band.NO_TARGET]
             rank = (mine.deadline_key, name)
             assert all(rank < (other.deadline_key, other.request_id) for other in alike)
 
@@ -939,8 +1096,12 @@ class Model:
         return {i for i, place in places.items() if place and i not in came and (i in fresh or not self.places.get(i))}
 
     def lane_of(self, ticket: Ticket) -> tuple[str, int, int]:
-        known = self.store._places[ticket.request_id].ticket
+        known = self.known(ticket.request_id)
         return known.slo_class, known.bin_index, known.bucket
+
+    def known(self, request_id: str) -> Ticket:
+        """Its ticket as it stands: moved to another lane, or behind."""
+        return self.store._places[request_id].ticket
 
 
 @pytest.fixture(scope="module")

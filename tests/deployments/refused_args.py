@@ -18,5 +18,5 @@ REFUSED_ARGS = [
     (["--otlp-traces-endpoint", "http://collector:4317"], "--otlp-traces-endpoint needs vLLM's own statistics"),
     (["--collect-detailed-traces=all"], "which routers do not have"),
     (["--enable-per-request-metrics"], "Server-Timing"),
-    (["--max_num_queued_tokens", "9"], "max_waiting and max_wait_s"),
+    (["--max_num_queued_tokens", "9"], "max_waiting and when_late"),
 ]

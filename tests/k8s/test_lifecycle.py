@@ -32,7 +32,7 @@ def test_a_release_from_install_to_uninstall(site: Site) -> None:
     first = site.cluster.one("RayService")["spec"]
     assert "StatefulSet" in site.cluster.kinds()
 
-    site.helm.upgrade({**values, "app": {**values["app"], "order": {"work_weight": 2}}})
+    site.helm.upgrade({**values, "app": {**values["app"], "order": {"policy": "sjf"}}})
     second = site.cluster.one("RayService")["spec"]
     assert first["rayClusterConfig"] == second["rayClusterConfig"]
     assert first["serveConfigV2"] != second["serveConfigV2"]

@@ -7,24 +7,25 @@ from router.admission import ClassLimits, Door, Tenant
 
 
 def test_a_class_without_limits_of_its_own_has_the_defaults() -> None:
-    door = Door({"fast": ClassLimits(max_waiting=3, max_wait_s=2.0)})
-    fast, other = door.limits("fast", None, 10), door.limits("other", None, 10)
+    door = Door({"fast": ClassLimits(max_waiting=3, refuses_late=True)})
+    fast, other = door.limits("fast", None, 10, 2.0), door.limits("other", None, 10, 2.0)
     assert (fast.max_waiting, fast.max_wait_s, fast.quotas) == (3, 2.0, ())
     assert (other.max_waiting, other.max_wait_s) == (ClassLimits().max_waiting, math.inf)
-    assert door.max_waiting("fast") == 3
+    assert (door.max_waiting("fast"), door.refuses_late("fast"), door.refuses_late("other")) == (3, True, False)
 
 
-def test_a_key_has_a_share_of_what_may_wait_and_of_how_long_and_a_request_without_one_has_all() -> None:
-    door = Door(
-        {"fast": ClassLimits(max_waiting=7, max_wait_s=2.0, max_key_share=0.4), "one": ClassLimits(max_waiting=1)}
-    )
-    mine, anyones = door.limits("fast", Tenant(name="a"), 10), door.limits("fast", None, 10)
-    assert (mine.max_of_key, mine.max_of_key_s) == (2, 0.8)
-    assert (anyones.max_of_key, anyones.max_of_key_s) == (math.inf, math.inf)
+def test_what_nothing_is_promised_bears_any_wait() -> None:
+    door = Door({"fast": ClassLimits(refuses_late=True)})
+    assert door.limits("fast", None, 10).max_wait_s == math.inf
+
+
+def test_a_key_has_a_share_of_what_may_wait_and_a_request_without_one_has_all() -> None:
+    door = Door({"fast": ClassLimits(max_waiting=7, max_key_share=0.4), "one": ClassLimits(max_waiting=1)})
+    assert door.limits("fast", Tenant(name="a"), 10).max_of_key == 2
+    assert door.limits("fast", None, 10).max_of_key == math.inf
     assert (door.limits("one", Tenant(name="a"), 10).max_of_key, door.limits("one", None, 10).max_waiting) == (1, 1)
-    assert door.limits("other", Tenant(name="a"), 10).max_of_key_s == math.inf
     whole = Door({"fast": ClassLimits(max_waiting=7, max_key_share=1.0)}).limits("fast", Tenant(name="a"), 10)
-    assert (whole.max_of_key, whole.max_of_key_s) == (math.inf, math.inf)
+    assert whole.max_of_key == math.inf
 
 
 def test_a_tenant_pays_one_request_and_all_its_tokens() -> None:

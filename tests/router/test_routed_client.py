@@ -24,8 +24,8 @@ from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router import redis_store, wire
@@ -84,7 +84,8 @@ class FrontEnd:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
         answer.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(asked, slo_class=slo_class, timing=answer.timing, tenant=tenant)
+        promise = Promise(ttft_s=TARGETS_S[slo_class])
+        await self.client.submit(asked, slo_class=slo_class, promise=promise, timing=answer.timing, tenant=tenant)
         return answer
 
     async def ask_many(self, number: int, max_tokens: int = 20, *, replays: bool = False) -> list[Answer]:
@@ -207,14 +208,17 @@ class Service:
         version: str = "fake-1",
         step_times: StepTimes | None = None,
         classes: tuple[str, ...] = (),
+        credit_s: float | None = None,
+        token_s: float | None = None,
     ) -> Replica:
         engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
+        engine.token_s = token_s
         self._stores.append(self.new_store())
         relay = Relay(
             engine=engine,
             store=self._stores[-1],
             info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", silence_s), classes=classes),
-            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times, credit_s=credit_s),
         )
         await relay.start("127.0.0.1")
         self.replicas.append(Replica(relay, engine))
@@ -238,7 +242,7 @@ class Service:
             store=self._stores[-1],
             codec=FakeCodec(version),
             classifier=_classifier(metrics, prefix_tie_s, mode),
-            door=Door({"standard": ClassLimits(max_waiting=max_waiting)}),
+            door=Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,
@@ -301,19 +305,14 @@ STEP_TIMES = StepTimes(
 )
 
 
-ORDER = VirtualDeadline(
-    VirtualDeadlineConfig(
-        class_targets_s={"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0},
-        default_target_s=1.0,
-    )
-)
+TARGETS_S = {"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0, "strict": 5.0}
 
 
 def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=ORDER,
+        order=None,
         step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=16,
@@ -534,28 +533,6 @@ async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> N
     await service.finish(answers)
 
 
-@pytest.mark.slow
-async def test_nobody_is_overtaken_for_longer_than_the_order_allows(service: Service) -> None:
-    """More urgent requests arrive than the replica can serve, and never cease before the waiting one has started."""
-    await service.replica(slots=1)
-    front_end = await service.front_end()
-
-    async def overtaken_s() -> float:
-        """The longest so far, when one more has waited."""
-        answers = [await front_end.ask(request(), "soon") for _ in range(4)]
-        waiting = await front_end.ask(request(), "later")
-        while not waiting.tokens:
-            answers.append(await front_end.ask(request(), "soon"))
-            await asyncio.sleep(0.05)
-        await service.finish([waiting, *answers])
-        return (await service.store.snapshot()).overtaken_s
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not (longest_s := await overtaken_s()) > 0.1:
-            continue  # the machine stood still for all of the time in which anybody may overtake
-    assert longest_s <= ORDER.overtaking_window_s("later", estimated_work_s=0.1)
-
-
 async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
     replica = await service.replica(slots=1)
     front_end = await service.front_end(mode="shadow")
@@ -649,6 +626,136 @@ async def test_a_router_that_stands_still_says_for_how_long(service: Service) ->
     front_end = await service.front_end()
     asyncio.get_running_loop().call_soon(time.sleep, 0.3)
     await until(lambda: front_end.count("event_loop_lag_seconds_sum") > 0.2)
+
+
+# What engines are told of promises
+
+
+def told(replica: Replica, asked: FakeRequest) -> tuple[float | None, bool]:
+    """Of a request on board: the seconds until its first token is due, and whether it goes on."""
+    (found,) = (one for one in replica.engine._held.values() if one.request_id.startswith(f"{asked.request_id}~"))
+    return found.told
+
+
+async def test_an_engine_is_told_how_much_time_is_left_when_a_request_is_sent(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    first, second = await front_end.ask(request()), await front_end.ask(request())
+    await until(lambda: replica.engine.held == 1)
+    await asyncio.sleep(0.1)
+    waited_s = MonotonicClock().now() - second.timing.received_s
+    await front_end.client.cancel([first.asked.request_id], "cancelled")
+    await until(lambda: replica.engine.held == 1 and second.timing.assigned_s is not None)
+    await until(lambda: any(one.startswith(f"{second.asked.request_id}~") for one in replica.engine._held))
+    left_s, resumed = told(replica, second.asked)
+    assert left_s is not None and second.timing.assigned_s is not None
+    assert waited_s > 0.1
+    assert left_s == pytest.approx(
+        TARGETS_S["standard"] - (second.timing.assigned_s - second.timing.received_s), abs=0.05
+    )
+    assert not resumed
+    replica.engine.resume()
+    await service.finish([second])
+
+
+async def test_who_can_be_in_time_goes_before_who_is_late(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    answers = [await front_end.ask(request(), name) for name in ("patient", "soon", "standard", "offline", "later")]
+    await until(lambda: replica.engine.held == 1)
+    await asyncio.sleep(TARGETS_S["soon"])
+    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") > 0.1)
+    replica.engine.resume()
+    await service.finish(answers)
+    starts_s = [answer.timing.assigned_s or 0.0 for answer in answers]
+    assert sorted(range(5), key=starts_s.__getitem__) == [0, 2, 4, 1, 3]
+    assert (await service.store.snapshot()).late == {("soon", "passed"): 1}
+    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") == 0.0)
+
+
+async def test_what_goes_on_after_a_loss_starts_before_all_that_wait(service: Service) -> None:
+    lost, front_end = await service.replica(slots=1), await service.front_end()
+    (answer,) = await front_end.ask_each([request(600)])
+    await until(lambda: bool(answer.tokens))
+    waiting = [await front_end.ask(request(), "soon") for _ in range(3)]
+    await lost.die()
+    await service.replica(slots=1)
+    await service.finish([answer, *waiting])
+    assert answer.timing.last_token_s is not None
+    assert all(other.timing.first_token_s > answer.timing.last_token_s for other in waiting)
+
+
+async def test_what_goes_on_elsewhere_has_no_first_token_to_come(service: Service) -> None:
+    lost, front_end = await service.replica(), await service.front_end()
+    (answer,) = await front_end.ask_many(1, 600)
+    await until(lambda: len(answer.tokens) > 3)
+    other = await service.replica()
+    other.engine.pause()
+    await lost.die()
+    await until(lambda: other.engine.held == 1)
+    assert told(other, answer.asked) == (None, True)
+    other.engine.resume()
+    await service.finish([answer])
+
+
+async def test_promises_kept_and_missed_are_counted_and_what_its_client_left_is_not(service: Service) -> None:
+    replica, front_end = await service.replica(), await service.front_end()
+    replica.engine.pause()
+    late, left = await front_end.ask(request(), "soon"), await front_end.ask(request(), "soon")
+    await until(lambda: replica.engine.held == 2)
+    await asyncio.sleep(TARGETS_S["soon"])
+    await front_end.client.cancel([left.asked.request_id], "cancelled")
+    replica.engine.resume()
+    await service.finish([late, await front_end.ask(request(), "patient")])
+    assert front_end.count("slo_requests_total", slo_class="soon", ttft="missed", tpot="met") == 1
+    assert front_end.count("slo_requests_total", slo_class="patient", ttft="met", tpot="met") == 1
+    assert (
+        sum(
+            front_end.metrics.registry.get_sample_value(
+                "sluice_slo_requests_total", {"slo_class": "soon", "ttft": a, "tpot": b}
+            )
+            or 0
+            for a in ("met", "missed")
+            for b in ("met", "missed")
+        )
+        == 1
+    )
+
+
+async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it_was_told_is_checked(
+    service: Service,
+) -> None:
+    replica, front_end = await service.replica(slots=1), await service.front_end()
+    replica.engine.pause()
+    waiting = await front_end.ask_many(160)  # 0.04 predicted seconds each, due before a strict request that comes later
+    with pytest.raises(AdmissionError, match="late") as refused:
+        await front_end.ask(request(), "strict")
+    assert 0.0 < refused.value.retry_after_s < 4.0
+    replica.engine.resume()
+    await service.finish(waiting)
+    await service.finish([await front_end.ask(request(), "strict")])
+    assert front_end.count("retry_after_error_seconds_count", slo_class="strict") == 1
+    assert front_end.count("requests_total", slo_class="strict", bin="0", outcome="refused") == 1
+    assert front_end.count("refused_requests_total", slo_class="strict", reason="late") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="missed", tpot="missed") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="met", tpot="met") == 1
+
+
+async def test_a_replica_with_enough_to_read_leaves_the_others_in_the_queue_until_it_has_read(service: Service) -> None:
+    replica, front_end = await service.replica(slots=8, credit_s=0.04, token_s=0.01), await service.front_end()
+    await until(lambda: front_end.client.snapshot.replicas["r0"].max_unread_tokens == 4)
+    replica.engine.pause()
+    answers = await front_end.ask_many(6, 400)  # of 3 tokens each
+    await until(lambda: replica.engine.held == 2)
+    load = (await service.store.snapshot()).replicas["r0"]
+    assert (load.running, load.unread_tokens, load.credit) == (2, 6, 0)
+    other = await service.replica(slots=1)
+    await until(lambda: other.engine.held == 1)  # what has no place there goes elsewhere
+    replica.engine.resume()
+    await until(lambda: replica.engine.held == 5)  # long before one of them ends
+    assert not any(answer.outcome for answer in answers)
+    await service.finish(answers)
+    assert (await service.store.snapshot()).replicas["r0"].unread_tokens == 0
 
 
 # Work that fills idle capacity

@@ -72,7 +72,9 @@ class VllmCodec:
             prompt_token_ids=request.prompt_token_ids or (),
         )
 
-    def with_ticket(self, request: EngineCoreRequest, ticket: Ticket) -> EngineCoreRequest:
+    def with_ticket(
+        self, request: EngineCoreRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+    ) -> EngineCoreRequest:
         """In a copy, for several requests of one prompt may share their sampling parameters."""
         if request.sampling_params is None:
             return request
@@ -80,7 +82,10 @@ class VllmCodec:
             slo_class=ticket.slo_class,
             predicted_output_tokens=ticket.predicted_output_tokens,
             bin_index=ticket.bin_index,
-            deadline_s=ticket.deadline_key,
+            ttft_left_s=ttft_left_s,
+            tpot_s=ticket.tpot_s,
+            resumed=resumed,
+            fills_idle=ticket.fills_idle,
         )
         params = request.sampling_params.clone()
         params.extra_args = {**(params.extra_args or {}), **metadata.as_extra_args()}

@@ -16,7 +16,7 @@ from deployments.app import engine_env
 from deployments.config import application as config_module
 from deployments.config.application import DEMO_ARGS, AppConfig
 from policies.router.multi_bin import MultiBin
-from policies.router.order import VirtualDeadline
+from policies.router.promise import Promise
 from tests.deployments.refused_args import REFUSED_ARGS
 from tests.tutorial import ORDER, POLICY, put_on_path
 
@@ -84,7 +84,6 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("bins.refit_every", [0]),
         ("bins.window_requests", [7]),
         ("bins.prompt_buckets", [0, 9]),
-        ("order.work_weight", [-1, math.nan, math.inf]),
         ("work.prefill_s_per_token", [-1, math.inf]),
         ("work.decode_step_s", [-1, math.inf]),
         ("work.decode_s_per_request", [-1, math.inf]),
@@ -119,6 +118,14 @@ def test_a_silence_shorter_than_three_heartbeats_is_refused() -> None:
 @pytest.mark.parametrize("edges", [[0, 10], [0, 10, 5], [0, 10, 10]])
 def test_edges_that_do_not_fit_the_bins_are_refused(edges: list[float]) -> None:
     assert "ascending" in refused(bins={"count": 2, "edges": edges})["bins"]
+
+
+def test_a_service_tier_of_a_class_that_does_not_exist_is_refused_and_left_out_of_the_default_ones() -> None:
+    tiers = {"priority": "gold", "scale": "standard"}
+    assert "service_tiers {'priority': 'gold'}" in refused(service_tiers=tiers)[""]
+    assert config(classes={"gold": {}, "standard": {}}, service_tiers=tiers).class_of_tier == tiers
+    assert config(classes={"standard": {}}).class_of_tier == {"default": "standard"}
+    assert "service_tiers" in next(iter(refused(service_tiers={'a"b': "standard"})))
 
 
 def test_a_default_class_that_does_not_exist_is_refused() -> None:
@@ -156,9 +163,8 @@ def test_defaults_build_what_the_router_needs() -> None:
     made = config()
     assert len(MultiBin(made.bins.build()).edges) == made.bins.count + 1
     assert made.work.build().decode.overhead_s == made.work.decode_step_s
-    order = VirtualDeadline(made.order_config())
-    keys = [order.key(0.0, slo_class, 1.0, 10) for slo_class in ("interactive", "standard", "offline")]
-    assert keys == sorted(keys)
+    targets = [made.promises()[slo_class].ttft_s or 0.0 for slo_class in ("interactive", "standard", "offline")]
+    assert targets == sorted(targets)
 
 
 def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
@@ -205,7 +211,7 @@ def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
 def test_an_engine_is_not_told_what_it_would_not_do() -> None:
     assert "engine.gang" in refused(engine={"gang": {"batch_size": 4}})[""]
     assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
-    assert "itl_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"itl_s": 0.05}})[""]
+    assert "tpot_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"tpot_s": 0.05}})[""]
     for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
         assert "one device" in refused(engine=GANGS, vllm_args=[argument, "2"])[""]
 
@@ -214,14 +220,13 @@ def test_every_setting_reaches_what_is_built() -> None:
     made = config(
         router={"max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
         bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3, "window_requests": 11},
-        order={"work_weight": 2.5},
-        classes={"standard": {"ttft_s": 4.0}},
+        classes={"standard": {"ttft_s": 4.0, "tpot_s": 0.1}, "any-time": {"ttft_s": None}},
     )
-    router, bins, order = made.router.build(), made.bins.build(), made.order_config()
+    router, bins = made.router.build(), made.bins.build()
     assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.5, 9.0)
     assert (bins.bins, bins.rule, bins.refit_every, bins.window_requests) == (2, "fixed", 3, 11)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
-    assert (order.work_weight, order.default_target_s, dict(order.class_targets_s)) == (2.5, 4.0, {"standard": 4.0})
+    assert made.promises() == {"standard": Promise(ttft_s=4.0, tpot_s=0.1), "any-time": Promise()}
 
 
 @pytest.fixture
@@ -233,13 +238,14 @@ def _keep_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_policies_of_the_user_s_own_reach_engine_and_router() -> None:
     scheduler = {"policy": POLICY, "policy_args": {"fraction": 0.2}, "max_batch_size": 9}
     order = {"policy": ORDER, "policy_args": {"s_per_1000_tokens": 500}}
-    made = config(engine={"scheduler": scheduler}, order=order, classes={"standard": {"itl_s": 0.05}})
+    made = config(engine={"scheduler": scheduler}, order=order, classes={"standard": {"tpot_s": 0.05}})
     argv = made.engine_argv()
     told = json.loads(argv[argv.index("--additional-config") + 1])["sluice"]
     assert told == {"mode": "auto", "class_itl_targets_s": {"standard": 0.05}, **scheduler}
-    assert made.order_policy().key(100.0, "standard", 3.0, 40) == 120.0
-    assert config(order={"policy": "sjf"}).order_policy().key(100.0, None, 3.0, 40) == 40.0
-    assert isinstance(config().order_policy(), VirtualDeadline)
+    theirs, named = made.order.build(), config(order={"policy": "sjf"}).order.build()
+    assert theirs is not None and theirs.key(100.0, "standard", 3.0, 40) == 120.0
+    assert named is not None and named.key(100.0, None, 3.0, 40) == 40.0
+    assert config().order.build() is None, "what each request is promised decides"
 
 
 @pytest.mark.usefixtures("_keep_free")
@@ -254,7 +260,6 @@ def test_queues_of_two_orders_are_kept_apart() -> None:
         )
     ]
     assert len(set(spaces)) == 4
-    assert config(order={"work_weight": 2.0}).namespace("1") == spaces[0]
 
 
 @pytest.mark.usefixtures("_keep_free")
@@ -285,7 +290,6 @@ def test_a_policy_that_could_not_serve_is_refused_with_its_path(scheduler: dict[
         ({"policy": "keep_fre:Patience"}, "No module named 'keep_fre'"),
         ({"policy": POLICY}, "no method key"),
         ({"policy": ORDER, "policy_args": {"speed": 2}}, "speed"),
-        ({"policy": ORDER, "work_weight": 2.0}, "work_weight is of the virtual deadline"),
         ({"policy_args": {"speed": 2}}, "policy_args are settings of policy"),
     ],
 )
@@ -425,7 +429,7 @@ def test_the_demo_model_brings_its_name_and_its_arguments_wherever_it_stands() -
     assert (first.public_name, second.public_name) == ("m", "sluice-demo")
     argv = second.vllm_argv()
     assert argv[argv.index("--served-model-name") + 1] == "sluice-demo"
-    assert argv[-len(DEMO_ARGS) - 2 :] == [*DEMO_ARGS, "--max-model-len", "512"]
+    assert argv[-len(DEMO_ARGS) :] == [*DEMO_ARGS[2:], "--max-model-len", "512"], "in the place of its own"
     assert config(model="demo", served_model_name="mine").public_name == "mine"
 
 
@@ -524,14 +528,14 @@ def test_workers_that_would_write_their_parts_of_a_cache_into_one_file_are_refus
 
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
     settings = {"scheduler": {"itl_target_s": 0.1, "class_itl_targets_s": {"c": 0.02}}, "prefill": {}}
-    classes = {"a": {}, "b": {"itl_s": 0.05}, "c": {"itl_s": 0.07}}
+    classes = {"a": {}, "b": {"tpot_s": 0.05}, "c": {"tpot_s": 0.07}}
     targets = config(engine=settings, classes=classes, default_class="a").itl_targets()
     assert targets == {"a": 0.1, "b": 0.05, "c": 0.02}
 
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])
 def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> None:
-    assert "predicted work" in refused(mode=mode, classes={"standard": {"max_wait_s": 3}})[""]
+    assert "predicted work" in refused(mode=mode, classes={"standard": {"when_late": "refuse"}})[""]
     assert "predicted work" in refused(mode=mode, engine={"autoscaling": {"max_replicas": 2}})[""]
     assert (
         "predicted work"

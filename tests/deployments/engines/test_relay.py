@@ -292,10 +292,10 @@ class HoldsAnswers(RedisStateStore):
         self.heard += 1
         return answer
 
-    async def release(self, replica_id: str, request_ids: Sequence[str], lease_s: float | None = None) -> None:
+    async def release(self, replica_id: str, request_ids: Sequence[str], *args: Any, **named: Any) -> None:
         self.released.append(list(request_ids))
         await self.releases.wait()
-        await super().release(replica_id, request_ids, lease_s)
+        await super().release(replica_id, request_ids, *args, **named)
 
 
 @pytest.fixture

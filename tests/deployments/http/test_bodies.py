@@ -31,7 +31,7 @@ class Client:
 
 async def read(bodies: RequestBodies, client: Client) -> bytes:
     async with bodies.reading(client.receive) as body:
-        return body
+        return body.content
 
 
 async def test_a_body_that_comes_in_parts_is_whole() -> None:

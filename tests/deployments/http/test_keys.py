@@ -104,10 +104,10 @@ def test_without_a_source_no_key_is_required() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("- {name: a, sha256: short}", "0.sha256"),
-        ("- {name: a}", "0.sha256"),
-        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", "0.colour"),
-        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "0.requests_per_minute"),
+        ("- {name: a, sha256: short}", r"\[0\]\.sha256: "),
+        ("- {name: a}", r"\[0\]\.sha256: "),
+        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", r"\[0\]\.colour: "),
+        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "requests_per_minute"),
         ("just text", "list"),
     ],
 )
@@ -141,11 +141,12 @@ async def test_a_class_that_is_not_there_is_named_with_its_entry_and_without_the
 
 
 def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6"])
+    cli.main(["keys", "new", "--name", "a", "--classes", "offline", "--tokens-per-minute", "1e6", "--may-tighten"])
     key, entry = capsys.readouterr().out.strip().split("\n", 1)
     (made,) = parse_entries(entry, "what it printed")
     assert made.sha256 == digest(key)
     assert (made.classes, made.tokens_per_minute) == (frozenset({"offline"}), 1e6)
+    assert made.tenant.may_tighten
 
 
 async def test_keys_in_redis_are_made_listed_used_and_removed(

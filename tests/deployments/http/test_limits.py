@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.http.limits import RequestLimits, engine_requests, why_refused
+from deployments.http.limits import RequestLimits, engine_requests, judged
 
 LIMITS = RequestLimits.of_context(2048, takes_media=False, max_body_bytes=None, max_engine_requests=256)
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
 def why(body: Any, limits: RequestLimits = LIMITS) -> str | None:
-    return why_refused(json.dumps(body).encode(), limits)
+    return judged(json.dumps(body).encode(), limits).why_refused
 
 
 def nested(depth: int, inside: Any = 1) -> Any:
@@ -93,12 +93,12 @@ def test_what_clients_send_is_served(body: Any) -> None:
 
 
 def test_what_is_no_json_is_left_to_the_application() -> None:
-    assert why_refused(b"x" * 1000, LIMITS) is None
-    assert why_refused(b'{"a": "\xff"}', LIMITS) is None
+    assert judged(b"x" * 1000, LIMITS).why_refused is None
+    assert judged(b'{"a": "\xff"}', LIMITS).why_refused is None
 
 
 def test_lists_a_hundred_thousand_deep_are_refused() -> None:
-    assert "deeper" in str(why_refused(b"[" * 100_000 + b"]" * 100_000, LIMITS))
+    assert "deeper" in str(judged(b"[" * 100_000 + b"]" * 100_000, LIMITS).why_refused)
 
 
 def test_images_are_as_long_as_the_body_may_be_where_the_model_sees() -> None:

@@ -19,13 +19,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.http import middleware as http_layer
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, split_time
+from deployments.http.promises import Promises
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
+from policies.router.promise import Promise
 from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import free, request_bodies
 
 LIMIT = 1000
-CLASSES = ("standard", "offline")
+CLASSES = ("standard", "offline", "fast")
+PROMISES = Promises(
+    {"standard": Promise(ttft_s=2.0, tpot_s=0.1), "offline": Promise(), "fast": Promise(ttft_s=0.5)},
+    "standard",
+    {"priority": "fast", "default": "standard", "flex": "offline"},
+)
 
 
 async def leave(app: ASGIApp) -> None:
@@ -105,6 +112,8 @@ async def what_it_got(request: Request) -> JSONResponse:
         {
             "bytes": len(await request.body()),
             "slo_class": context().slo_class,
+            "promise": [context().promise.ttft_s, context().promise.tpot_s],
+            "service_tier": None,  # as vLLM leaves it
             "expected_tokens": context().expected_tokens,
         }
     )
@@ -160,7 +169,20 @@ async def state_away(request: Request) -> JSONResponse:
     return JSONResponse({}, 500)
 
 
+STREAMED = ("a", "data: {", '"service_tier":null')
+
+
+async def streamed(request: Request) -> StreamingResponse:
+    async def stream() -> AsyncIterator[bytes]:
+        for text in STREAMED:
+            yield f'data: {{"content":{json.dumps(text)}}}\n\n'.encode()
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
 PATHS = {
+    "/stream": streamed,
     "/": what_it_got,
     "/served": served,
     "/broken": broken,
@@ -189,9 +211,7 @@ NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", c
 
 
 def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
-    return SluiceMiddleware(
-        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=free
-    )
+    return SluiceMiddleware(app, bodies=request_bodies(LIMIT), promises=PROMISES, keys=keys, charge=free)
 
 
 @asynccontextmanager
@@ -227,6 +247,7 @@ def durations(response: httpx.Response) -> dict[str, float]:
 ENTRIES = [
     {"name": "all", "sha256": digest("key-all")},
     {"name": "night", "sha256": digest("key-night"), "classes": ["offline"], "default_class": "offline"},
+    {"name": "closer", "sha256": digest("key-closer"), "may_tighten": True},
 ]
 
 
@@ -270,6 +291,94 @@ async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None
 async def test_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
     response = await locked.post("/", headers=bearer("key-night", **{"X-Sluice-Class": "standard"}))
     assert response.status_code == 403
+
+
+# What is promised
+
+
+async def promised(client: httpx.AsyncClient, tier: str | None = None, **headers: str) -> tuple[str, list[float]]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    response = await client.post("/", json={} if tier is None else {"service_tier": tier}, headers=named)
+    assert response.status_code == 200, response.text
+    return response.json()["slo_class"], response.json()["promise"]
+
+
+async def test_a_request_has_its_class_s_promise_and_headers_change_each_target_by_itself(
+    client: httpx.AsyncClient,
+) -> None:
+    assert await promised(client) == ("standard", [2.0, 0.1])
+    assert await promised(client, x_slo_ttft_ms="800") == ("standard", [0.8, 0.1])
+    assert await promised(client, x_slo_tpot_ms="62.5", x_sluice_class="fast") == ("fast", [0.5, 0.0625])
+    both = await client.get("/", headers={"x-slo-ttft-ms": "3000", "x-slo-tpot-ms": "200"})
+    assert both.json()["promise"] == [3.0, 0.2]
+
+
+async def test_a_class_is_named_by_header_before_tier_before_key_before_application(locked: httpx.AsyncClient) -> None:
+    key = bearer("key-all")
+    assert await promised(locked, "priority", x_sluice_class="offline", **key) == ("offline", [None, None])
+    assert await promised(locked, "priority", **key) == ("fast", [0.5, None])
+    assert (await promised(locked, "flex", **bearer("key-night")))[0] == "offline"
+    assert (await promised(locked, "auto", **bearer("key-night")))[0] == "offline"
+    assert (await promised(locked, "scale", **key))[0] == "standard"
+
+
+async def test_a_tier_of_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
+    response = await locked.post("/", json={"service_tier": "priority"}, headers=bearer("key-night"))
+    assert response.status_code == 403
+    assert "service_tier 'priority'" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("asked", "served"), [("priority", "priority"), ("auto", "default"), ("flex", "flex")])
+async def test_an_answer_says_under_which_tier_it_was_served(
+    client: httpx.AsyncClient, asked: str, served: str
+) -> None:
+    response = await client.post("/", json={"service_tier": asked})
+    assert response.json()["service_tier"] == served
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert (await client.post("/", json={})).json()["service_tier"] is None
+    named = await client.post("/", json={"service_tier": asked}, headers={"X-Sluice-Class": "fast"})
+    assert named.json()["service_tier"] == "priority"
+
+
+async def test_every_chunk_of_a_stream_says_under_which_tier_it_is_served(client: httpx.AsyncClient) -> None:
+    response = await client.post("/stream", json={"service_tier": "priority"})
+    *chunks, end = response.text.strip().split("\n\n")
+    assert end == "data: [DONE]"
+    assert [json.loads(chunk.removeprefix("data: ")) for chunk in chunks] == [
+        {"service_tier": "priority", "content": text} for text in STREAMED
+    ]
+    assert '"priority"' not in (await client.post("/stream", json={})).text
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["", "soon", "0", "-5", "1e3", "nan", "inf", "1_000", "86400001", "9" * 400, "1.2.3"])
+@pytest.mark.parametrize("by_class", [{}, {"X-Sluice-Class": "fast"}])
+async def test_a_malformed_target_is_refused_by_the_name_of_its_header(
+    client: httpx.AsyncClient, name: str, value: str, by_class: dict[str, str]
+) -> None:
+    response = await client.post("/", headers={name: value, **by_class}, content=b"x" * LIMIT)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{name} must be milliseconds")
+    assert len(response.text) < 300
+
+
+@pytest.mark.parametrize("tier", [3, ["flex"], {"a": 1}, True])
+async def test_a_service_tier_that_is_no_word_is_refused(client: httpx.AsyncClient, tier: object) -> None:
+    response = await client.post("/", json={"service_tier": tier})
+    assert (response.status_code, "service_tier" in response.text) == (400, True)
+
+
+async def test_a_key_may_ask_for_more_time_than_its_class_has_and_not_for_less(locked: httpx.AsyncClient) -> None:
+    key = bearer("key-all")
+    assert await promised(locked, x_slo_ttft_ms="2000", x_slo_tpot_ms="150", **key) == ("standard", [2.0, 0.15])
+    assert await promised(locked, "priority", x_slo_ttft_ms="700", **key) == ("fast", [0.7, None])
+    refused = await locked.post("/", headers={"x-slo-ttft-ms": "1999", **key})
+    assert refused.status_code == 403
+    for part in ("x-slo-ttft-ms", "'standard' has 2000", "may_tighten"):
+        assert part in refused.json()["error"]["message"]
+    none_there = await locked.post("/", headers={"x-slo-tpot-ms": "50", "X-Sluice-Class": "fast", **key})
+    assert "'fast' has no such target" in none_there.json()["error"]["message"]
+    assert await promised(locked, x_slo_ttft_ms="100", **bearer("key-closer")) == ("standard", [0.1, 0.1])
 
 
 # What is let in
@@ -317,9 +426,7 @@ async def test_a_body_that_is_late_is_told_so_and_its_connection_closed() -> Non
         await asyncio.sleep(60)
 
     bodies = request_bodies(LIMIT, timeout_s=0.05)
-    app = SluiceMiddleware(
-        starlette_app(), bodies=bodies, classes=CLASSES, default_class="standard", keys=NO_KEYS, charge=free
-    )
+    app = SluiceMiddleware(starlette_app(), bodies=bodies, promises=PROMISES, keys=NO_KEYS, charge=free)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as client:
         late = await client.post("/", content=slow())
     assert (late.status_code, late.headers["connection"]) == (408, "close")
@@ -344,9 +451,7 @@ async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> N
         read.append(scope["path"])
         await PlainTextResponse("1 token")(scope, receive, send)
 
-    served = SluiceMiddleware(
-        app, bodies=request_bodies(LIMIT), classes=CLASSES, default_class="standard", keys=keys, charge=charge
-    )
+    served = SluiceMiddleware(app, bodies=request_bodies(LIMIT), promises=PROMISES, keys=keys, charge=charge)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
         for expected in (200, 429):
             answer = await client.post(path, content=b'"' + b"a" * 398 + b'"', headers=bearer("key-all"))
@@ -557,7 +662,7 @@ async def test_the_line_of_an_error_says_what_the_client_was_told(
     await client.get("/nowhere")
     await client.get("/served")
     errors = [vars(record)["error"] for record in log.records if record.name == "deployments.http.middleware"]
-    assert errors == ["X-Sluice-Class: no class 'nobody'; there are offline, standard", "Not Found", None]
+    assert errors == ["X-Sluice-Class: no class 'nobody'; there are fast, offline, standard", "Not Found", None]
 
 
 async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.keys import KeyRing
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.model_switch import ModelSwitch, _name
+from deployments.http.promises import Promises
+from policies.router.promise import NO_PROMISE
 from tests.deployments.bodies import free, request_bodies
 
 LIMIT = 100_000
@@ -56,7 +58,7 @@ def three_models(**lists: str) -> SluiceMiddleware:
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
     bodies = request_bodies(LIMIT, context_tokens=8192)
     return SluiceMiddleware(
-        switch, bodies=bodies, classes=["standard"], default_class="standard", keys=keys, charge=free
+        switch, bodies=bodies, promises=Promises({"standard": NO_PROMISE}, "standard"), keys=keys, charge=free
     )
 
 

@@ -56,6 +56,27 @@ def test_completions_answer_whole_and_streamed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 
+def test_an_answer_says_under_which_service_tier_it_was_served(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=4, service_tier="priority")
+    assert whole.service_tier == "priority"
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=USER,
+        max_tokens=4,
+        service_tier="flex",
+        stream=True,
+        extra_headers={"x-slo-ttft-ms": "900"},
+    )
+    assert {chunk.service_tier for chunk in stream} == {"flex"}
+    assert client.chat.completions.create(model=MODEL, messages=USER, max_tokens=4).service_tier is None
+
+
+def test_a_malformed_target_is_refused(sluice: Sluice) -> None:
+    body = json.dumps({"model": MODEL, "messages": USER, "max_tokens": 4}).encode()
+    status, _, answer = post(sluice, "/v1/chat/completions", body, {"x-slo-ttft-ms": "soon"})
+    assert (status, "x-slo-ttft-ms" in answer["error"]["message"]) == (400, True)
+
+
 def test_two_choices_are_two_answers(client: openai.OpenAI) -> None:
     # Each is given a seed of its own, made from this one.
     answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=24, n=2, temperature=1.0, seed=1)
@@ -150,6 +171,7 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
         return {line.split("{")[0].split(" ")[0] for line in sluice.metrics() if not line.startswith("#")}
 
     expected = {
+        "sluice_slo_requests_total", "sluice_replica_unread_tokens",
         "sluice_queue_wait_seconds_count", "sluice_ttft_seconds_bucket", "sluice_itl_seconds_sum",
         "sluice_e2e_seconds_count", "sluice_replica_credit", "sluice_replica_running", "sluice_routers",
         "sluice_predictor_fallbacks_total", "sluice_engine_running", "sluice_engine_mode", "sluice_engine_batch_size",

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,7 +89,7 @@ def queue(**found: float) -> Queue:
     return Queue(**{"waiting": 6, "wait_s": 6.0, "of_key": 2, "of_key_s": 2.0, **found})  # type: ignore[arg-type]
 
 
-LIMITS = Limits(max_waiting=8, max_wait_s=8.0, max_of_key=4, max_of_key_s=4.0)
+LIMITS = Limits(max_waiting=8, max_wait_s=8.0, max_of_key=4)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +98,19 @@ LIMITS = Limits(max_waiting=8, max_wait_s=8.0, max_of_key=4, max_of_key_s=4.0)
         (queue(), None),
         (queue(of_key=3, of_key_s=4.0, waiting=7, wait_s=8.0), None),
         (queue(of_key=4), Refusal("max_key_share", 2.0)),
-        (queue(of_key_s=5.0), Refusal("max_key_share", 1.0)),
         (queue(waiting=8), Refusal("max_waiting", 6.0)),
-        (queue(wait_s=9.5), Refusal("max_wait_s", 1.5)),
+        (queue(wait_s=9.5), Refusal("late", 1.5)),
         (queue(waiting=8, of_key=4), Refusal("max_key_share", 2.0)),
     ],
 )
 def test_a_queue_has_room_for_a_class_and_in_it_for_each_key(found: Queue, refusal: Refusal | None) -> None:
     assert no_room(LIMITS, found) == refusal
+
+
+def test_what_is_late_already_is_told_when_all_before_it_is_worked_off() -> None:
+    late = replace(LIMITS, max_wait_s=-2.0)
+    assert no_room(late, queue(wait_s=6.0)) == Refusal("late", 6.0)
+    assert no_room(late, queue(wait_s=0.0)) == Refusal("late", 0.0)
 
 
 @pytest.mark.parametrize("now_s", [1.76e9 + 0.123456, 1.79e9 + 0.9])

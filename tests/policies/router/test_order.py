@@ -10,7 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError, InputError
-from policies.router.order import FCFS, LJF, SJF, EstimatedWork, Order, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import (
+    FCFS,
+    LJF,
+    SJF,
+    Band,
+    Deadline,
+    DeadlineConfig,
+    EstimatedWork,
+    Order,
+    VirtualDeadline,
+    VirtualDeadlineConfig,
+    banded,
+    deadline_keys,
+    is_late,
+    is_owed_a_start,
+)
 from policies.types import FloatArray
 
 CONFIG = VirtualDeadlineConfig(
@@ -61,6 +76,52 @@ def test_each_order_ranks_by_its_own_quantity() -> None:
     assert SJF().key(*first) < SJF().key(*second)
     assert LJF().key(*first) > LJF().key(*second)
     assert EstimatedWork().key(*first) > EstimatedWork().key(*second)
+
+
+def test_the_deadline_is_arrival_plus_target_and_what_has_none_goes_behind_all_that_have_one() -> None:
+    policy = Deadline(DeadlineConfig(class_targets_s={"chat": 0.5, "any time": None}, default_target_s=2.0))
+    assert policy.key(100.0, "chat", 3.0, 1) == deadline_keys(100.0, 0.5).key == banded(Band.IN_TIME, 100.5)
+    assert policy.key(100.0, None, 3.0, 1) == policy.key(100.0, "unheard of", 9.0, 7) == banded(Band.IN_TIME, 102.0)
+    now_s = 1.8e9
+    first, second = policy.key(now_s, "any time", 0.0, 1), policy.key(now_s + 0.001, "any time", 0.0, 1)
+    assert deadline_keys(now_s + 1e6, 1e6).key < first < second
+
+
+def test_in_time_goes_before_no_target_before_late_before_what_fills_idle_capacity_whatever_the_times() -> None:
+    now_s = 1.8e9
+    in_time, late = deadline_keys(now_s, 1e6, late_patience_s=1e6)
+    none = deadline_keys(now_s - 1e5, None, late_patience_s=1.0)
+    idle = deadline_keys(now_s - 1e5, 1.0, fills_idle=True, late_patience_s=1.0)
+    resumed = banded(Band.RESUMED, now_s)
+    assert resumed < in_time < none.key < late < idle.key
+    assert none.key == none.late_key and idle.key == idle.late_key, "they cannot be late"
+    assert deadline_keys(now_s - 0.001, 99.0).late_key < deadline_keys(now_s, 1.0).late_key, "the oldest goes first"
+
+
+@given(st.tuples(QUARTERS, QUARTERS), st.tuples(QUARTERS, QUARTERS))
+def test_who_is_in_time_is_overtaken_only_within_the_difference_of_targets(
+    first: tuple[float, float], second: tuple[float, float]
+) -> None:
+    (arrival_s, target_s), (other_s, other_target_s) = first, second
+    goes_first = deadline_keys(other_s, other_target_s).key < deadline_keys(arrival_s, target_s).key
+    assert goes_first == (other_s - arrival_s < target_s - other_target_s)
+
+
+def test_a_request_is_late_when_reading_its_prompt_would_pass_its_deadline() -> None:
+    assert not is_late(deadline_s=10.0, reading_s=2.0, now_s=8.0)
+    assert is_late(deadline_s=10.0, reading_s=2.0, now_s=8.1)
+
+
+def test_one_start_in_ten_is_owed_to_who_has_no_patience_left() -> None:
+    late_key = deadline_keys(100.0, 1.0, late_patience_s=60.0).late_key
+    assert [starts for starts in range(30) if is_owed_a_start(starts, late_key, 161.0)] == [9, 19, 29]
+    assert not is_owed_a_start(9, late_key, 159.0)
+
+
+@pytest.mark.parametrize("wrong", [{"class_targets_s": {"chat": -1.0}}, {"default_target_s": math.inf}])
+def test_a_target_that_is_no_time_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        DeadlineConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_virtual_deadline_is_arrival_plus_target_plus_weighted_work() -> None:
@@ -139,7 +200,7 @@ def test_a_weight_of_4_lowers_the_mean_wait_and_not_at_the_cost_of_the_slowest()
 @given(st.floats(0.0, 4e9), st.sampled_from(["chat", None]), st.floats(0.0), st.integers(0, 10**6))
 def test_keys_are_finite_doubles(arrival_s: float, slo_class: str | None, work_s: float, prompt_tokens: int) -> None:
     """Redis refuses NaN as a score."""
-    orders: list[Order] = [FCFS(), SJF(), LJF(), VirtualDeadline(CONFIG)]
+    orders: list[Order] = [FCFS(), SJF(), LJF(), Deadline(DeadlineConfig()), VirtualDeadline(CONFIG)]
     for order in orders:
         key = order.key(arrival_s, slo_class, work_s, prompt_tokens)
         assert isinstance(key, float)

@@ -65,22 +65,37 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     from vllm.v1.engine import EngineCoreRequest
 
     from deployments.engines.vllm.codec import VllmCodec
-    from deployments.engines.vllm.request_metadata import metadata_of
+    from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
 
     def request(**extra: Any) -> EngineCoreRequest:
         return request_with(sampling_params=SamplingParams(max_tokens=9, temperature=0.0, extra_args=extra or None))
 
     ticket = Ticket(
-        request_id="a", bin_index=2, deadline_key=7.5, work_s=1.0, router_id="r", predicted_output_tokens=33.0
+        request_id="a",
+        bin_index=2,
+        deadline_key=7.5,
+        work_s=1.0,
+        router_id="r",
+        tpot_s=0.05,
+        predicted_output_tokens=33.0,
+        fills_idle=True,
     )
     codec, plain = VllmCodec(), request()
-    sent = codec.decode_request([bytes(part) for part in codec.encode_request(codec.with_ticket(plain, ticket))])
-    told = metadata_of(sent.sampling_params.extra_args)
-    assert (told.slo_class, told.bin_index, told.deadline_s) == ("standard", 2, 7.5)
-    assert told.predicted_output_tokens == 33.0
+    told = codec.with_ticket(plain, ticket, ttft_left_s=-0.5)
+    sent = codec.decode_request([bytes(part) for part in codec.encode_request(told)])
+    assert metadata_of(sent.sampling_params.extra_args) == RequestMetadata(
+        slo_class="standard",
+        predicted_output_tokens=33.0,
+        bin_index=2,
+        ttft_left_s=-0.5,
+        tpot_s=0.05,
+        fills_idle=True,
+    )
     assert plain.sampling_params.extra_args is None
     assert codec.recover(sent, [5]).repeats == ()
-    assert codec.recover(codec.with_ticket(request(mine=1), ticket), [5]).repeats == (5,)
+    again = codec.with_ticket(request(mine=1), ticket, ttft_left_s=None, resumed=True)
+    assert metadata_of(again.sampling_params.extra_args).resumed
+    assert codec.recover(again, [5]).repeats == (5,)
 
 
 @pytest.mark.parametrize(

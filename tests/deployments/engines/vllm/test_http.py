@@ -21,8 +21,10 @@ from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, Rou
 from deployments.engines.vllm.grammars import Compiled
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, log_causes
+from deployments.http.promises import Promises
 from deployments.serving.router import Router
 from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
+from policies.router.promise import NO_PROMISE
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import free, request_bodies
@@ -127,7 +129,11 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
 def served(vllms: FastAPI) -> ASGIApp:
     keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
     return SluiceMiddleware(
-        vllms, bodies=request_bodies(), classes=ROOM, default_class="standard", keys=keys, charge=free
+        vllms,
+        bodies=request_bodies(),
+        promises=Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard"),
+        keys=keys,
+        charge=free,
     )
 
 

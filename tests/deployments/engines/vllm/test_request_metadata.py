@@ -6,7 +6,7 @@ from deployments.engines.vllm.request_metadata import NOTHING, RequestMetadata, 
 
 
 def test_what_was_told_comes_back() -> None:
-    told = RequestMetadata(slo_class="fast", predicted_output_tokens=80.5, bin_index=2, deadline_s=17.25)
+    told = RequestMetadata(slo_class="fast", predicted_output_tokens=80.5, bin_index=2, ttft_left_s=17.25, resumed=True)
     assert metadata_of({"other": 1} | told.as_extra_args()) == told
 
 

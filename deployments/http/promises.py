@@ -1,0 +1,121 @@
+"""What an HTTP request is promised: by its headers, its service tier, its key or the application.
+
+    x-slo-ttft-ms: 800      milliseconds to the first token
+    x-slo-tpot-ms: 60       and for each one after it, on average
+
+Those two come before the targets of the class. The class is that of the header `X-Sluice-Class`, else of the
+`service_tier` in the body, else of the key, else the application's.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+
+from policies.errors import SluiceError
+from policies.router.promise import Promise
+from router.admission import Tenant
+
+CLASS_HEADER = "X-Sluice-Class"
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+_HEADER_OF = {"ttft_s": TTFT_HEADER, "tpot_s": TPOT_HEADER}
+_MILLISECONDS = re.compile(r"\d{1,8}(\.\d{1,6})?", re.ASCII)
+_MAX_MS = 86_400_000.0  # a day: a target beyond it is none
+_SHOWN_CHARS = 64  # of a value that is refused
+
+
+class PromiseError(SluiceError):
+    """Nothing of the kind is promised; the status says whether to nobody (400) or not to this key (403)."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """`service_tier` is what the answer says, None where the request asked for none."""
+
+    slo_class: str
+    promise: Promise
+    service_tier: str | None = None
+
+
+class Promises:
+    """Those of an application."""
+
+    def __init__(
+        self, classes: Mapping[str, Promise], default_class: str, class_of_tier: Mapping[str, str] | None = None
+    ) -> None:
+        self._classes, self._default_class, self._class_of_tier = classes, default_class, class_of_tier or {}
+
+    def of(self, headers: Headers, tenant: Tenant | None, tier: object = None, *, may_tighten: bool) -> Promised:
+        """Args:
+        tier: as it stands in the body, whatever it is.
+        may_tighten: whether targets may be closer than those of the class.
+
+        Raises:
+            PromiseError: a header or the tier is malformed, or not for this key.
+        """
+        slo_class, source = self._class_of(headers, tenant, tier)
+        if slo_class not in self._classes:
+            known = ", ".join(sorted(self._classes))
+            raise _bad(f"{CLASS_HEADER}: no class {slo_class[:_SHOWN_CHARS]!r}; there are {known}")
+        if tenant is not None and not tenant.may_use(slo_class):
+            raise PromiseError(HTTPStatus.FORBIDDEN, f"this key may not use class {slo_class!r}{source}")
+        own = self._classes[slo_class]
+        asked = asked_for(headers)
+        promise = Promise(
+            ttft_s=own.ttft_s if asked.ttft_s is None else asked.ttft_s,
+            tpot_s=own.tpot_s if asked.tpot_s is None else asked.tpot_s,
+        )
+        if not may_tighten and (closer := promise.tighter_than(own)):
+            raise PromiseError(HTTPStatus.FORBIDDEN, _why_too_close(closer[0], slo_class, own))
+        return Promised(slo_class, promise, None if tier is None else self._served_tier(str(tier), slo_class))
+
+    def _class_of(self, headers: Headers, tenant: Tenant | None, tier: object) -> tuple[str, str]:
+        """And, for whoever may not use it, where it came from."""
+        if tier is not None and not isinstance(tier, str):
+            raise _bad("service_tier must be a string, such as 'priority'")
+        if (named := headers.get(CLASS_HEADER)) is not None:
+            return named, ""
+        if (named := self._class_of_tier.get(tier or "")) is not None:
+            return named, f", which is that of service_tier {tier!r}"
+        return (tenant and tenant.default_class) or self._default_class, ""
+
+    def _served_tier(self, asked: str, slo_class: str) -> str:
+        """The tier whose class it is served under: another one where its header or its key said so."""
+        if self._class_of_tier.get(asked) == slo_class:
+            return asked
+        return next((tier for tier, name in self._class_of_tier.items() if name == slo_class), "default")
+
+
+def asked_for(headers: Headers) -> Promise:
+    """The targets that they name. Raises PromiseError: one is malformed."""
+    return Promise(ttft_s=_seconds(headers, TTFT_HEADER), tpot_s=_seconds(headers, TPOT_HEADER))
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    """None without the header."""
+    if (text := headers.get(name)) is None:
+        return None
+    milliseconds = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
+    if not 0.0 < milliseconds <= _MAX_MS:
+        raise _bad(f"{name} must be milliseconds, above 0 and at most {_MAX_MS:.0f}, got {text[:_SHOWN_CHARS]!r}")
+    return milliseconds / 1e3
+
+
+def _why_too_close(target: str, slo_class: str, own: Promise) -> str:
+    theirs = getattr(own, target)
+    has = "has no such target" if theirs is None else f"has {1e3 * theirs:g}"
+    return (
+        f"{_HEADER_OF[target]}: class {slo_class!r} {has}, and this key may only ask for more time than its class has: "
+        f"leave the header out, name a class with a closer target in {CLASS_HEADER}, or set may_tighten for the key"
+    )
+
+
+def _bad(message: str) -> PromiseError:
+    return PromiseError(HTTPStatus.BAD_REQUEST, message)

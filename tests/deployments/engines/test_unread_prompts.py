@@ -1,0 +1,71 @@
+import math
+
+from deployments.engines.unread_prompts import UnreadPrompts
+from router.state_store import Reading
+
+
+def prompts(credit_s: float | None = 1.0, **status: float) -> UnreadPrompts:
+    made = UnreadPrompts(credit_s)
+    made.told({"seconds_per_prompt_token": 0.01, **status}, 0, None)
+    return made
+
+
+def test_enough_is_what_takes_the_credit_to_read() -> None:
+    assert prompts().max_unread_tokens == 100
+    assert prompts(0.001).max_unread_tokens == 1, "one is always taken"
+    assert prompts(None).max_unread_tokens is None
+    for unknown in (0.0, math.nan):
+        assert prompts(seconds_per_prompt_token=unknown).max_unread_tokens is None
+    assert UnreadPrompts(1.0).max_unread_tokens is None
+
+
+def test_what_the_engine_does_not_say_is_predicted() -> None:
+    made = UnreadPrompts(1.0)
+    made.told({}, 0, 0.1)
+    assert made.max_unread_tokens == 10
+
+
+def test_each_prompt_is_told_once_when_it_is_read_and_never_when_it_has_left() -> None:
+    made = prompts()
+    for name in "abc":
+        made.came(name, 10)
+    made.read("a")
+    made.read("b")
+    made.left("b")
+    made.left("c")
+    assert made.report() == Reading(read=("a",), max_unread_tokens=100)
+    assert made.report() == Reading(max_unread_tokens=100)
+
+
+def test_what_was_not_heard_is_told_again_while_it_is_there() -> None:
+    made = prompts()
+    for name in "ab":
+        made.came(name, 10)
+        made.read(name)
+    read = made.report().read
+    made.not_heard(read, {"b"})
+    assert (read, made.report().read) == (("a", "b"), ("b",))
+
+
+def test_it_is_urgent_to_tell_what_was_read_once_there_was_enough() -> None:
+    made = prompts()
+    made.came("a", 60)
+    assert not made.read("a")
+    for name in "bc":
+        made.came(name, 60)
+    assert made.read("b")
+    made.report()
+    assert not made.read("c")
+
+
+def test_what_the_engine_has_read_or_cached_does_not_count_and_what_came_since_does() -> None:
+    made = prompts()
+    made.came("a", 60)
+    asked = made.came_tokens
+    made.came("b", 20)
+    made.told({"unread_prompt_tokens": 15}, asked, 0.01)
+    assert made.report().known_tokens == 45  # 15 of a, and all of b, are unread
+    made.came("c", 5)
+    assert made.report().known_tokens == 45
+    made.read("a")
+    assert made.report().known_tokens == 0, "of what is left nothing is known"
