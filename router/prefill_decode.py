@@ -343,7 +343,7 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         """As if it were to be decoded now: its class's limits and its tenant's quotas count at arrival, and once.
 
         The store knows them only as part of queueing, so a ticket of another name goes in and comes out again. It wants
-        no slot yet, so none is called back for it. False while the store is away.
+        no slot yet, so none is called back for it, and nothing of it is to be read. False while the store is away.
 
         Raises:
             AdmissionError: they do not allow it.
@@ -355,8 +355,9 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         limits = self._limits(classified, split.tenant)
         split.bill = Bill.of(split.tenant, split.prompt_tokens, classified.tokens)
         api_key = split.tenant.name if split.tenant else ""
+        ticket = replace(classified.ticket, fills_idle=True, api_key=api_key, late_key=None, unread_tokens=0)
         try:
-            result = await self._store.enqueue(replace(classified.ticket, fills_idle=True, api_key=api_key), limits)
+            result = await self._store.enqueue(ticket, limits)
         except StateStoreError:
             return False
         finally:  # whatever happened, the call may have been obeyed
