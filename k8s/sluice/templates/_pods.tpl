@@ -83,13 +83,13 @@
 {{- end }}
 {{- end -}}
 
-{{/* Requests and limits with the GPUs, which must stand in both. */}}
+{{/* Requests and limits with the GPUs, which must stand in both. `set` on a copy: `merge` would change what it is given. */}}
 {{- define "sluice.resources" -}}
 {{- $resources := deepCopy (.pod.resources | default dict) -}}
 {{- if .gpus -}}
-{{- $gpus := dict (.pod.gpuResourceName | default "nvidia.com/gpu") (.gpus | toString) -}}
+{{- $name := .pod.gpuResourceName | default "nvidia.com/gpu" -}}
 {{- range $part := list "requests" "limits" -}}
-{{- $_ := set $resources $part (merge $gpus (index $resources $part | default dict)) -}}
+{{- $_ := set $resources $part (set (index $resources $part | default dict) $name ($.gpus | toString)) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}
