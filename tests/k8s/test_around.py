@@ -11,6 +11,7 @@ import pytest
 from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
+from tests.k8s.cases import named
 from tests.k8s.engines import CHART, Helm3, Manifest, documents
 from tests.k8s.fake_api import serve
 from tests.k8s.schemas import templates_of
@@ -151,6 +152,13 @@ def test_scripts_are_rendered_as_they_are(rendered: dict[str, str], script: str)
     texts = [_all(rendered["one-gpu"], "ConfigMap")["my-sluice-scripts"]["data"]["drain.py"]]
     texts += _all(rendered["one-gpu"], "Pod")["my-sluice-test"]["spec"]["containers"][0]["command"]
     assert any(ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)) for text in texts if "\n" in text)
+
+
+def test_notes_of_an_incremental_upgrade_name_the_gateway(tmp_path: Path) -> None:
+    with serve() as (_, kubeconfig):
+        (tmp_path / "kubeconfig").write_text(kubeconfig)
+        notes = Helm3().notes(named("incremental"), tmp_path / "kubeconfig")
+    assert "get gateway my-sluice-gateway" in notes and "serve-svc" not in notes
 
 
 def test_notes_name_the_next_three_commands(tmp_path: Path) -> None:

@@ -169,7 +169,6 @@ def _put(target: Any, path: tuple[Any, ...], value: object) -> None:
 
 BROKEN: dict[str, tuple[tuple[Any, ...], Any]] = {
     "longer than 47": (("metadata", "name"), "a" * 48),
-    "incremental upgrade without autoscaling": (("spec", "rayClusterConfig", "enableInTreeAutoscaling"), False),
     "minReplicas 5 > maxReplicas": (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "minReplicas"), 5),
     "labels in rayStartParams": (("spec", "rayClusterConfig", "headGroupSpec", "rayStartParams", "labels"), "a=b"),
     "needs autoscaler v2": (("spec", "rayClusterConfig", "autoscalerOptions", "version"), "v1"),
@@ -182,3 +181,9 @@ def test_the_rules_of_these_tests_find(rendered: dict[str, str], message: str) -
     service: Manifest = copy.deepcopy(ray_service(rendered["everything-values"]))
     _put(service, *BROKEN[message])
     assert any(message in rule for rule in broken_rules(service))
+
+
+def test_the_rules_of_these_tests_find_an_incremental_upgrade_that_nothing_scales(rendered: dict[str, str]) -> None:
+    service = ray_service(rendered["incremental-values"])
+    service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] = False
+    assert "incremental upgrade without autoscaling" in broken_rules(service)

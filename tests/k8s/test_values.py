@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.k8s import refresh
-from tests.k8s.cases import with_password
+from tests.k8s.cases import named, with_password
 from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -67,6 +67,7 @@ def test_every_default_is_in_the_schema_and_every_value_in_the_table() -> None:
 GPU = {"name": "gpu", "replicas": 1, "resources": {}}
 ONE_POD: Values = {"redis": {"mode": "none"}, "engineGroups": []}
 ROOM = {"rayCpus": 4}
+INCREMENTAL = named("incremental")
 REFUSED: dict[str, tuple[Values, str]] = {
     "an unknown value": ({"imagee": {}}, "imagee"),
     "an unknown setting of the application": ({"app": {"model": "demo", "engin": {}}}, "engin"),
@@ -169,24 +170,44 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "an ingress without hosts": ({"ingress": {"enabled": True}}, "set ingress.hosts"),
     "a route without a gateway": ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     "an incremental upgrade without the autoscaler": (
-        {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        {**INCREMENTAL, "app": {"model": "demo"}, "autoscaler": {"enabled": False}},
         "needs autoscaler.enabled",
     ),
     "an incremental upgrade without a gateway": (
-        {"autoscaler": {"enabled": True}, "upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        {**INCREMENTAL, "upgrade": {"type": INCREMENTAL["upgrade"]["type"]}},
         "needs upgrade.gatewayClassName",
     ),
     "steps above the surge": (
-        {
-            "autoscaler": {"enabled": True},
-            "upgrade": {
-                "type": "NewClusterWithIncrementalUpgrade",
-                "gatewayClassName": "istio",
-                "stepSizePercent": 50,
-                "maxSurgePercent": 20,
-            },
-        },
+        {**INCREMENTAL, "upgrade": {**INCREMENTAL["upgrade"], "stepSizePercent": 50, "maxSurgePercent": 20}},
         "stepSizePercent (50) is above upgrade.maxSurgePercent (20)",
+    ),
+    "steps that move nothing": (
+        {**INCREMENTAL, "upgrade": {**INCREMENTAL["upgrade"], "stepSizePercent": 0}},
+        "stepSizePercent",
+    ),
+    "an ingress to a service that is never made": (
+        {**INCREMENTAL, "ingress": {"enabled": True, "hosts": ["a.example.org"]}},
+        "let clients come to KubeRay's Gateway my-sluice-gateway",
+    ),
+    "a route to a service that is never made": (
+        {**INCREMENTAL, "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}},
+        "set ingress.enabled and httpRoute.enabled to false",
+    ),
+    "a type of a service that is never made": (
+        {**INCREMENTAL, "service": {"type": "LoadBalancer"}},
+        "leave service.type and service.annotations out",
+    ),
+    "a test of a service that is never made": (
+        {**INCREMENTAL, "tests": {"enabled": True}},
+        "set tests.address, or tests.enabled: false",
+    ),
+    "an incremental upgrade by a KubeRay that would never apply it": (
+        {**INCREMENTAL, "kuberayVersion": "1.6.2"},
+        "1.5 and 1.6 never apply a change of pods",
+    ),
+    "a suspension that the operator does not know": (
+        {"rayService": {"suspend": True}, "kuberayVersion": "1.6.2"},
+        "rayService.suspend needs KubeRay 1.7",
     ),
 }
 

@@ -8,6 +8,7 @@
 {{- include "sluice.checkGroups" . -}}
 {{- include "sluice.checkModels" . -}}
 {{- include "sluice.checkCapacity" . -}}
+{{- include "sluice.checkKubeRay" . -}}
 {{- include "sluice.checkUpgrade" . -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled needs rules: set ingress.hosts, one name at least" -}}
@@ -170,9 +171,26 @@
 {{- end -}}
 {{- end -}}
 
+{{/* What a KubeRay does not know, its CRD drops without a word. */}}
+{{- define "sluice.checkKubeRay" -}}
+{{- $version := .Values.kuberayVersion -}}
+{{- if semverCompare "<1.4.0" $version -}}
+{{- fail (printf "kuberayVersion is %s: the chart needs KubeRay 1.4 or later" $version) -}}
+{{- end -}}
+{{- if and .Values.auth.rayToken (semverCompare "<1.5.1" $version) -}}
+{{- fail (printf "auth.rayToken needs KubeRay 1.5.1, and kuberayVersion is %s: upgrade KubeRay, or set auth.rayToken: false" $version) -}}
+{{- end -}}
+{{- if and .Values.rayService.suspend (semverCompare "<1.7.0" $version) -}}
+{{- fail (printf "rayService.suspend needs KubeRay 1.7, and kuberayVersion is %s: upgrade KubeRay, or helm uninstall" $version) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.checkUpgrade" -}}
 {{- $upgrade := .Values.upgrade -}}
 {{- if eq $upgrade.type "NewClusterWithIncrementalUpgrade" -}}
+{{- if semverCompare "<1.7.0" .Values.kuberayVersion -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade needs KubeRay 1.7, and kuberayVersion is %s: 1.4 refuses it, 1.5 and 1.6 never apply a change of pods, for its feature gate is off there: set upgrade.type to NewCluster or None" .Values.kuberayVersion) -}}
+{{- end -}}
 {{- if not .Values.autoscaler.enabled -}}
 {{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs autoscaler.enabled: true" -}}
 {{- end -}}
@@ -181,6 +199,16 @@
 {{- end -}}
 {{- if gt (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent) -}}
 {{- fail (printf "upgrade.stepSizePercent (%d) is above upgrade.maxSurgePercent (%d)" (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent)) -}}
+{{- end -}}
+{{- $gateway := include "sluice.gateway" . -}}
+{{- if or .Values.ingress.enabled .Values.httpRoute.enabled -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: there is no service for ingress or httpRoute then, for KubeRay makes one for each Ray cluster, under a name of its own: set ingress.enabled and httpRoute.enabled to false, and let clients come to KubeRay's Gateway %s" $gateway) -}}
+{{- end -}}
+{{- if or (ne .Values.service.type "ClusterIP") .Values.service.annotations -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: KubeRay ignores what service says then: leave service.type and service.annotations out, and let clients come to KubeRay's Gateway %s" $gateway) -}}
+{{- end -}}
+{{- if and .Values.tests.enabled (not .Values.tests.address) -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: `helm test` must go to KubeRay's Gateway %s, whose address the chart does not know: set tests.address, or tests.enabled: false" $gateway) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

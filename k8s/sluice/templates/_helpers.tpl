@@ -44,6 +44,16 @@ labels:
 {{- end -}}
 {{- end -}}
 
+{{/* The service that KubeRay makes, except for NewClusterWithIncrementalUpgrade. */}}
+{{- define "sluice.serveService" -}}
+{{ include "sluice.fullname" . }}-serve-svc
+{{- end -}}
+
+{{/* The Gateway that KubeRay makes for NewClusterWithIncrementalUpgrade, on port 80. */}}
+{{- define "sluice.gateway" -}}
+{{ include "sluice.fullname" . }}-gateway
+{{- end -}}
+
 {{- define "sluice.redisHost" -}}
 {{- if eq .Values.redis.mode "internal" -}}
 {{ include "sluice.fullname" . }}-redis
