@@ -1,7 +1,7 @@
 """A Kubernetes API server as far as Helm needs one, in memory: discovery, objects, label selectors, and admission.
 
-Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods succeed at once, watches report
-what is there and end.
+Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods and jobs succeed at once, watches
+report what is there and end.
 """
 
 import json
@@ -26,11 +26,16 @@ RESOURCES = {
         "persistentvolumeclaims": "PersistentVolumeClaim",
     },
     "apps/v1": {"statefulsets": "StatefulSet"},
+    "batch/v1": {"jobs": "Job"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "ray.io/v1": {"rayservices": "RayService"},
 }  # fmt: skip
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+_DONE: dict[str, Manifest] = {
+    "Pod": {"phase": "Succeeded"},
+    "Job": {"succeeded": 1, "conditions": [{"type": "Complete", "status": "True"}]},
+}
 Key = tuple[str, str, str]  # group/version, plural, name
 
 
@@ -53,8 +58,8 @@ class Cluster:
         metadata = manifest.setdefault("metadata", {})
         metadata.setdefault("uid", str(uuid.uuid4()))
         metadata |= {"resourceVersion": str(self.revision), "creationTimestamp": "2026-01-01T00:00:00Z"}
-        if manifest["kind"] == "Pod":
-            manifest["status"] = {"phase": "Succeeded"}
+        if manifest["kind"] in _DONE:
+            manifest["status"] = _DONE[manifest["kind"]]
         self.objects[key] = manifest
         return manifest
 

@@ -11,8 +11,8 @@ import pytest
 from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
-from tests.k8s.cases import named
-from tests.k8s.engines import CHART, Helm3, Manifest, documents
+from tests.k8s.cases import named, with_password
+from tests.k8s.engines import CHART, Helm3, Helm4, Manifest, documents
 from tests.k8s.fake_api import serve
 from tests.k8s.schemas import templates_of
 
@@ -138,6 +138,23 @@ def test_budgets_select_the_pods_they_are_for(rendered: dict[str, str], componen
     service = _all(rendered[EVERYTHING], "RayService")["full"]
     labels = [template["metadata"]["labels"] for template in templates_of(service).values()]
     assert any(selector.items() <= pod.items() for pod in labels)
+
+
+HEADS = [("auto", True, False), ("auto", False, True), ("always", True, True), ("never", False, False)]
+
+
+@pytest.mark.parametrize(("head", "survives", "kept"), HEADS)
+def test_a_drain_of_nodes_waits_for_the_head_where_engines_would_end_with_it(
+    helm4: Helm4, head: str, survives: bool, kept: bool
+) -> None:
+    """With Ray's state in Redis they outlive it: tests/k8s/test_semantic.py."""
+    values = with_password({"podDisruptionBudget": {"head": head}, "redis": {"gcsFaultTolerance": survives}})
+    budgets = _all(helm4.render(values), "PodDisruptionBudget")
+    assert ("my-sluice-head" in budgets) == kept
+    if kept:
+        spec = budgets["my-sluice-head"]["spec"]
+        assert spec["maxUnavailable"] == 0
+        assert spec["selector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
 
 
 def test_the_services_that_routes_name_is_the_one_that_kuberay_makes(rendered: dict[str, str]) -> None:

@@ -53,12 +53,15 @@ POD = {
         st.fixed_dictionaries({"name": NAMES, "mountPath": NAMES.map("/m/{}".format)}), min_size=1, max_size=2
     ),
     "initContainers": NAMED,
+    "extraContainers": NAMED,
 }
 # Of values that are not a group's.
 AROUND: dict[str, Any] = {
     "podSecurityContext": OBJECTS,
     "containerSecurityContext": OBJECTS,
     "extraEnvFrom": LISTS,
+    "extraContainers": NAMED,
+    "rayService.annotations": MAPS,
     "imagePullSecrets": st.lists(st.fixed_dictionaries({"name": NAMES}), min_size=1, max_size=2),
     "commonLabels": MAPS,
     "redis.internal.resources": RESOURCES,
@@ -81,6 +84,8 @@ WHERE: dict[str, Callable[[dict[str, Manifest]], Any]] = {
     "podSecurityContext": lambda all_: _head(all_)["spec"]["securityContext"],
     "containerSecurityContext": lambda all_: _head(all_)["spec"]["containers"][0]["securityContext"],
     "extraEnvFrom": lambda all_: _head(all_)["spec"]["containers"][0]["envFrom"],
+    "extraContainers": lambda all_: _head(all_)["spec"]["containers"][1:],
+    "rayService.annotations": lambda all_: all_["RayService my-sluice"]["metadata"]["annotations"],
     "imagePullSecrets": lambda all_: _head(all_)["spec"]["imagePullSecrets"],
     "commonLabels": lambda all_: all_["RayService my-sluice"]["metadata"]["labels"],
     "redis.internal.resources": lambda all_: _redis(all_)["containers"][0]["resources"],
@@ -130,10 +135,14 @@ def _arrived(template: Manifest, field: str) -> Any:
             return {name: value for name, value in template["metadata"]["labels"].items() if "/" not in name}
         case "podAnnotations":
             return template["metadata"]["annotations"]
+        case "extraContainers":
+            return pod["containers"][1:]
         case "extraEnv":
             return [entry for entry in container["env"] if entry["name"].islower()]
         case "extraVolumes":
-            return [volume for volume in pod["volumes"] if volume["name"] not in ("dshm", "scripts", "models")]
+            return [
+                volume for volume in pod["volumes"] if volume["name"] not in ("dshm", "ray-logs", "scripts", "models")
+            ]
         case "extraVolumeMounts":
             return [mount for mount in container["volumeMounts"] if mount["mountPath"].startswith("/m/")]
     return pod[field]
@@ -158,20 +167,19 @@ def test_what_a_group_says_of_its_pods_arrives(
 ) -> None:
     engine = {"name": "engine", "replicas": 1, "enginesPerPod": engines, "resources": {}, **groups["engine"]}
     values = {
+        "app": {"vllm_args": ["-tp", str(gpus)]},
         "gpusPerEngine": gpus,
         "head": groups["head"],
         "routerGroup": {"replicas": 1, "rayCpus": 2, **groups["router"]},
         "engineGroups": [engine],
     }
     templates = templates_of(ray_service(helm4.render(values)))
-    defaults = {"resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}}
+    defaults = _DEFAULTS["head"]["resources"]
     for name, given_ in groups.items():
         for field, value in given_.items():
             wanted = value
             if field == "resources" and name != "engine":  # Helm lays these over the defaults
-                wanted = {
-                    part: {**defaults["resources"][part], **value.get(part, {})} for part in ("requests", "limits")
-                }
+                wanted = {part: {**defaults[part], **value.get(part, {})} for part in ("requests", "limits")}
             if field == "resources" and name == "engine":
                 wanted = _with_gpus(value, gpus * engines)
             assert _arrived(templates[name], field) == wanted, (name, field)

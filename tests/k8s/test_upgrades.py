@@ -41,7 +41,7 @@ OF_PODS: dict[str, Values] = {
     "memory": {"head": {"resources": {"limits": {"memory": "8Gi"}}}},
     "environment": {"extraEnv": [{"name": "A", "value": "b"}]},
     "the time to drain": {"drainSeconds": 7200},
-    "GPUs of an engine": {"gpusPerEngine": 2},
+    "GPUs of an engine": {"gpusPerEngine": 2, "app": {"vllm_args": ["-tp", "2"]}},
     "another source of keys": {"auth": {"apiKeys": {"existingSecret": "other"}}},
 }
 

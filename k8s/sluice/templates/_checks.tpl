@@ -7,6 +7,7 @@
 {{- include "sluice.checkRedis" . -}}
 {{- include "sluice.checkGroups" . -}}
 {{- include "sluice.checkModels" . -}}
+{{- include "sluice.checkGpus" . -}}
 {{- include "sluice.checkCapacity" . -}}
 {{- include "sluice.checkKubeRay" . -}}
 {{- include "sluice.checkUpgrade" . -}}
@@ -21,6 +22,12 @@
 {{- end -}}
 {{- if and .Values.auth.rayToken (semverCompare "<2.52.0" .Values.rayVersion) -}}
 {{- fail "auth.rayToken needs Ray 2.52 or newer: set rayVersion, or auth.rayToken: false" -}}
+{{- end -}}
+{{- if and .Values.modelFetch.enabled (not (and .Values.modelCache.enabled .Values.modelCache.existingClaim)) -}}
+{{- fail "modelFetch.enabled runs before anything of this release is there: make the claim yourself, and set modelCache.enabled and modelCache.existingClaim" -}}
+{{- end -}}
+{{- if and .Values.modelFetch.enabled .Values.huggingface.token -}}
+{{- fail "modelFetch.enabled runs before the Secret of huggingface.token is there: set huggingface.existingSecret" -}}
 {{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- fail "huggingface: set token or existingSecret, not both" -}}
@@ -95,6 +102,47 @@
 {{- if not $shared -}}
 {{- fail (printf "%s.prefill.connector is file, and its folder (%q) is on no volume that all pods mount: put folder on one of extraVolumeMounts (ReadWriteMany) or the modelCache, or set connector: nixl" $at $folder) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* With .args: into how many parts these arguments of vLLM split an engine; empty where they do not say. */}}
+{{- define "sluice.engineParts" -}}
+{{- $parts := 1 -}}
+{{- $sizes := dict "-tp" 1 "--tensor-parallel-size" 1 "-pp" 1 "--pipeline-parallel-size" 1 "-pcp" 1 "--prefill-context-parallel-size" 1 -}}
+{{- $elsewhere := list "--config" "--distributed-executor-backend" -}}
+{{- $said := true -}}
+{{- range $index, $arg := .args -}}
+{{- if hasPrefix "-" $arg -}}
+{{- $name := $arg | splitList "=" | first | replace "_" "-" -}}
+{{- $said = and $said (not (has $name $elsewhere)) -}}
+{{- if hasKey $sizes $name -}}
+{{- $value := "" -}}
+{{- if contains "=" $arg -}}
+{{- $value = $arg | splitList "=" | last -}}
+{{- else if lt (add1 $index) (len $.args) -}}
+{{- $value = index $.args (add1 $index) -}}
+{{- end -}}
+{{- if regexMatch "^[0-9]{1,6}$" $value -}}
+{{- $parts = mul $parts (int $value) -}}
+{{- else -}}
+{{- $said = false -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $said -}}{{- $parts -}}{{- end -}}
+{{- end -}}
+
+{{/* The application says the same, but not before pods hold the GPUs. */}}
+{{- define "sluice.checkGpus" -}}
+{{- $gpus := .Values.gpusPerEngine | int -}}
+{{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- $at := eq $index 0 | ternary "app.vllm_args" (printf "app.more_models[%d].vllm_args" (sub $index 1)) -}}
+{{- $parts := include "sluice.engineParts" (dict "args" ($model.vllm_args | default list)) -}}
+{{- $vllm := eq (dig "engine" "kind" "vllm" $model) "vllm" -}}
+{{- if and $gpus $vllm $parts (ne $parts (toString $gpus)) -}}
+{{- fail (printf "gpusPerEngine is %d, and by %s an engine uses %s: set gpusPerEngine, or --tensor-parallel-size times --pipeline-parallel-size, so that they are the same" $gpus $at $parts) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
