@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
@@ -30,7 +31,8 @@ def _metric_names() -> set[str]:
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
-    status = {**dict.fromkeys(moved, 1), "background_failures": {"heartbeat": 1}}
+    numbers = dict.fromkeys((*moved, "free_blocks", "total_blocks", "preemptions"), 1)
+    status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory"}
     text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 
@@ -48,6 +50,35 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
+def test_the_dashboard_asks_for_one_model_at_a_time_where_one_is_chosen() -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "namespace", "model", "pod"]
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            selectors = re.findall(r"{.*?}", target["expr"])
+            assert len(selectors) == len(re.findall(r"\bsluice_\w+", target["expr"])), panel["title"]
+            assert all('model=~"$model"' in selector for selector in selectors), panel["title"]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "sluice_engine_free_blocks", "sluice_engine_preemptions_total", "sluice_engine_limited_by",
+        "sluice_replica_slowness", "sluice_e2e_seconds_bucket", "sluice_ttft_seconds_bucket",
+        "sluice_itl_seconds_bucket",
+    ],
+)  # fmt: skip
+def test_the_dashboard_shows_what_explains_a_slow_answer(metric: str) -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    assert any(metric in target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = json.loads((CHART / "files/dashboards/sluice.json").read_text())["panels"]
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
+    assert all(panel["description"] for panel in panels)
+
+
 def _alerts(rendered: dict[str, str]) -> list[dict[str, Any]]:
     rule = _all(rendered[EVERYTHING], "PrometheusRule")["full"]
     return list(rule["spec"]["groups"][0]["rules"])
@@ -62,6 +93,46 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert _names_in(alert["expr"]) <= _metric_names()
         assert re.search(r'namespace="prod",pod=~"full-', alert["expr"].replace("{ ", "{"))
         assert alert["annotations"]["summary"]
+
+
+RUNBOOK = CHART.parents[1] / "docs/runbook.md"
+
+
+def test_every_alert_links_to_its_section_of_the_runbook(rendered: dict[str, str]) -> None:
+    sections = re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    alerts = _alerts(rendered)
+    assert {alert["alert"] for alert in alerts} == set(sections) and len(set(sections)) == len(sections)
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{alert['alert'].lower()}"
+
+
+def test_a_section_of_the_runbook_says_how_grave_it_is_and_what_to_do(rendered: dict[str, str]) -> None:
+    severity = {alert["alert"]: alert["labels"]["severity"] for alert in _alerts(rendered)}
+    for name, text in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL):
+        assert f"**{severity[name].capitalize()}.**" in text, name
+        assert "\nLook: " in text and "\nDo: " in text, name
+
+
+def test_thresholds_are_those_of_values_and_the_runbook_names_them(helm4: Helm4) -> None:
+    names = yaml.safe_load((CHART / "values.yaml").read_text())["prometheusRule"]["thresholds"]
+    given = {name: 0.901 + index / 100 for index, name in enumerate(names)}
+    rule = {"enabled": True, "thresholds": given, "runbookUrl": "https://runbooks.example.org/sluice"}
+    text = helm4.render(with_password({"prometheusRule": rule}))
+    alerts = _all(text, "PrometheusRule")["my-sluice"]["spec"]["groups"][0]["rules"]
+    expressions = " ".join(alert["expr"] for alert in alerts)
+    for name, value in given.items():
+        assert expressions.count(f"> {value:g}") == 1, name
+        assert f"`{name}`" in RUNBOOK.read_text(), name
+    assert all(a["annotations"]["runbook_url"].startswith("https://runbooks.example.org/sluice#sluice") for a in alerts)
+
+
+def test_links_of_the_runbook_lead_somewhere() -> None:
+    for file, anchor in re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", RUNBOOK.read_text()):
+        text = (RUNBOOK.parent / file).read_text()
+        headings = {
+            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+        }
+        assert not anchor or anchor in headings, f"{file}#{anchor}"
 
 
 def test_a_model_without_engines_has_routers_and_no_series_of_replicas(rendered: dict[str, str]) -> None:
