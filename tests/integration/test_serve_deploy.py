@@ -74,7 +74,7 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     address = f"http://127.0.0.1:{dashboard_port}"
     try:
         wait_until(
-            lambda: _answers(f"{address}/api/version") or head.poll() is not None,
+            lambda: _answers(_with_token(f"{address}/api/version", ray_env)) or head.poll() is not None,
             START_TIMEOUT_S,
             "the dashboard answers",
         )
@@ -85,7 +85,12 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
             kill_all([head, *head.children(recursive=True)])
 
 
-def _answers(url: str) -> bool:
+def _with_token(url: str, ray_env: dict[str, str]) -> urllib.request.Request:
+    token = Path(ray_env["HOME"], ".ray/auth_token").read_text().strip()
+    return urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+
+
+def _answers(url: str | urllib.request.Request) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
@@ -142,11 +147,7 @@ def _redis_keys(server: EmbeddedRedis) -> int:
 
 def _applications(dashboard: str, ray_env: dict[str, str]) -> dict[str, Any]:
     """By name, as `serve status` asks for them."""
-    token = Path(ray_env["HOME"], ".ray/auth_token").read_text().strip()
-    request = urllib.request.Request(
-        f"{dashboard}/api/serve/applications/", headers={"Authorization": f"Bearer {token}"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(_with_token(f"{dashboard}/api/serve/applications/", ray_env), timeout=60) as response:
         found: dict[str, Any] = json.load(response)["applications"]
         return found
 
