@@ -168,7 +168,8 @@ class MiniKubeRay:
 
     def haproxy_configuration(self) -> str:
         """Of the head's HAProxy, as it runs."""
-        return (self.folder / "h/haproxy.cfg").read_text()
+        (written,) = (self.folder / "h").glob("*/haproxy.cfg")  # one for the node
+        return written.read_text()
 
     def family(self, name: str) -> list[psutil.Process]:
         process = self.processes[name]
