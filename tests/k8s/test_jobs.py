@@ -180,3 +180,23 @@ def test_the_fetch_mounts_the_claim_where_pods_look_for_models(helm4: Helm4) -> 
 def test_scripts_of_jobs_are_rendered_as_they_are(helm4: Helm4) -> None:
     command = _pod(_job(helm4, FETCHING, "model-fetch"))["containers"][0]["command"]
     assert command[-1].strip() == (CHART / "files/fetch.py").read_text().strip()
+
+
+def _check(job: Manifest, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """As its container does; /tmp is the pod's own there."""
+    command = [part.replace("/tmp/", f"{folder}/") for part in _pod(job)["containers"][0]["command"]]
+    env = {**os.environ, **_env(job), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_check_takes_what_the_application_takes(helm4: Helm4, tmp_path: Path) -> None:
+    done = _check(_job(helm4, named("cpu-demo"), "config-check"), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_check_refuses_an_argument_that_vllm_does_not_know(helm4: Helm4, tmp_path: Path) -> None:
+    """Helm's schema takes it, for it is a text like another."""
+    done = _check(_job(helm4, {"app": {"vllm_args": ["--max-modle-len", "8192"]}}, "config-check"), tmp_path)
+    assert done.returncode != 0 and "--max-modle-len" in done.stderr
