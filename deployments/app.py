@@ -8,13 +8,14 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from deployments.config.application import AppConfig, AutoscalingSection, Role
+from deployments.config.application import AppConfig, AutoscalingSection, Role, checked
 from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
 from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env, free_port
@@ -52,8 +53,17 @@ ROUTER_RETRY_AFTER_S = 5.0
 ROUTER_SURGE_PERCENT = 100
 
 
-def build(config: AppConfig) -> Application:
-    """The application: routers over engine replicas, and an embedded Redis when no other is named.
+def build(settings: dict[str, Any]) -> Application:
+    """The application of a file for `serve deploy`.
+
+    Raises:
+        ConfigError: naming each wrong setting, or as `application`.
+    """
+    return application(checked(settings))
+
+
+def application(config: AppConfig) -> Application:
+    """Routers over engine replicas, and an embedded Redis when no other is named.
 
     Raises:
         ConfigError: no Redis is named on a cluster of several nodes.

@@ -238,6 +238,9 @@ class MemoryStateStore:
         self._places[ticket.request_id] = _Place(ticket, self._now())
         return self._dispatch(ticket.router_id)
 
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        return self._refusal(ticket, limits)
+
     def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         """None spends the quotas."""
         spent = self._allowed(limits.quotas)

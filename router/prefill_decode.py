@@ -4,7 +4,7 @@
              -> decode store -> decode replica, which fetches the cache and streams
 
 Both pools are plain routed clients over stores of their own, so queues, replicas lost and a Redis that is away are
-theirs.
+theirs. To the decode replicas' client a prefill elsewhere is a `Preparation` of the request.
 The decode replica gets the whole request and samples every token of the answer itself, the first one too: so nothing is
 doubled or lost whatever the sampling, at the price of computing the last prompt token twice. All that can go wrong on
 the way (no prefill replica, a queue too long, a replica lost, a cache that is gone) ends in the same place: the
@@ -14,24 +14,20 @@ decode replica reads the prompt itself. A cache is offered once: whoever gets th
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from policies.checks import require_positive
-from policies.errors import InputError, StateStoreError
-from policies.router.admission import Refusal
 from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
 from router.classifier import Classified
+from router.clock import Clock
 from router.codec import EngineCodec, Output, RequestSize
-from router.connection import ReplicaConnection
 from router.metrics import SplitMetrics
-from router.routed_client import Entry, RoutedClient
-from router.settlements import Bill
-from router.state_store import StateStore, Ticket
+from router.routed_client import RoutedClient
+from router.state_store import Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
-from router.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +152,7 @@ class PrefillPool(Generic[RequestT, OutputsT]):
     async def start(self) -> None:
         """Raises StateStoreError when the shared state cannot be reached."""
         await self.client.start()
-        self.client.repeat(self._read, "prefill outputs")
+        self.client.repeat(self._read, "prefill outputs", pause_s=0)
 
     async def close(self) -> None:
         await self.client.close()
@@ -164,6 +160,11 @@ class PrefillPool(Generic[RequestT, OutputsT]):
     @property
     def replicas(self) -> int:
         return len(self.client.snapshot.replicas)
+
+    @property
+    def slowness(self) -> float:
+        """Of the slowest."""
+        return max((load.slowness for load in self.client.snapshot.replicas.values()), default=1.0)
 
     def wait_s(self, mine_s: float) -> float:
         """Predicted seconds until the least loaded replica is through with what it has and what waits.
@@ -214,65 +215,121 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         return tokens
 
 
-@dataclass(slots=True, eq=False)
-class _Split(Generic[RequestT]):
-    """A request while its prompt is read elsewhere."""
+class _HandOver(Generic[RequestT]):
+    """One request's way from pool to pool: what the decode pool's client prepares it by."""
 
-    request: RequestT
-    request_id: str
-    prompt_tokens: int
-    slo_class: str
-    timing: RequestTiming
-    tenant: Tenant | None
-    question: Question | None
-    bill: Bill | None = None
-    task: "asyncio.Task[None] | None" = None
+    def __init__(
+        self, split: "SplitClient[RequestT, Any]", request: RequestT, size: RequestSize, slo_class: str
+    ) -> None:
+        self._split, self._request, self._slo_class = split, request, slo_class
+        self._request_id, self._prompt_tokens = size.request_id, size.prompt_tokens
+        self._cache: Cache | None = None
+        self._until_s = 0.0
+
+    async def prepare(self) -> None:
+        split, began_s = self._split, self._split.clock.now()
+        split.reading_s[self._request_id] = split.policy.prefill_s(self._prompt_tokens)
+        try:
+            self._cache = await self._read(began_s)
+        finally:
+            del split.reading_s[self._request_id]
+        if self._cache is not None:
+            now_s = split.clock.now()
+            split.metrics.prefill_s.observe(now_s - began_s)
+            self._until_s = now_s + split.config.cache_s
+
+    async def _read(self, now_s: float) -> Cache | None:
+        """None when the prompt is to be read by the decode replica."""
+        pool = self._split.pool
+        timeout_s = self._split.policy.patience_s(self._prompt_tokens, pool.slowness)
+        try:
+            cache = await pool.prefill(self._request, self._slo_class, timeout_s, now_s)
+        except Exception as error:  # of whatever kind: the decode replica can read it
+            self._split.note_fall_back(self._request_id, "late" if isinstance(error, TimeoutError) else "refused")
+            return None
+        if cache is None:
+            self._split.note_fall_back(self._request_id, "failed")
+        return cache
+
+    def first_sending(self, request: RequestT) -> RequestT | None:
+        self._split.offered.pop(self._request_id, None)
+        cache, self._cache = self._cache, None
+        if cache is None:
+            return None
+        now_s = self._split.clock.now()
+        if now_s > self._until_s:
+            self._split.note_fall_back(self._request_id, "expired")
+            self._let_go(request, cache)
+            return None
+        self._split.offered[self._request_id] = now_s, cache
+        self._split.metrics.hand_overs.inc()
+        return self._split.codec.with_cache(request, cache)
+
+    def answered(self, output: Output) -> None:
+        if (offered := self._split.offered.pop(self._request_id, None)) is not None:
+            self._split.codec.note_hits(output, offered[1])
+
+    def ended(self, request: RequestT) -> None:
+        self._split.offered.pop(self._request_id, None)
+        if self._cache is not None:
+            self._let_go(request, self._cache)
+
+    def _let_go(self, request: RequestT, cache: Cache) -> None:
+        """Tell the prefill replica, in the connector's way: through a replica that might have fetched the cache.
+
+        Without one, and for a cache that came too late for its cancelled request, the time runs out by itself.
+        """
+        of_its_own = f"{self._request_id}!"
+        ends_at_once = self._split.codec.without_fetching(request, of_its_own, cache)
+        self._split.decoding.start_and_end(ends_at_once, of_its_own)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """A cache for a request that waits for a decode replica; `until_s` on the router's clock."""
+class SplitClient(Generic[RequestT, OutputsT]):
+    """As the routed client of the decode replicas, but a prefill pool reads prompts where the policy says so.
 
-    cache: Cache
-    until_s: float
-
-
-class SplitClient(RoutedClient[RequestT, OutputsT]):
-    """The routed client of the decode replicas, which lets a prefill pool read prompts where the policy says so."""
+    Attributes:
+        reading_s: predicted seconds of the prefills that go on, by request id.
+        offered: caches on their way to a decode replica that has sent nothing yet: since when, and which.
+    """
 
     def __init__(
         self,
         *,
+        decoding: RoutedClient[RequestT, OutputsT],
         pool: PrefillPool[RequestT, OutputsT],
         policy: PrefillDecode,
-        split_codec: SplitCodec[RequestT, OutputsT],
-        split_metrics: SplitMetrics,
-        split_config: SplitConfig,
-        **routed: Any,
+        codec: SplitCodec[RequestT, OutputsT],
+        metrics: SplitMetrics,
+        config: SplitConfig,
+        clock: Clock,
     ) -> None:
-        super().__init__(codec=split_codec, **routed)
-        self.pool = pool
-        self._policy, self._split_codec = policy, split_codec
-        self._split_metrics, self._split_config = split_metrics, split_config
-        self._splits: dict[str, _Split[RequestT]] = {}
-        self._offers: dict[str, _Offer] = {}
-        self._offered: dict[str, tuple[ReplicaConnection, float, Cache]] = {}
-        self._context_tokens: float | None = None
+        self.decoding, self.pool, self.policy, self.codec = decoding, pool, policy, codec
+        self.metrics, self.config, self.clock = metrics, config, clock
+        self.reading_s: dict[str, float] = {}
+        self.offered: dict[str, tuple[float, Cache]] = {}
+        self.context_tokens: float | None = None
+        # The prefill pool has no part in these.
+        self.cancel, self.check_room, self.next_outputs = decoding.cancel, decoding.check_room, decoding.next_outputs
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Of the decode pool."""
+        return self.decoding.snapshot
 
     async def start(self) -> None:
-        await super().start()
+        """Raises StateStoreError when the shared state cannot be reached."""
+        await self.decoding.start()
+        self.decoding.repeat(self._look_after, "hand-overs")
         await self.pool.start()
 
     async def close(self) -> None:
         await self.pool.close()
-        await super().close()
+        await self.decoding.close()
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """Of both pools at once: an engine that hangs in each is waited for once."""
-        mine, theirs = await asyncio.gather(super().statuses(), self.pool.client.statuses())
-        return {**mine, **theirs}
-
-    # From the front end
+        answering, reading = await asyncio.gather(self.decoding.statuses(), self.pool.client.statuses())
+        return {**answering, **reading}
 
     async def submit(
         self,
@@ -282,214 +339,56 @@ class SplitClient(RoutedClient[RequestT, OutputsT]):
         timing: RequestTiming,
         tenant: Tenant | None = None,
         question: Question | None = None,
-        admitted: bool = False,
-        bill: Bill | None = None,
     ) -> None:
-        size = self._codec.size(request)
-        if size.request_id in self._splits:
-            raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
+        """As `RoutedClient.submit`."""
+        size = self.codec.size(request)
         why = self._why(request, size, slo_class)
-        self._split_metrics.decisions.labels(why).inc()
-        split = _Split(request, size.request_id, size.prompt_tokens, slo_class, timing, tenant, question, bill)
-        splits = why is Why.SPLIT
-        if splits and not await self._passes_the_door(split, size):
-            # It may have paid, though no reply came: as while the shared state is away, quotas do not count. What it
-            # takes of tokens does, in the end.
-            splits, tenant = False, None
-        if not splits:
-            await super().submit(
-                request,
-                slo_class=slo_class,
-                timing=timing,
-                tenant=tenant,
-                question=question,
-                admitted=admitted,
-                bill=split.bill,
-            )
-            return
-        self._splits[size.request_id] = split
-        split.task = self._background.spawn(self._read_elsewhere(split), "prefill")
+        self.metrics.decisions.labels(why).inc()
+        await self.decoding.submit(
+            request,
+            slo_class=slo_class,
+            timing=timing,
+            tenant=tenant,
+            question=question,
+            preparation=_HandOver(self, request, size, slo_class) if why is Why.SPLIT else None,
+        )
+
+    def note_fall_back(self, request_id: str, reason: str) -> None:
+        """A decode replica reads a prompt that was to be read elsewhere."""
+        self.metrics.fallbacks.labels(reason).inc()
+        logger.warning("request %s is read by its decode replica: %s", request_id, reason)
 
     def _why(self, request: RequestT, size: RequestSize, slo_class: str) -> Why:
-        if self._local.in_use or size.max_output_tokens == 1 or not self._split_codec.splits(request):
+        if self.decoding.is_alone or size.max_output_tokens == 1 or not self.codec.splits(request):
             return Why.OFF
-        if size.prompt_tokens < self._policy.config.min_prompt_tokens:
+        if size.prompt_tokens < self.policy.config.min_prompt_tokens:
             return Why.SHORT  # most requests, and the pools need not be looked at
         loads = self.snapshot.replicas.values()
-        replicas = max(1, len(loads))
-        mine_s = sum(self._policy.prefill_s(split.prompt_tokens) for split in self._splits.values())
-        return self._policy.choose(
+        return self.policy.choose(
             SplitState(
                 prompt_tokens=size.prompt_tokens,
-                itl_target_s=self._split_config.itl_targets_s.get(slo_class),
+                itl_target_s=self.config.itl_targets_s.get(slo_class),
                 prefill_replicas=self.pool.replicas,
-                prefill_wait_s=self.pool.wait_s(mine_s),
-                decode_batch=sum(load.running for load in loads) / replicas,
-                context_tokens=self._context_tokens,
+                prefill_wait_s=self.pool.wait_s(sum(self.reading_s.values())),
+                decode_batch=sum(load.running for load in loads) / max(1, len(loads)),
+                context_tokens=self.context_tokens,
                 slowness=max((load.slowness for load in loads), default=1.0),
             )
         )
 
-    async def _passes_the_door(self, split: _Split[RequestT], size: RequestSize) -> bool:
-        """As if it were to be decoded now: its class's limits and its tenant's quotas count at arrival, and once.
-
-        The store knows them only as part of queueing, so a ticket of another name goes in and comes out again. It wants
-        no slot yet, so none is called back for it. False while the store is away.
-
-        Raises:
-            AdmissionError: they do not allow it.
-        """
-        name = f"{size.request_id}?"
-        probe = replace(size, request_id=name, prompt_token_ids=())
-        classified = self._classifier.ticket(probe, split.slo_class, self.router_id, self._shared_clock.now())
-        limits = self._door.limits(split.slo_class, split.tenant, classified.tokens)
-        split.bill = Bill.of(split.tenant, split.prompt_tokens, classified.tokens)
-        api_key = split.tenant.name if split.tenant else ""
-        try:
-            result = await self._store.enqueue(replace(classified.ticket, fills_idle=True, api_key=api_key), limits)
-        except StateStoreError:
-            return False
-        finally:  # whatever happened, the call may have been obeyed
-            self._background.spawn(self._with_retries(lambda: self._store.cancel([name])), "cancel")
-        if isinstance(result, Refusal):
-            raise self._refused(result, split.slo_class, classified.ticket.bin_index, split.timing)
-        if split.bill is not None:
-            split.bill.charged_tokens = split.bill.quota.cost
-        for assignment in result:
-            if assignment.request_id != name:
-                self._place(assignment)
-        return True
-
-    async def cancel(self, request_ids: Sequence[str], outcome: str) -> None:
-        for request_id in request_ids:
-            if (split := self._splits.pop(request_id, None)) is not None:
-                if request_id not in self._entries:  # else it is counted, and its offer taken back, as any other
-                    self._note_end(split.slo_class, 0, split.timing, outcome)
-                    self._settle_up(split.bill, split.timing)
-                    if (offer := self._offers.pop(request_id, None)) is not None:
-                        self._let_go(split.request, request_id, offer)
-                if split.task is not None:
-                    split.task.cancel()
-        await super().cancel(request_ids, outcome)
-
-    # The prefill, and the way from there
-
-    async def _read_elsewhere(self, split: _Split[RequestT]) -> None:
-        began_s = self._clock.now()
-        cache = await self._cache(split, began_s)
-        now_s = self._clock.now()
-        if self._splits.get(split.request_id) is not split:
-            return  # cancelled meanwhile
-        if cache is not None:
-            self._split_metrics.prefill_s.observe(now_s - began_s)
-            self._offers[split.request_id] = _Offer(cache, now_s + self._split_config.cache_s)
-        await self._decode(split)
-
-    async def _cache(self, split: _Split[RequestT], now_s: float) -> Cache | None:
-        """None when the prompt is to be read by the decode replica."""
-        slowness = max((load.slowness for load in self.pool.client.snapshot.replicas.values()), default=1.0)
-        timeout_s = self._policy.patience_s(split.prompt_tokens, slowness)
-        try:
-            cache = await self.pool.prefill(split.request, split.slo_class, timeout_s, now_s)
-        except Exception as error:  # of whatever kind: the decode replica can read it
-            self._fall_back(split.request_id, "late" if isinstance(error, TimeoutError) else "refused")
-            return None
-        if cache is None:
-            self._fall_back(split.request_id, "failed")
-        return cache
-
-    def _fall_back(self, request_id: str, reason: str) -> None:
-        self._split_metrics.fallbacks.labels(reason).inc()
-        logger.warning("request %s is read by its decode replica: %s", request_id, reason)
-
-    async def _decode(self, split: _Split[RequestT]) -> None:
-        request_id = split.request_id
-        try:
-            await super().submit(
-                split.request,
-                slo_class=split.slo_class,
-                timing=split.timing,
-                tenant=split.tenant,
-                question=split.question,
-                admitted=True,
-                bill=split.bill,
-            )
-        except Exception as error:  # of whatever kind: whoever waits must hear of it
-            logger.error("request %s failed: %r", request_id, error)
-            if isinstance(error, StateStoreError):
-                split.timing.unserved = error
-            if split.timing.outcome is None:
-                self._note_end(split.slo_class, 0, split.timing, "error")
-            self._settle_up(split.bill, split.timing)
-            self._offers.pop(request_id, None)
-            await self._outputs.put(self._codec.failed(request_id))
-        finally:
-            if self._splits.get(request_id) is split:
-                del self._splits[request_id]
-
-    def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
-        """With the cache that was got for it, the first time that it is sent."""
-        offer = self._offers.pop(entry.request_id, None)
-        self._offered.pop(entry.request_id, None)
-        if offer is None:
-            return super()._encoded(entry, connection)
-        now_s = self._clock.now()
-        if now_s > offer.until_s:
-            self._fall_back(entry.request_id, "expired")
-            self._let_go(entry.request, entry.request_id, offer)
-            return super()._encoded(entry, connection)
-        self._offered[entry.request_id] = connection, now_s, offer.cache
-        self._split_metrics.hand_overs.inc()
-        return self._codec.encode_request(self._split_codec.with_cache(entry.request, offer.cache))
-
-    def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
-        if self._offered and (offered := self._offered.get(output.request_id)) and offered[0] is connection:
-            del self._offered[output.request_id]
-            self._split_codec.note_hits(output, offered[2])
-        return super()._account(connection, output, now_s)
-
-    def _cancel(self, entries: Iterable[Entry[RequestT]], outcome: str) -> None:
-        ended = list(entries)
-        for entry in ended:
-            if (offer := self._offers.pop(entry.request_id, None)) is not None:
-                self._let_go(entry.request, entry.request_id, offer)
-        super()._cancel(ended, outcome)
-
-    def _let_go(self, request: RequestT, request_id: str, offer: _Offer) -> None:
-        """Tell the prefill replica, in the connector's way: through a replica that might have fetched the cache.
-
-        Without one, and for a cache that came too late for its cancelled request, the time runs out by itself.
-        """
-        if connections := self._connections.all_open:
-            of_its_own = f"{request_id}!"
-            ends_at_once = self._split_codec.without_fetching(request, of_its_own, offer.cache)
-            connections[0].add(self._codec.encode_request(ends_at_once))
-            connections[0].abort([of_its_own])
-
-    # In the background
-
-    async def _heartbeat(self) -> None:
+    async def _look_after(self) -> None:
         self._restart_stalled()
-        self._note_context()
-        await super()._heartbeat()
-
-    def _note_context(self) -> None:
-        """What this router's requests hold on replicas stands for what all routers' do."""
-        running = [entry for entry in self._entries.values() if entry.connection is not None]
-        if running:
-            prompts = sum(self._codec.size(entry.request).prompt_tokens for entry in running)
-            self._context_tokens = (prompts + sum(len(entry.sent) for entry in running)) / len(running)
+        # What this router's requests hold on replicas stands for what all routers' do.
+        self.context_tokens = self.decoding.context_tokens or self.context_tokens
 
     def _restart_stalled(self) -> None:
         """Requests whose cache does not arrive: a transfer from a replica that has died need not end by itself."""
-        oldest_s = self._clock.now() - self._split_config.stalled_s
-        for request_id, (connection, offered_s, _) in list(self._offered.items()):
-            entry = self._entries.get(request_id)
-            if entry is None or entry.connection is not connection:
-                del self._offered[request_id]
-            elif offered_s < oldest_s:
-                del self._offered[request_id]
-                self._fall_back(request_id, "stalled")
-                # At once, before a token of it can come. No loss that would count against it: this happens only once.
-                self._unplace(entry)
-                self._background.spawn(self._recall(entry, connection), "restart")
+        oldest_s = self.clock.now() - self.config.stalled_s
+        for request_id in [name for name, (since_s, _) in self.offered.items() if since_s < oldest_s]:
+            del self.offered[request_id]
+            if self.decoding.restart(request_id):
+                self.note_fall_back(request_id, "stalled")
+
+
+EngineClient = RoutedClient[RequestT, OutputsT] | SplitClient[RequestT, OutputsT]
+"""What stands where an engine's own client stands."""

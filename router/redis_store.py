@@ -197,6 +197,10 @@ def _packed_quotas(quotas: Iterable[Quota]) -> bytes:
     return msgspec.msgpack.encode([(quota.name, quota.cost, quota.per_s, quota.burst) for quota in quotas])
 
 
+def _asked(ticket: Ticket, limits: Limits) -> tuple[str | bytes, ...]:
+    return ticket.request_id, _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
+
+
 def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
     return Refusal(reason.decode(), float(retry_after_s))
 
@@ -242,9 +246,12 @@ class RedisStateStore:
             await self._redis.connection_pool.disconnect()
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        fields = _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
-        taken, *reply = await self._run("enqueue", ticket.request_id, *fields)
+        taken, *reply = await self._run("enqueue", *_asked(ticket, limits))
         return [Assignment(*_strings(pair)) for pair in reply[0]] if taken else _refusal(*reply)
+
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        taken, *reply = await self._run("enqueue", *_asked(ticket, limits), "admit")
+        return None if taken else _refusal(*reply)
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         taken, *reply = await self._run("charge", _packed_quotas(quotas))

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -78,6 +78,22 @@ class RoutedClientConfig:
         require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
 
 
+class Preparation(Protocol[RequestT]):
+    """What is done elsewhere for a request before it is queued; what came of it goes along when it is first sent."""
+
+    async def prepare(self) -> None:
+        """Ends in bounded time, and whatever came of it: the request is queued then."""
+
+    def first_sending(self, request: RequestT) -> RequestT | None:
+        """The request with what was prepared, before it is sent; None to send it as it is, as after the first time."""
+
+    def answered(self, output: Output) -> None:
+        """The first output came, and may be changed before it is passed on."""
+
+    def ended(self, request: RequestT) -> None:
+        """The request is over without an output: nobody wants any more what was prepared."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry(Generic[RequestT]):
     """One request until its end: it is being queued, then waits in its bin, then goes to a replica, then runs there.
@@ -91,6 +107,8 @@ class Entry(Generic[RequestT]):
         encoded: as it will be sent, until then; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
+        preparation: None without one, and once its first output has come.
+        preparing: the preparation while it goes on; the ticket comes after it.
     """
 
     request: RequestT
@@ -111,6 +129,8 @@ class Entry(Generic[RequestT]):
     encoded: Sequence[Buffer] | None = None
     bill: Bill | None = None
     held_back: list[Output] | None = None
+    preparation: Preparation[RequestT] | None = None
+    preparing: "asyncio.Task[None] | None" = None
 
     @property
     def request_id(self) -> str:
@@ -220,6 +240,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             raise self._refused(Refusal(f"room for {room} of {requests} requests", wait_s), slo_class, 0, timing)
 
     @property
+    def is_alone(self) -> bool:
+        """The shared state is away, and requests go to the replicas that are connected."""
+        return self._local.in_use
+
+    @property
+    def context_tokens(self) -> float | None:
+        """What a request of this router holds on its replica, on average; None while none runs."""
+        running = [entry for entry in self._entries.values() if entry.connection is not None]
+        held = sum(self._codec.size(entry.request).prompt_tokens + len(entry.sent) for entry in running)
+        return held / len(running) if running else None
+
+    @property
     def is_cut_off(self) -> bool:
         """The shared state has answered no heartbeat for a while, and no replica is connected without it."""
         silent = self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._config.heartbeat_s
@@ -228,9 +260,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def next_outputs(self) -> OutputsT:
         return await self._outputs.get()
 
-    def repeat(self, call: Callable[[], Awaitable[None]], name: str) -> None:
-        """Call it for ever, until this client closes; failures are counted."""
-        self._background.repeat(call, 0, name)
+    def repeat(self, call: Callable[[], Awaitable[None]], name: str, *, pause_s: float | None = None) -> None:
+        """Call it for ever, until this client closes; without a pause as often as it beats. Failures are counted."""
+        self._background.repeat(call, self._config.heartbeat_s if pause_s is None else pause_s, name)
 
     # From the front end
 
@@ -242,14 +274,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         timing: RequestTiming,
         tenant: Tenant | None = None,
         question: Question | None = None,
-        admitted: bool = False,
-        bill: Bill | None = None,
+        preparation: Preparation[RequestT] | None = None,
     ) -> None:
         """Queue a request; its outputs come through `next_outputs`.
 
         Args:
-            admitted: it was before, and meets no limits.
-            bill: what it was charged then; without, it is charged now.
+            preparation: comes first; limits and quotas count now, and once.
 
         Raises:
             InputError: a request of this id is not over yet, or it holds what no engine can be sent.
@@ -272,13 +302,14 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         encoded = self._encode(request)
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
         entry.planned_key, entry.foresight, entry.encoded = classified.planned_key, foresight, encoded
-        entry.bill = bill or Bill.of(tenant, size.prompt_tokens, classified.tokens)
+        entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
+        entry.preparation = preparation
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
             entry.held_back = []
         self._entries[size.request_id] = entry
         try:
-            limits = NO_LIMITS if admitted else self._door.limits(slo_class, tenant, classified.tokens)
-            refusal = await self._enqueue(entry, limits)
+            limits = self._door.limits(slo_class, tenant, classified.tokens)
+            refusal = await (self._enqueue if preparation is None else self._admit)(entry, limits)
         except BaseException as error:
             # Whatever failed, the call may have been obeyed; what it charged stands.
             self._cancel([entry], "error" if isinstance(error, StateStoreError) else "cancelled")
@@ -332,6 +363,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._count(entry, outcome)
             (unsent if entry.connection is None else running[entry.connection]).append(entry.request_id)
             self._end_locally(entry.request_id)
+            if entry.preparing is not None:
+                entry.preparing.cancel()
+            if entry.preparation is not None:
+                entry.preparation.ended(entry.request)
         for connection, ids in running.items():
             connection.abort(ids)
         if unsent and not self._local.in_use:  # else the shared state is told of all at once when it is back
@@ -342,11 +377,57 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._cancel([entry], "error")
         self._background.spawn(self._outputs.put(self._codec.failed(entry.request_id)), "fail")
 
+    def restart(self, request_id: str) -> bool:
+        """Take a request back from where it was sent, before another token of it can come, and queue it again.
+
+        No loss that would count against it. False where it was sent nowhere.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or entry.connection is None:
+            return False
+        connection = entry.connection
+        self._unplace(entry)
+        self._background.spawn(self._recall(entry, connection), "restart")
+        return True
+
+    def start_and_end(self, request: RequestT, request_id: str) -> None:
+        """Let any connected replica start a request for what that does besides; nobody waits for its outputs."""
+        if connections := self._connections.all_open:
+            connections[0].add(self._codec.encode_request(request))
+            connections[0].abort([request_id])
+
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """As `Connections.statuses`."""
         return await self._connections.statuses()
 
     # Tickets
+
+    async def _admit(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
+        """Its class's limits and its tenant's quotas count at arrival; it is prepared, and queued after that.
+
+        Without a reply it is queued at once. It may have paid, so no quota counts again; what it takes of tokens does,
+        in the end.
+        """
+        try:
+            refusal = await self._store.admit(entry.ticket, limits)
+        except StateStoreError:
+            entry.preparation = None
+            return await self._enqueue(entry, replace(limits, quotas=()))
+        self._note_charge(entry, refusal, limits.quotas)
+        if refusal is None and entry.preparation is not None and self._lives(entry):
+            entry.preparing = self._background.spawn(self._queue_prepared(entry, entry.preparation), "prepare")
+        return refusal
+
+    async def _queue_prepared(self, entry: Entry[RequestT], preparation: Preparation[RequestT]) -> None:
+        try:
+            await preparation.prepare()
+            entry.preparing = None
+            entry.ticket = replace(entry.ticket, arrival_s=None)  # nothing has overtaken what was not queued
+            await self._enqueue(entry, NO_LIMITS)
+        except Exception as error:  # of whatever kind: whoever waits must hear of it
+            if self._lives(entry):
+                entry.timing.unserved = error if isinstance(error, StateStoreError) else None
+                self._fail(entry, repr(error))
 
     async def _enqueue(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
@@ -383,7 +464,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._note_charge(entry, result, ())
         return result
 
-    def _note_charge(self, entry: Entry[RequestT], result: list[Assignment] | Refusal, quotas: Sequence[Quota]) -> None:
+    def _note_charge(self, entry: Entry[RequestT], result: object, quotas: Sequence[Quota]) -> None:
         """The first time that it was taken, for then it paid."""
         bill = entry.bill
         if bill is None or bill.charged_tokens is not None or isinstance(result, Refusal):
@@ -472,7 +553,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _send(self, entry: Entry[RequestT], connection: ReplicaConnection) -> None:
         try:
-            connection.add(self._encoded(entry, connection))
+            connection.add(self._encoded(entry))
         except Exception as error:  # too large, or beyond the codec: no other replica could take it either
             self._fail(entry, repr(error))
             return
@@ -483,8 +564,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
 
-    def _encoded(self, entry: Entry[RequestT], connection: ReplicaConnection) -> Sequence[Buffer]:
+    def _encoded(self, entry: Entry[RequestT]) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
+        if entry.preparation is not None and (prepared := entry.preparation.first_sending(entry.request)) is not None:
+            return self._codec.encode_request(prepared)
         return encoded or self._codec.encode_request(entry.request)
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
@@ -501,7 +584,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_planned(self, entry: Entry[RequestT]) -> None:
         """In shadow mode: whether the policies would have started another request of this router first."""
         if entry.planned_key is not None:
-            waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None)
+            waiting = (e.planned_key for e in self._entries.values() if e.replica_id is None and e.preparing is None)
             earlier = any(key is not None and key < entry.planned_key for key in waiting)
             self._metrics.shadow_starts.labels(entry.slo_class, "later" if earlier else "same").inc()
 
@@ -624,6 +707,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry = self._entries.get(output.request_id)
         if entry is None or entry.connection is not connection:
             return ()
+        if entry.preparation is not None:
+            entry.preparation.answered(output)
+            entry.preparation = None
         if entry.repeats and not self._take_repeats(entry, output):
             return ()
         if output.new_token_ids:

@@ -178,6 +178,12 @@ class StateStore(Protocol):
         ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        """As if it were queued now: whether the limits allow it, and what it takes out of its quotas then.
+
+        It is not queued: that may follow, without limits.
+        """
+
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         """Take out of quotas what no request takes, if all of them allow it."""
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,18 @@ from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_names, engine_profile
-from simulator.planner import PLANNED, PlanConfig, Point, Tried, ablations, cheapest, contributions, try_all, workers
+from simulator.planner import (
+    PLANNED,
+    Change,
+    PlanConfig,
+    Point,
+    Trials,
+    Tried,
+    ablations,
+    cheapest,
+    contribution,
+    workers,
+)
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
 from simulator.report import Target, check_targets, parse_target, summary, table
@@ -47,7 +58,8 @@ examples:
   sluice plan --trace mine.csv --load 1,1.5,2 --html plan.html --json plan.json
 
 The answer is the cheapest combination in which the given share of every class meets its target, for each load, and what
-each feature of Sluice adds there: the change when it is taken out, 0 where it adds nothing."""
+each feature of Sluice adds there: the change when it is taken out, 0 where it adds nothing. The cheapest are tried
+first, and what costs more than the answer is not tried without --all."""
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -73,6 +85,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     plan.add_argument("--load", default="1", help="factors on the arrival rate (default: %(default)s)")
     plan.add_argument("--price", action="append", default=[], metavar="ENGINE=PRICE", help="per replica (default: 1)")
     plan.add_argument("--attainment", type=float, default=0.95, help="share that must meet the target (default: 0.95)")
+    plan.add_argument("--all", action="store_true", help="try also what costs more than the answer")
     plan.add_argument("--processes", type=int, default=workers(64), help="simulations at once (default: %(default)s)")
     one.set_defaults(run=simulate)
     plan.set_defaults(run=make_plan)
@@ -256,31 +269,55 @@ def _draw_run(finished: Run, path: Path) -> None:
 
 
 def make_plan(options: argparse.Namespace) -> None:
-    """`sluice plan`."""
+    """`sluice plan`. What is known is printed at once: every trial, and each load's answer before what features add."""
     _check_outputs(options)
     workload, config = _workload(options), _plan_config(options)
     check_targets(config.targets, workload, all_classes=True)
-    tried = _tried(config, config.points(), workload, options.processes)
-    lines = [_heading(), *(_line(each) for each in tried), ""]
+    lines, tried = list[str](), list[Tried]()
     answers: dict[str, Any] = {}
-    added: dict[str, dict[str, dict[str, float | None]]] = {}
-    for load in config.loads:
-        best = cheapest(tried, config.attainment, load)
-        answers[str(load)] = None if best is None else asdict(best)
-        lines.append(_answer(load, best, config))
-        at = (best or max(tried, key=lambda each: (each.point.load == load, each.attainment))).point
-        changes = contributions(_tried(config, ablations(at), workload, options.processes))
-        added[str(load)] = changes
-        lines += _contribution_lines(at.replicas, at.engine, changes)
-    text = "\n".join(lines)
-    print(text)
+    added: dict[str, dict[str, Change]] = {}
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    with Trials(config, workload, options.processes) as trials:
+        for load in config.loads:
+            say(_heading())
+            points = config.points(load)
+            for each in _watched(trials.until_answered(load), len(points)):
+                tried.append(each)
+                say(_line(each))
+            best = cheapest(tried, config.attainment, load)
+            answers[str(load)] = None if best is None else asdict(best)
+            say(_answer(load, best, config))
+            at = (best or max(tried, key=lambda each: (each.point.load == load, each.attainment))).point
+            added[str(load)] = _features(trials, at, say)
     _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
-    _write_plots(options, f"Plan for {workload.name}", text, lambda path: _draw_plan(tried, path))
+    _write_plots(options, f"Plan for {workload.name}", "\n".join(lines), lambda path: _draw_plan(tried, path))
 
 
-def _tried(config: PlanConfig, points: Sequence[Point], workload: Workload, processes: int) -> list[Tried]:
-    with tqdm(total=len(points), unit="simulation", disable=None) as bar:
-        return try_all(config, points, workload, bar.update, processes)
+def _features(trials: Trials, at: Point, say: Callable[[str], None]) -> dict[str, Change]:
+    """What each adds at that point."""
+    say(f"  what each feature adds there ({at.replicas} x {at.engine}):")
+    points = ablations(at)
+    results, changes = _watched(trials.each(points), len(points)), dict[str, Change]()
+    whole = next(results)
+    for each in results:
+        feature = each.point.without or "everything (against stock)"
+        changes[feature] = contribution(whole, each)
+        say(_contribution_line(feature, changes[feature]))
+    say("")
+    return changes
+
+
+def _watched(trials: Iterable[Tried], most: int) -> Iterator[Tried]:
+    """With a bar on a terminal, which is out of the way while one is dealt with."""
+    with tqdm(total=most, unit="simulation", disable=None) as bar:
+        for each in trials:
+            bar.clear()
+            yield each
+            bar.update()
 
 
 def _plan_config(options: argparse.Namespace) -> PlanConfig:
@@ -302,6 +339,7 @@ def _plan_config(options: argparse.Namespace) -> PlanConfig:
         systems=options.systems.split(","),
         loads=loads,
         attainment=options.attainment,
+        everything=options.all,
         split=_split(options, "auto", 256),
     )
 
@@ -328,12 +366,9 @@ def _answer(load: float, best: Tried | None, config: PlanConfig) -> str:
     return f"{wanted}: {at.replicas} x {at.engine} with {at.system}, cost {best.cost:.2f}"
 
 
-def _contribution_lines(replicas: int, engine: str, changes: dict[str, dict[str, float | None]]) -> Sequence[str]:
-    lines = [f"  what each feature adds there ({replicas} x {engine}):"]
-    for feature, change in changes.items():
-        shown = "  ".join(f"{name} {'-' if x is None else f'{x:+.1%}'}" for name, x in change.items())
-        lines.append(f"    {feature:<28} {shown}")
-    return lines
+def _contribution_line(feature: str, change: Change) -> str:
+    shown = "  ".join(f"{name} {'-' if x is None else f'{x:+.1%}'}" for name, x in change.items())
+    return f"    {feature:<28} {shown}"
 
 
 def _draw_plan(tried: Sequence[Tried], path: Path) -> None:

@@ -1,14 +1,18 @@
-"""What to buy and what to switch on: sweeps systems, replicas, engines and load, and takes every feature out once.
+"""What to buy and what to switch on: tries systems, replicas and engines at each load, the cheapest first, and takes
+every feature out once.
 
 Each point is a simulation of its own, so points run in parallel and the answer does not depend on how many cores do.
 """
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Self
 
 from policies.checks import require_probability
 from policies.errors import ConfigError
@@ -23,6 +27,9 @@ from simulator.workload import Workload
 
 # What a plan may try: whole systems by name, and Sluice with some of its replicas for prefill alone.
 PLANNED = (*SYSTEMS, "split")
+
+Change = dict[str, float | None]
+"""Relative, by the name of what changes; None where there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class PlanConfig:
         replicas, systems, loads: what to combine; a load multiplies the workload's arrival rate.
         told: whether Sluice is told the targets, or only judged by them as the others are.
         attainment: share of every class's requests that must meet their target.
+        everything: whether what costs more than the answer is tried too.
         split: how the system "split" decides and moves caches.
 
     Raises:
@@ -76,6 +84,7 @@ class PlanConfig:
     loads: Sequence[float] = (1.0,)
     told: bool = True
     attainment: float = 0.95
+    everything: bool = False
     split: PrefillDecodeConfig = field(default_factory=PrefillDecodeConfig)
 
     def __post_init__(self) -> None:
@@ -85,15 +94,20 @@ class PlanConfig:
         if min(self.replicas) < 1 or min(self.loads) <= 0:
             raise ConfigError(f"replicas and loads must be positive, got {self.replicas} and {self.loads}")
 
-    def points(self) -> list[Point]:
-        return [
+    def points(self, load: float) -> list[Point]:
+        """The cheapest first; of equal cost the fewest replicas, which are simulated soonest."""
+        points = [
             Point(engine=engine, system=name, replicas=count, load=load)
-            for load in self.loads
             for engine in self.profiles
             for count in sorted(set(self.replicas))
             for name in self.systems
             if name != "split" or count > 1
         ]
+        return sorted(points, key=lambda point: (self.cost(point), point.replicas))
+
+    def cost(self, point: Point) -> float:
+        """While all of its replicas are there."""
+        return self.prices.get(point.engine, 1.0) * point.replicas
 
     def pools(self, prefill_replicas: int) -> PoolsConfig:
         targets = {name: target.tpot_s for name, target in self.targets.items()}
@@ -110,27 +124,59 @@ def workers(jobs: int) -> int:
     return max(1, min(jobs, os.cpu_count() or 1))
 
 
-def try_all(
-    config: PlanConfig, points: Sequence[Point], workload: Workload, on_done: Callable[[], object], processes: int
-) -> list[Tried]:
-    """Every point, in order.
+class Trials:
+    """Simulations of points of one plan, as many at once as there are processes; the `with` block ends them."""
 
-    Args:
-        on_done: called when one is finished.
-        processes: how many at once; 1 runs them here.
-    """
-    if processes < 1:
-        raise ConfigError(f"processes must be at least 1, got {processes}")
-    one = partial(_try, config, workload)
-    if processes == 1:
-        return [_noted(one(point), on_done) for point in points]
-    with ProcessPoolExecutor(max_workers=processes) as pool:
-        return [_noted(tried, on_done) for tried in pool.map(one, points)]
+    def __init__(self, config: PlanConfig, workload: Workload, processes: int) -> None:
+        """Args:
+            processes: 1 runs them here.
 
+        Raises:
+            ConfigError: there are none.
+        """
+        if processes < 1:
+            raise ConfigError(f"processes must be at least 1, got {processes}")
+        self._config, self._workload, self._processes = config, workload, processes
+        self._pool = ProcessPoolExecutor(max_workers=processes) if processes > 1 else None
+        self._tried: dict[Point, Tried] = {}
 
-def _noted(tried: Tried, on_done: Callable[[], object]) -> Tried:
-    on_done()
-    return tried
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def each(self, points: Iterable[Point]) -> Iterator[Tried]:
+        """In their order, each as soon as it and those before it are known. What was tried before is not run again."""
+        todo, ahead = iter(points), deque[Callable[[], Tried]]()
+        while True:
+            ahead.extend(self._started(point) for point in islice(todo, self._processes - len(ahead)))
+            if not ahead:
+                return
+            tried = ahead.popleft()()
+            self._tried[tried.point] = tried
+            yield tried
+
+    def _started(self, point: Point) -> Callable[[], Tried]:
+        """Returns what waits for its end."""
+        if point in self._tried:
+            return partial(self._tried.__getitem__, point)
+        if self._pool is None:
+            return partial(_try, self._config, self._workload, point)
+        return self._pool.submit(_try, self._config, self._workload, point).result
+
+    def until_answered(self, load: float) -> Iterator[Tried]:
+        """The cheapest first, up to the cost of the first that is good enough, unless everything is to be tried."""
+        points, best = self._config.points(load), math.inf
+        results = self.each(points)
+        for point in points:
+            if self._config.cost(point) > best and not self._config.everything:
+                return
+            tried = next(results)
+            if tried.attainment >= self._config.attainment:
+                best = min(best, self._config.cost(point))
+            yield tried
 
 
 def _try(config: PlanConfig, workload: Workload, point: Point) -> Tried:
@@ -172,17 +218,9 @@ def ablations(point: Point) -> list[Point]:
     return [whole, *less, stock]
 
 
-def contributions(tried: Sequence[Tried]) -> dict[str, dict[str, float | None]]:
-    """What each feature adds to the whole: relative change against the system without it, 0 when it adds nothing.
+def contribution(whole: Tried, less: Tried) -> Change:
+    """What one of `ablations` lacks adds to the whole: relative changes against it, 0 where that adds nothing."""
 
-    Args:
-        tried: what came of `ablations`, in their order.
-    """
-    whole = tried[0]
-    return {each.point.without or "everything (against stock)": _change(whole, each) for each in tried[1:]}
-
-
-def _change(whole: Tried, less: Tried) -> dict[str, float | None]:
     def ratio(value: float | None, other: float | None) -> float | None:
         return value / other - 1.0 if value is not None and other else None
 

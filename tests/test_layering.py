@@ -136,6 +136,31 @@ def test_a_room_imports_only_those_below_it() -> None:
                 assert below, f"{path.relative_to(ROOT)} imports {module}"
 
 
+NAMEDTUPLES_OWN = {"_asdict", "_fields", "_replace"}  # public in spite of their names
+
+
+def private_names(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            yield node
+
+
+def own_names(tree: ast.ClassDef) -> set[str]:
+    """Private ones that a class defines itself, and those that it sets."""
+    methods = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return methods | {node.attr for node in private_names(tree) if isinstance(node.ctx, ast.Store)}
+
+
+@pytest.mark.parametrize("package", ["policies", "router"])
+def test_no_class_reaches_into_another_or_into_the_one_that_it_inherits_from(package: str) -> None:
+    for path in files(package):
+        tree = ast.parse(path.read_text(), str(path))
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        own = {id(node) for each in classes for node in private_names(each) if node.attr in own_names(each)}
+        others = [node for node in private_names(tree) if id(node) not in own and node.attr not in NAMEDTUPLES_OWN]
+        assert not others, [f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}" for node in others]
+
+
 def test_nothing_that_serves_imports_the_simulator() -> None:
     for path in files("deployments"):
         assert path.parent.name == "command" or "simulator" not in roots(path), path.relative_to(ROOT)

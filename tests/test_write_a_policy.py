@@ -73,11 +73,11 @@ def test_the_package_can_be_installed(tmp_path: Path) -> None:
 
 def test_the_served_settings_are_valid_and_a_slip_is_said_before_anything_starts() -> None:
     ((*command, file),) = commands("sluice serve")
-    made = cli.app_config(cli.parser().parse_args([*command[1:], file]))
+    made = cli.app_config(cli.parse([*command[1:], file]))
     assert (made.engine.scheduler.policy, made.engine.scheduler.policy_args) == (POLICY, {"fraction": 0.1})
     Path(file).write_text(Path(file).read_text().replace("keep_free:", "kept_free:"))
     with pytest.raises(ConfigError, match=r"engine\.scheduler.*No module named 'kept_free'"):
-        cli.app_config(cli.parser().parse_args([*command[1:], file]))
+        cli.app_config(cli.parse([*command[1:], file]))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def register(commands: Any) -> None:
         description="Measure what steps cost here, and say whether exclusive batching can pay.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] [-- VLLM_ARGS ...]",
     )
     parser.add_argument("--model", default="demo", help="local folder or hub name (default: the demo model)")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU instead of the CPU build")
@@ -74,7 +75,6 @@ def register(commands: Any) -> None:
     parser.add_argument("--most-batch", type=int, help="largest batch measured (default: the engine's slots)")
     parser.add_argument("-o", "--output", type=Path, default=Path("profile.csv"), help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="draw the fit there, as PNG or SVG (needs matplotlib)")
-    parser.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
     parser.set_defaults(run=run)
 
 

@@ -4,34 +4,31 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-
-import yaml
-from pydantic import ValidationError
 
 from deployments.command import calibrate, one_machine
+from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
-from deployments.command.args_check import checking
-from deployments.config.application import DEMO, AppConfig
+from deployments.command.args_check import check_args
+from deployments.command.settings import of_one_machine, section, sharing_memory, with_defaults
+from deployments.config.application import AppConfig, checked
 from deployments.process.environment import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
 from router.redis_store import check_access
 from simulator import commands as simulator_commands
 
-DRAIN_TIMEOUT_S = 5.0
-
 _EPILOG = """\
 examples:
   sluice serve                                    the demo model, no GPU needed
-  sluice serve --model Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
-  sluice serve --model ./my-model -- --max-model-len 8192 --max-num-seqs 128
+  sluice serve Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
+  sluice serve ./my-model -- --max-model-len 8192 --max-num-seqs 128
   sluice serve --config sluice.yaml --port 9000
 
 A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
@@ -49,9 +46,16 @@ def parser() -> argparse.ArgumentParser:
         description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [MODEL] [options] [-- VLLM_ARGS ...]",
     )
-    serving.add_argument("--model", help="local folder or hub name (default: the demo model that comes with Sluice)")
-    serving.add_argument("--served-model-name", help="the name that clients use (default: --model)")
+    serving.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="local folder or hub name (default: the demo model that comes with Sluice)",
+    )
+    serving.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as an option")
+    serving.add_argument("--served-model-name", help="the name that clients use (default: MODEL)")
     serving.add_argument(
         "--host", default="127.0.0.1", help="address to serve on, of IPv4 or IPv6 (default: %(default)s)"
     )
@@ -69,14 +73,50 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--config", type=Path, help="YAML file of the application's settings; options here go before it"
     )
-    serving.add_argument("vllm_args", nargs="*", metavar="-- VLLM_ARGS", help="further arguments for vLLM")
     serving.set_defaults(run=run_serve)
     calibrate.register(commands)
     env_command.register(commands)
+    config_command.register(commands)
     keys_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What follows "--" goes to vLLM as it is, where the command has an engine.
+
+    Raises:
+        SystemExit: after usage and what is wrong.
+    """
+    at = argv.index("--") if "--" in argv else len(argv)
+    root, ours, vllm_args = parser(), argv[:at], argv[at + 1 :]
+    options, unknown = root.parse_known_args(ours)
+    has_engine = options.command in ("serve", "calibrate")
+    if unknown:
+        hint = f"; {_behind_dashes(ours, unknown, vllm_args)}" if has_engine else ""
+        root.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
+    if vllm_args and not has_engine:
+        root.error(f"sluice {options.command} has no engine that could take what follows --: {shlex.join(vllm_args)}")
+    options.vllm_args = list(vllm_args)
+    return options
+
+
+def _behind_dashes(ours: Sequence[str], unknown: Sequence[str], vllm_args: Sequence[str]) -> str:
+    """The command with vLLM's options where they belong, each with a value that seems to be its own."""
+    known, moved = list[str](), list[str]()
+    for before, arg in zip(["", *ours], ours, strict=False):
+        is_value = before in unknown and before.startswith("-") and "=" not in before and not arg.startswith("-")
+        (moved if arg in unknown or is_value else known).append(arg)
+    return f"those for vLLM follow two dashes: sluice {shlex.join(known)} -- {shlex.join([*moved, *vllm_args])}"
+
+
+def _model(options: argparse.Namespace) -> str | None:
+    """Raises ConfigError where two are named."""
+    if options.model and options.model_option and options.model != options.model_option:
+        raise ConfigError(f"one model is served here, not {options.model} and {options.model_option}: see more_models")
+    model: str | None = options.model or options.model_option
+    return model
 
 
 def app_config(options: argparse.Namespace) -> AppConfig:
@@ -85,10 +125,9 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     Raises:
         ConfigError: naming each wrong setting by its path.
     """
-    settings = _read(options.config) if options.config else {}
-    engine, router = _section(settings, "engine"), _section(settings, "router")
+    settings = of_one_machine(options.config) if options.config else {}
     for path, value in {
-        "model": options.model,
+        "model": _model(options),
         "served_model_name": options.served_model_name,
         "engine.kind": options.engine,
         "engine.replicas": options.engine_replicas,
@@ -97,76 +136,24 @@ def app_config(options: argparse.Namespace) -> AppConfig:
         "vllm_args": options.vllm_args or None,
     }.items():
         if value is not None:
-            _set(settings, path, value)
-    settings.setdefault("model", DEMO)
-    settings["vllm_args"] = settings.get("vllm_args") or []  # left empty it is null
-    engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
-    for each in (engine, *_engines_of_more_models(settings)):
-        each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
-        each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
-    for section in (router, _section(settings, "predictor")):
-        section.setdefault("num_cpus", 0)
-    return _sharing_memory(checked(settings))
-
-
-def _sharing_memory(config: AppConfig) -> AppConfig:
-    """Engines on this machine's processors get a part of its memory each."""
-    engines = sum(each.engine_replicas for each in config.each_model() if each.engine.num_gpus == 0)
-    more = tuple(each.sharing_memory(engines) for each in config.more_models)
-    return config.sharing_memory(engines).model_copy(update={"more_models": more})
-
-
-def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Their sections, made where they are missing; what is no model is left for the check."""
-    more = settings.get("more_models")
-    return [_section(each, "engine") for each in more if isinstance(each, dict)] if isinstance(more, list) else []
-
-
-def checked(settings: dict[str, Any]) -> AppConfig:
-    """Raises ConfigError naming each wrong setting by its path, without its value where that may be a secret."""
-    try:
-        return AppConfig.model_validate(settings)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("\n".join(["wrong settings:", *lines])) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, as under `args` in deployments/configs/local.yaml")
-    if "applications" in settings:
-        raise ConfigError(f"{path} is for `serve deploy`: give `sluice serve` a file of what stands under `args` in it")
-    return settings
-
-
-def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section of the file; one that was left empty is there all the same."""
-    section = settings[name] = settings.get(name) or {}
-    if not isinstance(section, dict):
-        raise ConfigError(f"{name} must hold a mapping of settings, got {section!r}")
-    return section
-
-
-def _set(settings: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        settings = settings.setdefault(section, {})
-    settings[name] = value
+            *sections, name = path.split(".")
+            target = settings
+            for each in sections:
+                target = section(target, each)
+            target[name] = value
+    return checked(with_defaults(settings))
 
 
 def run_serve(options: argparse.Namespace) -> None:
-    config = app_config(options)
-    check_builds(config)
-    check_redis(config)
+    given = app_config(options)
+    check_builds(given)
+    check_redis(given)
     run_dir = one_machine.prepare(options.host, options.port)
-    with (
-        checking(config.vllm_argv()) if options.vllm_args else nullcontext() as checked_args,
-        one_machine.running(config, run_dir, options.host, options.port, checked_args) as address,
-    ):
+    if any(each.vllm_args for each in given.each_model()):
+        one_machine.say("checking the arguments for vLLM ...")
+        check_args(given.each_model())
+    config = sharing_memory(given)
+    with one_machine.running(config, run_dir, options.host, options.port) as address:
         model = config.public_name
         print(f"Sluice is ready: {address}")
         print(f"model: {model}")
@@ -196,9 +183,13 @@ def example(address: str, model: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(argv)
+    options = parse(sys.argv[1:] if argv is None else argv)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes to at its end
+        sys.exit(128 + signal.SIGPIPE)
     except SluiceError as error:
         sys.exit(f"sluice: {error}")
     except KeyboardInterrupt:

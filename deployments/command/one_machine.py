@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -147,19 +148,13 @@ def prepare(host: str, port: int) -> Path:
 
 
 @contextlib.contextmanager
-def running(
-    config: AppConfig, run_dir: Path, host: str, port: int, check: Callable[[], None] | None = None
-) -> Iterator[str]:
+def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[str]:
     """The application, ready, for the time of the block, after `prepare`; yields its address.
-
-    check: waits for what must be known before anything is loaded; goes on while Ray starts.
 
     Raises:
         ApplicationStartError: it does not come up.
     """
     with _ray(run_dir, port):
-        if check:
-            check()
         _deploy(config)
         url = f"http://{address(host, port)}"
         _wait_until_healthy(url)
@@ -200,6 +195,8 @@ def _start_ray(run_dir: Path, port: int) -> None:
     import ray
     from ray import serve
 
+    # Its lines of the start are not about what the user did, and one reads like a warning.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(
             address="local",
@@ -249,7 +246,7 @@ def _lives(process: psutil.Process) -> bool:
 def _deploy(config: AppConfig) -> None:
     from ray import serve
 
-    from deployments.app import build
+    from deployments.app import application
 
     _check_resources(config)
     models = config.each_model()
@@ -257,7 +254,7 @@ def _deploy(config: AppConfig) -> None:
     names = ", ".join(each.public_name for each in models)
     with _progress(f"loading {names} on {replicas} engine replica{'s' * (replicas > 1)}"):
         try:
-            serve.run(build(config), name=config.name, route_prefix="/")
+            serve.run(application(config), name=config.name, route_prefix="/")
         except RuntimeError as error:
             raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
 

@@ -15,17 +15,29 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from deployments.config.messages import ARGUMENTS, what_is_wrong
 from deployments.config.profile import calibrated
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
+from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
@@ -57,7 +69,7 @@ DEMO_ARGS = (
 class Section(BaseModel):
     """Refuses what it does not know; its errors do not show what was given, which may hold a password."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
 
 class ScalingSection(Section):
@@ -66,11 +78,13 @@ class ScalingSection(Section):
     min_replicas: int = Field(default=1, ge=1)
     """Also at no traffic at all: from nothing, no replica would be there to report."""
     max_replicas: int = Field(ge=1)
+    """However great the need."""
     upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """How long the need for more must stand."""
     downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
     """How long the need for fewer must stand: longer than loading the model takes."""
     interval_s: Seconds = 1.0
+    """How often the need is looked at."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -103,6 +117,7 @@ class RouterSection(Section):
     autoscaling: RouterAutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each router."""
     max_ongoing_requests: int = Field(default=10_000, ge=1)
     """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
     Retry-After."""
@@ -131,6 +146,7 @@ class RouterSection(Section):
     max_wait_s: Seconds = 600.0
     """The longest that a request may wait for a replica before it fails."""
     heartbeat_s: Seconds = 1.0
+    """How often routers and replicas say that they live, and exchange what they have learned."""
     silence_s: Seconds = 10.0
     """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
 
@@ -213,6 +229,7 @@ class PrefillSection(Section):
     """
 
     replicas: int = Field(default=1, ge=1)
+    """Replicas that only read prompts."""
     autoscaling: AutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     resources: dict[str, float] | None = None
@@ -261,6 +278,7 @@ class EngineSection(Section):
     gang: GangSection = GangSection()
     """Of the kind `transformers`."""
     replicas: int = Field(default=1, ge=1)
+    """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
     prefill: PrefillSection | None = None
     """A second group of replicas, which only reads prompts; see docs/prefill-decode.md."""
     autoscaling: AutoscalingSection | None = None
@@ -268,12 +286,13 @@ class EngineSection(Section):
     num_gpus: float = Field(default=0, ge=0)
     """GPUs for each replica; 0 runs the CPU build."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each replica; it may use more."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources for each replica, to place it."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of each replica, on top of what the CPU build needs."""
     bind_host: str | None = None
-    """Numeric address on which a replica listens, and which routers call; None is the node's own in the cluster."""
+    """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
     credit_lookahead: int = Field(default=0, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends."""
     lora: LoraSection | None = None
@@ -308,6 +327,7 @@ class BinsSection(Section):
     """Bins of predicted output length."""
 
     count: int = Field(default=4, ge=1, le=64)
+    """How many; 1 does not tell lengths apart."""
     seconds_per_token: Seconds | None = None
     """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
     moment: one while requests are few, for which batches of many bins would take too long to fill."""
@@ -317,7 +337,9 @@ class BinsSection(Section):
     edges: tuple[float, ...] | None = None
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
+    """Finished requests between two adjustments of the edges."""
     window_requests: int = Field(default=4096, ge=8)
+    """The last finished requests whose lengths count."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
     """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
@@ -432,8 +454,11 @@ class WorkSection(Section):
     profile: Path | None = None
     """A file that `sluice calibrate` wrote for this model and hardware, in the place of the three numbers below."""
     prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
+    """What a prompt token adds to a step."""
     decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
+    """What a decode step takes, however many requests share it."""
     decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
+    """What a request adds to a decode step."""
     batch_size: int = Field(default=32, ge=1)
     """Requests that usually share a decode step."""
     default_output_tokens: int = Field(default=256, ge=1)
@@ -459,10 +484,13 @@ class PredictorSection(Section):
     place: Literal["replicas", "router"] = "replicas"
     """In replicas of its own, or inside each router process."""
     checkpoint: Path | None = None
-    """What `sluice predictor train` wrote; None is the one that comes with Sluice."""
+    """What `sluice predictor train` wrote; null is the one that comes with Sluice."""
     replicas: int = Field(default=1, ge=1)
+    """Predictors in replicas of their own, with `kind: bert`."""
     num_gpus: float = Field(default=0, ge=0)
+    """GPUs for each predictor replica."""
     num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each predictor replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
     deadline_s: Seconds = 0.015
@@ -474,6 +502,7 @@ class PredictorSection(Section):
     max_waiting: int = Field(default=256, ge=1)
     """Prompts that may wait for the predictor; for more the histogram stands in at once."""
     cache_entries: int = Field(default=8192, ge=0)
+    """Predictions remembered, by prompt."""
 
     @property
     def own_replicas(self) -> int:
@@ -596,6 +625,16 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _without(argv: Sequence[str], names: Container[str]) -> list[str]:
+    """An argument list without these options and their values."""
+    kept, keeps = list[str](), True
+    for arg in argv:
+        keeps = arg not in names if arg.startswith("-") else keeps
+        if keeps:
+            kept.append(arg)
+    return kept
+
+
 def _gpus_used(argv: Sequence[str]) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
     return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
@@ -614,7 +653,7 @@ class ModelSection(Section):
     model: str
     """A local folder, the name of a model on the hub, or `demo` for the small model that comes with Sluice."""
     served_model_name: str | None = None
-    """The name that clients use; None is `model`, and `sluice-demo` for `demo`."""
+    """The name that clients use; null is `model`, and `sluice-demo` for `demo`."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments as `vllm serve` takes them, one item each; those that suit `demo` go before them."""
     engine: EngineSection = EngineSection()
@@ -644,6 +683,9 @@ class ModelSection(Section):
     def _leaves_ours_alone(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         if argv and not argv[0].startswith("-"):
             raise ValueError(f"must begin with an option, got {argv[0]!r}")
+        for arg in argv:
+            if re.match(r"--?[\w.-]+\s", arg):
+                raise ValueError(f"{arg.split()[0]} and what follows it stand in one item: {ARGUMENTS}")
         for name in _options(argv):
             if (why := why_refused(name)) is not None:
                 raise ValueError(why)
@@ -709,11 +751,12 @@ class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
     more_models: tuple[ModelSection, ...] = ()
-    """Further models, each with engines and a key space of its own; everything else is shared."""
+    """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
+    has them at the top; everything else is shared."""
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Keeps the shared state of several applications apart in one Redis database."""
     redis_url: SecretStr | None = None
-    """redis://, rediss:// (TLS) or unix://; None starts an embedded Redis with the application, on one machine only.
+    """redis://, rediss:// (TLS) or unix://; null starts an embedded Redis with the application, on one machine only.
     One with a password is named by SLUICE_REDIS_URL instead: Ray logs what stands here."""
     redis_ca_certs: str | None = None
     """File of CA certificates for rediss://."""
@@ -727,7 +770,9 @@ class AppConfig(ModelSection):
     keys: KeysSection = KeysSection()
     predictor: PredictorSection = PredictorSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
+    """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: str = "standard"
+    """Of requests that ask for none, and whose key has none of its own."""
 
     @field_validator("redis_url")
     @classmethod
@@ -853,9 +898,9 @@ class AppConfig(ModelSection):
         """The arguments for vLLM on both sides."""
         model, args = (str(DEMO_MODEL), DEMO_ARGS) if self.model == DEMO else (self.model, ())
         name = ["--served-model-name", self.public_name] if self.public_name != model else []
-        args = ("--disable-log-stats", "--no-enable-log-requests", *args, *self.vllm_args)
+        ours = _without(("--disable-log-stats", "--no-enable-log-requests", *args), _options(self.vllm_args))
         lora = self.engine.lora.vllm_argv() if self.engine.lora else []
-        return ["--model", model, *name, *args, *lora]
+        return ["--model", model, *name, *ours, *self.vllm_args, *lora]
 
     @property
     def runs_eagerly(self) -> bool:
@@ -928,3 +973,12 @@ class AppConfig(ModelSection):
             default_target_s=targets[self.default_class],
             work_weight=self.order.work_weight,
         )
+
+
+def checked(settings: Any) -> AppConfig:
+    """Raises ConfigError naming each wrong setting by its path, without its value where that may be a secret."""
+    try:
+        return AppConfig.model_validate(settings)
+    except ValidationError as error:
+        lines = [f"  {each}" for each in what_is_wrong(error, AppConfig)]
+        raise ConfigError("\n".join(["wrong settings:", *lines])) from None

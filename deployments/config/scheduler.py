@@ -8,10 +8,11 @@ vLLM makes additional_config part of its compile-cache key: what changes from ho
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from deployments.config.messages import what_is_wrong
 from deployments.config.profile import calibrated
 from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
@@ -31,7 +32,8 @@ SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
 class SchedulerSettings(BaseModel):
     """What each engine step may do, and who decides it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    FIXED: ClassVar = frozenset({"policy", "policy_args"})  # live control changes the others
 
     mode: Mode = "auto"
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets
@@ -89,8 +91,7 @@ class SchedulerSettings(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            lines = [f"{KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise ConfigError("; ".join(lines)) from None
+            raise ConfigError("; ".join(f"{KEY}.{wrong}" for wrong in what_is_wrong(error, cls))) from None
 
     @classmethod
     def of_vllm(cls, additional_config: object) -> Self:

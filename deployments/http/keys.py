@@ -21,12 +21,13 @@ from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import redis.asyncio as redis
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from deployments.config.messages import what_is_wrong
 from policies.errors import ConfigError, StateStoreError
 from router.admission import Tenant
 from router.redis_store import AWAY
@@ -46,14 +47,21 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class KeyEntry(BaseModel):
     """One key as it is written down."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    FIXED: ClassVar = frozenset[str]()  # all of it is read again
 
     name: str = Field(min_length=1, max_length=64)
+    """Whose key it is; it stands in logs."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """The SHA-256 of the key, in hexadecimal; `sluice keys new` prints it."""
     default_class: str | None = None
+    """Of its requests that name no class; null is `default_class` of the application."""
     classes: frozenset[str] | None = None
+    """Those that it may ask for; null allows all."""
     requests_per_minute: Rate | None = None
+    """Requests that it may start; a minute's worth may come at once. null sets no limit."""
     tokens_per_minute: Rate | None = None
+    """Tokens of prompts and answers together; a minute's worth may come at once. null sets no limit."""
 
     @cached_property
     def tenant(self) -> Tenant:
@@ -85,7 +93,7 @@ def parse_entries(text: str, source: str) -> list[KeyEntry]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML") from error
     except ValidationError as error:
-        wrong = "; ".join(f"entry {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        wrong = "; ".join(f"entry {each}" for each in what_is_wrong(error, KeyEntry, shows_values=False))
         raise ConfigError(f"{source}: {wrong}") from None
 
 

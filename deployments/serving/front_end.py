@@ -30,7 +30,7 @@ from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import ProcessPage, RouterMetrics, SplitMetrics, shared_exposition
-from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.prefill_decode import EngineClient, PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient
 from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
@@ -113,7 +113,7 @@ class FrontEnd:
 
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
         """As `RoutedClient.charge`: a key's allowance is one for all models."""
-        await self.routed.charge(tenant, tokens)
+        await self._answering.charge(tenant, tokens)
 
     def _grammars(self, resources: AsyncExitStack) -> Grammars:
         failures = self.metrics.task_failures
@@ -131,32 +131,33 @@ class FrontEnd:
         if self._llm.errored:
             raise SluiceError(f"the front end of {self.name} reads no more outputs")
 
-    def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> RoutedClient[Any, Any]:
+    def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> EngineClient[Any, Any]:
         config = self._config
         options: dict[str, Any] = {
             "router_id": self.router_id,
+            "codec": codec,
             "door": Door({name: section.limits() for name, section in config.classes.items()}),
             "clock": MonotonicClock(),
             "config": config.router.build(),
         }
-        answering = options | {
-            "store": self._store,
-            "classifier": self._classifier(learned),
-            "shared_clock": SharedClock(),
-            "metrics": self.metrics,
-        }
+        self._answering = RoutedClient[Any, Any](
+            store=self._store,
+            classifier=self._classifier(learned),
+            shared_clock=SharedClock(),
+            metrics=self.metrics,
+            **options,
+        )
         if config.engine.prefill is None:
-            return RoutedClient(codec=codec, **answering)
-        return self._split_client(config.engine.prefill, codec, options, answering)
+            return self._answering
+        return self._split_client(config.engine.prefill, codec, options)
 
     def _split_client(
-        self, prefill: PrefillSection, codec: "VllmCodec", options: dict[str, Any], answering: dict[str, Any]
-    ) -> RoutedClient[Any, Any]:
+        self, prefill: PrefillSection, codec: "VllmCodec", options: dict[str, Any]
+    ) -> SplitClient[Any, Any]:
         """With a second pool of replicas, which reads prompts."""
         metrics = SplitMetrics(self.metrics.registry)
         policy = PrefillDecode(prefill.policy(self._max_batch_tokens), self._config.work.build())
-        reading: RoutedClient[Any, Any] = RoutedClient(
-            codec=codec,
+        reading = RoutedClient[Any, Any](
             store=self._prefill_store,
             classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics),
             shared_clock=SharedClock(),
@@ -164,14 +165,15 @@ class FrontEnd:
             **options,
         )
         return SplitClient(
+            decoding=self._answering,
             pool=PrefillPool(reading, codec, metrics),
             policy=policy,
-            split_codec=codec,
-            split_metrics=metrics,
-            split_config=SplitConfig(
+            codec=codec,
+            metrics=metrics,
+            config=SplitConfig(
                 cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=self._config.itl_targets()
             ),
-            **answering,
+            clock=options["clock"],
         )
 
     async def _enough_replicas(self) -> list[ReplicaInfo]:
@@ -244,8 +246,8 @@ class FrontEnd:
             "routers": snapshot.routers,
             **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
-            "bin_edges_tokens": _as_json(self.routed.bin_edges),
-            "bucket_edges_tokens": _as_json(self.routed.bucket_edges),
+            "bin_edges_tokens": _as_json(self._answering.bin_edges),
+            "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
 

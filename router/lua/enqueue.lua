@@ -1,4 +1,5 @@
--- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key, max_of_key_s}, quotas {{quota, cost, per_s, burst} ...}
+-- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key, max_of_key_s}, quotas {{quota, cost, per_s, burst} ...},
+-- 'admit' to go by limits and quotas and queue nothing.
 -- Queue one ticket and hand out what can be handed out. Returns {1, this router's new assignments}, or
 -- {0, what is spent, seconds until it may be tried again}.
 local id, ticket, limits, quotas = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4])
@@ -69,7 +70,8 @@ local function no_room()
   end
 end
 
-local had_a_place = forget(id)
+local only_admits = ARGV[5] == 'admit'
+local had_a_place = not only_admits and forget(id)
 if had_a_place and had_a_place[ROUTER] == ticket[ROUTER] then
   limits, quotas = { math.huge, math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
 end
@@ -91,6 +93,9 @@ if refusal then
   return refuse(refusal)
 end
 spend(spent)
+if only_admits then
+  return { 1, {} }
+end
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
 if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
   put_on(id, ticket, replica)

@@ -47,7 +47,7 @@ def test_settings_of_a_file_come_beside_the_model_and_the_shared_engine_argument
     options = _parser().parse_args(["--sluice", "1x1", "--sluice-config", str(path)])
     _, plain_sluice, with_file = _specs(options, ENGINE_ARGUMENTS)
     assert (with_file.name, with_file.port) == ("Sluice with stock.yaml", plain_sluice.port + 1)
-    made, default = (cli.app_config(cli.parser().parse_args(spec.command[1:])) for spec in (with_file, plain_sluice))
+    made, default = (cli.app_config(cli.parse(spec.command[1:])) for spec in (with_file, plain_sluice))
     assert (made.engine.scheduler.mode, default.engine.scheduler.mode) == ("stock", "auto")
     assert (made.model, made.vllm_args, made.engine.replicas) == (default.model, default.vllm_args, 1)
 
@@ -69,7 +69,7 @@ def test_engines_of_sluice_get_the_gpus_that_their_build_needs_or_that_were_aske
     parallel = ["--tensor-parallel-size=2"] if gpus == 2 else []
     plain, ours = _specs(_parser().parse_args(["--sluice", "2x1", *options]), parallel)
     assert plain.command[1:3] == ("-m", "deployments.plain_vllm")
-    made = cli.app_config(cli.parser().parse_args(ours.command[1:]))
+    made = cli.app_config(cli.parse(ours.command[1:]))
     assert (made.engine.num_gpus, made.engine.replicas, made.router.replicas) == (gpus, 1, 2)
 
 
@@ -77,4 +77,4 @@ def test_a_file_of_settings_says_its_gpus_itself(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text("engine: {replicas: 1, num_gpus: 0.25}")
     *_, with_file = _specs(_parser().parse_args(["--num-gpus", "1", "--sluice-config", str(path)]), ENGINE_ARGUMENTS)
-    assert cli.app_config(cli.parser().parse_args(with_file.command[1:])).engine.num_gpus == 0.25
+    assert cli.app_config(cli.parse(with_file.command[1:])).engine.num_gpus == 0.25

@@ -89,4 +89,4 @@ def test_sluice_gets_the_gpu_that_its_build_needs(
     install_build(tmp_path, build)
     monkeypatch.syspath_prepend(tmp_path)
     _, ours = _specs(_parser().parse_args([]), [])
-    assert cli.app_config(cli.parser().parse_args(ours.command[1:])).engine.num_gpus == gpus
+    assert cli.app_config(cli.parse(ours.command[1:])).engine.num_gpus == gpus

@@ -387,6 +387,24 @@ async def test_an_id_that_another_router_has_queued_is_charged(store: StateStore
     assert isinstance(await store.enqueue(ticket("x"), limits), Refusal)
 
 
+async def test_what_is_admitted_pays_and_waits_nowhere(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    limits = Limits(max_waiting=1, quotas=(quota(4.0),))
+    assert await store.admit(ticket("x"), limits) is None
+    assert (await store.snapshot()).replicas["r"].running == (await store.snapshot()).waiting == 0
+    assert await owed(store) == 4.0
+    assert await store.enqueue(ticket("y")) == [Assignment("y", "r")]
+    assert await store.admit(ticket("x"), limits) is None
+    assert await store.enqueue(ticket("z")) == []
+    assert await store.admit(ticket("x", slo_class="other"), Limits(max_waiting=1)) is None
+    refused = await store.admit(ticket("x"), Limits(max_waiting=1, quotas=(quota(0.5),)))
+    assert isinstance(refused, Refusal)
+    assert refused.reason == "max_waiting"
+    assert await owed(store) == 8.0, "what is refused pays nothing"
+    assert isinstance(await store.admit(ticket("x"), limits), Refusal)
+    assert await store.locate(["x", "y", "z"]) == [None, "r", ""]
+
+
 SLOWLY = 1e-6  # a second: at this rate nothing comes back within a test
 
 
@@ -776,6 +794,7 @@ steps = st.one_of(
     st.tuples(st.just("cancel"), some_ids),
     st.tuples(st.just("dispatch"), router_ids),
     st.one_of(
+        st.tuples(st.just("admit"), tickets, limits),
         st.tuples(st.just("charge"), st.lists(quotas, max_size=2, unique_by=lambda each: each.name)),
         st.tuples(st.just("settle"), router_ids, st.integers(1, 9), settlements),
     ),
@@ -849,6 +868,8 @@ class Model:
                     self.owed.update({quota.name: quota.cost for quota in limits.quotas})
             case ("register_replica", _, _, ids, _):
                 self.owners.update({name: "" for name in ids if name not in self.places})
+            case ("admit", _, limits) if result is None:
+                self.owed.update({quota.name: quota.cost for quota in limits.quotas})
             case ("charge", quotas) if result is None:
                 self.owed.update({quota.name: quota.cost for quota in quotas})
             case ("settle", router_id, number, settlements) if number > self.settled.get(router_id, 0):

@@ -1,5 +1,5 @@
-"""Writes what follows from other files: the part of values.schema.json that is the application's configuration, the
-chart's table of values, and the goldens.
+"""Writes what follows from other files: docs/configuration.md, the part of values.schema.json that is the application's
+configuration, the chart's table of values, and the goldens.
 
     python -m tests.k8s.refresh
 
@@ -7,8 +7,6 @@ chart's table of values, and the goldens.
 holds that these files are up to date.
 """
 
-import ast
-import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +14,16 @@ from typing import Any
 
 import yaml
 
-from deployments.config import application as config
-from deployments.config import scheduler
+from deployments.command import config
+from deployments.config import reference
 from deployments.config.application import AppConfig
-from deployments.http import keys
 from deployments.http.keys import KeyEntry
 from tests.k8s.cases import FILES, golden, values_of
 from tests.k8s.engines import CHART, Helm4, documents, start_helm4
 
 SCHEMA = CHART / "values.schema.json"
 TABLE = CHART / "README.md"
+PAGE = CHART.parents[1] / "docs" / "configuration.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
     "EngineSection": {"num_gpus", "num_cpus", "resources", "bind_host"},
@@ -50,45 +48,39 @@ values to begin with. All values, `[]` for each item of a list:
 """
 
 
-def field_docs(module: Any) -> dict[str, dict[str, str]]:
-    """The text under each field of each class."""
-    tree = ast.parse(inspect.getsource(module))
-    return {node.name: _docs_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _docs_of(node: ast.ClassDef) -> dict[str, str]:
-    docs = {}
-    for field, after in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            docs[field.target.id] = inspect.cleandoc(ast.literal_eval(after.value)).replace("\n", " ")
-    return docs
-
-
 def definitions() -> dict[str, Any]:
     """`app`, `keyEntry` and what they refer to, in draft-07."""
-    docs = field_docs(config) | field_docs(scheduler) | field_docs(keys)
-    app = AppConfig.model_json_schema()
-    models = {**app.pop("$defs"), "AppConfig": app, "KeyEntry": KeyEntry.model_json_schema()}
-    sections = {name: model for name, model in sorted(models.items()) if model != ANYTHING}
-    return {_name(name): _draft_07(name, model, docs.get(name, {})) for name, model in sections.items()}
+    app = reference.schema(AppConfig)
+    models = {**app.pop("$defs"), "AppConfig": app, "KeyEntry": reference.schema(KeyEntry)}
+    sections = {name: model for name, model in sorted(models.items()) if "properties" in model}
+    return {_name(name): _draft_07(name, model, sections) for name, model in sections.items()}
 
 
 def _name(model: str) -> str:
     return {"AppConfig": "app", "KeyEntry": "keyEntry"}.get(model, f"app{model}")
 
 
-def _draft_07(name: str, model: dict[str, Any], docs: dict[str, str]) -> dict[str, Any]:
+def _draft_07(name: str, model: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in model["properties"].items() if key not in CHART_SETS.get(name, ())}
-    properties = {key: {"description": docs.get(key, _words(key)), **_clean(value)} for key, value in fields.items()}
+    properties = {
+        key: {"description": value["description"], **_clean(value), **_other_defaults(value, sections)}
+        for key, value in fields.items()
+    }
     if name == "AppConfig":
         properties["name"] = {"description": APP_NAME, "type": "string", "pattern": fields["name"]["pattern"]}
-    schema = {"description": model["description"].split("\n")[0], "type": "object", "additionalProperties": False}
+    schema = {"description": model["description"], "type": "object", "additionalProperties": False}
     required = {"required": model["required"]} if "required" in model else {}
     return schema | {"properties": properties} | required
 
 
-def _words(key: str) -> str:
-    return f"{key.replace('_', ' ').capitalize()}; see deployments/config/application.py."
+def _other_defaults(value: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """Of a section that has other defaults here than elsewhere."""
+    section = sections.get(value.get("$ref", "").split("/")[-1])
+    if section is None or "default" not in value:
+        return {}
+    usual = {key: each.get("default") for key, each in section["properties"].items()}
+    other = {key: here for key, here in value["default"].items() if not isinstance(here, dict) and here != usual[key]}
+    return {"default": other} if other else {}
 
 
 def _clean(schema: Any) -> Any:
@@ -120,6 +112,9 @@ def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any)
     for key, value in schema["properties"].items():
         value = _resolved(value, root)
         default = defaults.get(key) if isinstance(defaults, dict) else None
+        if key == "app":
+            yield from app_rows(default)
+            continue
         name, each = f"{path}{key}", _resolved(value.get("additionalProperties") or {}, root)
         if value.get("properties"):
             yield from rows(value, f"{name}.", root, default)
@@ -134,6 +129,20 @@ def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any)
             yield name, _type(value), shown, value["description"]
         if "properties" in each:
             yield from rows(each, f"{name}.NAME.", root, None)
+
+
+def app_rows(defaults: Any) -> Iterator[tuple[str, str, str, str]]:
+    """The application's own, but for what the chart sets."""
+    for key in reference.all_keys(AppConfig):
+        if key.type == "section" or key.name in CHART_SETS.get(key.owner.__name__, ()):
+            continue
+        given = defaults
+        for part in key.path.split("."):
+            given = given.get(part) if isinstance(given, dict) else None
+        shown = key.default if given is None else json.dumps(given)
+        default = "" if key.path == "name" or shown in ("", "null") else f"`{shown}`"
+        unit = f" ({key.unit})" if key.unit else ""
+        yield f"app.{key.path}", f"{key.type}{unit}", default, APP_NAME if key.path == "name" else key.meaning
 
 
 def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +171,7 @@ def golden_text(engine: Helm4, file: Path) -> str:
 
 
 def main() -> None:
+    PAGE.write_text(config.page())
     SCHEMA.write_text(schema_text())
     TABLE.write_text(table_text())
     with start_helm4() as engine:

@@ -16,14 +16,13 @@ from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, StateStoreError
-from policies.router.admission import NO_LIMITS, Limits, Refusal
+from policies.router.admission import Limits, Refusal
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from predictor.learned import Question
 from router.admission import ClassLimits, Door, Tenant
 from router.classifier import Classifier
 from router.clock import Clock, MonotonicClock, SharedClock
@@ -32,7 +31,7 @@ from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
-from router.state_store import Assignment, ReplicaInfo, Ticket
+from router.state_store import ReplicaInfo, Ticket
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
@@ -126,32 +125,35 @@ class Service:
         decides = PrefillDecode(
             policy or PrefillDecodeConfig(mode="always", min_prompt_tokens=LONG, max_wait_s=15.0), TIMES
         )
-        common = {
+        common: dict[str, Any] = {
+            "router_id": "router",
+            "codec": codec,
             "door": Door({"standard": limits or ClassLimits()}),
             "clock": clock or MonotonicClock(),
             "config": config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
         }
-        reading: RoutedClient[FakeRequest, FakeBatch] = RoutedClient(
-            router_id="router",
+        reading = RoutedClient[FakeRequest, FakeBatch](
             store=self._store("prefill"),
-            codec=codec,
             classifier=PrefillClassifier(BucketOrder(BucketOrderConfig()), decides, splits),
             shared_clock=SharedClock(),
             metrics=RouterMetrics("prefill"),
-            **common,  # type: ignore[arg-type]
+            **common,
         )
-        self.client = SplitClient(
-            pool=PrefillPool(reading, codec, splits),
-            policy=decides,
-            split_codec=codec,
-            split_metrics=splits,
-            split_config=split or SplitConfig(),
-            router_id="router",
+        decoding = RoutedClient[FakeRequest, FakeBatch](
             store=self._store("decode"),
             classifier=_classifier(self.metrics),
             shared_clock=SharedClock(),
             metrics=self.metrics,
             **common,
+        )
+        self.client = SplitClient(
+            decoding=decoding,
+            pool=PrefillPool(reading, codec, splits),
+            policy=decides,
+            codec=codec,
+            metrics=splits,
+            config=split or SplitConfig(),
+            clock=common["clock"],
         )
         await self.client.start()
         self._reader = asyncio.create_task(self._read())
@@ -172,7 +174,6 @@ class Service:
         min_tokens: int = 0,
         replays: bool = False,
         tenant: Tenant | None = None,
-        question: Question | None = None,
     ) -> Answer:
         number = next(_numbers)
         asked = FakeRequest(
@@ -183,11 +184,16 @@ class Service:
             replays=replays,
         )
         self.answers[asked.request_id] = answer = Answer(asked)
-        await self.client.submit(asked, slo_class="standard", timing=answer.timing, tenant=tenant, question=question)
+        await self.client.submit(asked, slo_class="standard", timing=answer.timing, tenant=tenant)
         return answer
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"sluice_{name}_total", labels) or 0.0
+
+    def read_and_unsent(self) -> int:
+        """Requests that no decode replica has yet."""
+        entries = self.client.decoding._entries.values()
+        return sum(entry.preparing is None and entry.connection is None for entry in entries)
 
     async def finish(self, answers: list[Answer]) -> None:
         """Every answer is complete and exact, and nothing of it is left anywhere."""
@@ -198,7 +204,7 @@ class Service:
         await self.is_empty()
 
     async def is_empty(self) -> None:
-        for client in (self.client, self.client.pool.client):
+        for client in (self.client.decoding, self.client.pool.client):
             assert not client._entries
             async with asyncio.timeout(PATIENCE_S):
                 while True:
@@ -207,8 +213,8 @@ class Service:
                         break
                     await asyncio.sleep(HEARTBEAT_S)
         await until(lambda: all(r.engine.held == 0 for pool in self.pools.values() for r in pool if r.relay.healthy))
-        assert not self.client._splits and not self.client._offers and not self.client.pool._waiting
-        await until(lambda: not self.client._offered)
+        await until(lambda: not self.client.reading_s and not self.client.pool._waiting)
+        await until(lambda: not self.client.offered)
 
     async def close(self) -> None:
         if self._reader is not None:
@@ -272,35 +278,25 @@ async def test_a_request_that_cannot_queue_once_its_prompt_is_read_says_why(
     async def away(*_: object) -> None:
         raise StateStoreError("Redis is away")
 
-    asked_at_the_door = service.client._passes_the_door
-
-    async def passes(*asked: Any) -> bool:
-        passed = await asked_at_the_door(*asked)
-        monkeypatch.setattr(service.client._store, "enqueue", away)
-        return passed
-
-    monkeypatch.setattr(service.client, "_passes_the_door", passes)
+    monkeypatch.setattr(service.client.decoding._store, "enqueue", away)
     answer = await service.ask()
     await until(lambda: answer.outcome == "error")
     assert "Redis is away" in str(answer.timing.unserved)
 
 
-async def test_a_request_that_fails_before_it_is_queued_is_counted(
+async def test_a_request_that_fails_once_its_prompt_is_read_is_counted(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await service.replica("prefill")
     await service.start()
-    classifier, probed = service.client._classifier, service.client._classifier.ticket
 
-    def ticket(request: Any, *rest: Any, **named: Any) -> Any:
-        if request.request_id in service.answers:  # and not the probe for the limits of its class
-            raise ValueError("no number")
-        return probed(request, *rest, **named)
+    async def broken(*_: object) -> None:
+        raise ValueError("no number")
 
-    monkeypatch.setattr(classifier, "ticket", ticket)
+    monkeypatch.setattr(service.client.decoding._store, "enqueue", broken)
     answer = await service.ask()
     await until(lambda: answer.outcome == "error")
-    assert answer.timing.outcome == "error"
+    assert (answer.timing.outcome, answer.timing.unserved) == ("error", None)
     assert service.count("requests", outcome="error", slo_class="standard", bin="0") == 1
 
 
@@ -420,8 +416,8 @@ async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: S
     answering.engine.transfers_hang = True
     await service.start(split=SplitConfig(stalled_s=1e-9), config=RoutedClientConfig(heartbeat_s=3600.0))
     answer = await service.ask()
-    await until(lambda: bool(service.client._offered))
-    entry = service.client._entries[answer.asked.request_id]
+    await until(lambda: bool(service.client.offered))
+    entry = service.client.decoding._entries[answer.asked.request_id]
     assert entry.connection is not None
     service.client._restart_stalled()
     assert entry.connection is None, "before anything else runs"
@@ -435,7 +431,7 @@ async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> 
     await service.start(split=SplitConfig(cache_s=100.0, stalled_s=3600.0), clock=clock)
     answering.engine.pause()
     answers = [await service.ask() for _ in range(3)]
-    await until(lambda: len(service.client._offers) == 2 and answering.engine.held == 1)
+    await until(lambda: service.read_and_unsent() == 2 and answering.engine.held == 1)
     clock.ahead_s = 101.0
     answering.engine.resume()
     await service.finish(answers)
@@ -457,17 +453,16 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
     await service.is_empty()
     answering.engine.pause()
     queued = [await service.ask(max_tokens=500) for _ in range(3)]
-    await until(lambda: len(service.client._entries) == 3 and answering.engine.held == 1)
+    await until(lambda: service.read_and_unsent() == 2 and answering.engine.held == 1)
     await service.client.cancel([answer.asked.request_id for answer in queued], "cancelled")
     answering.engine.resume()
     await service.is_empty()
     await until(lambda: answering.engine.let_go == 2)  # the caches of those that had not been sent
     with monkeypatch.context() as held:
-        held.setattr(service.client._classifier, "foresee", lambda _: asyncio.sleep(3600.0))
-        question = Question(prompt="", model="none", slo_class="standard")
-        foreseen = [await service.ask(max_tokens=500, question=question) for _ in range(3)]
-        await until(lambda: len(service.client._offers) == 3)
-        await service.client.cancel([answer.asked.request_id for answer in foreseen], "cancelled")
+        held.setattr(service.client.decoding._store, "enqueue", lambda *_: asyncio.sleep(3600.0))
+        read = [await service.ask(max_tokens=500) for _ in range(3)]
+        await until(lambda: service.read_and_unsent() == 3)
+        await service.client.cancel([answer.asked.request_id for answer in read], "cancelled")
     await service.is_empty()
     await until(lambda: answering.engine.let_go == 5)
     counted = sum(
@@ -506,13 +501,13 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
 
 
 class LosesAReply(RedisStateStore):
-    """Of the next request that comes to the door: the call is obeyed, and nobody hears of it."""
+    """Of the next request that is to be prepared: the call is obeyed, and nobody hears of it."""
 
     loses = True
 
-    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        result = await super().enqueue(ticket, limits)
-        if self.loses and limits != NO_LIMITS:
+    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
+        result = await super().admit(ticket, limits)
+        if self.loses:
             self.loses = False
             raise StateStoreError("its reply was lost")
         return result
@@ -522,7 +517,7 @@ async def test_a_request_whose_charge_got_no_reply_is_charged_once(service: Serv
     await service.replica("prefill")
     await service.replica("decode")
     await service.start()
-    service.client._store = store = LosesAReply(connect(service.url), f"{service.name}:decode")
+    service.client.decoding._store = store = LosesAReply(connect(service.url), f"{service.name}:decode")
     service._stores.append(store)
     tenant = Tenant(name="small", requests_per_minute=2)
     answers = [await service.ask(tenant=tenant) for _ in range(2)]
@@ -550,7 +545,7 @@ async def until_owed(service: Service, tenant: Tenant, tokens: float) -> None:
     owed: list[float] = []
     async with asyncio.timeout(PATIENCE_S):
         while len(owed) < 4 or not all(tokens - 3 < each <= tokens + 0.01 for each in owed[-4:]):
-            refused = await service.client._store.charge([replace(quota, burst=1e-9)])
+            refused = await service.client.decoding._store.charge([replace(quota, burst=1e-9)])
             owed.append(refused.retry_after_s * quota.per_s if refused else 0.0)
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -620,7 +615,7 @@ async def test_what_running_requests_hold_is_known_with_every_heartbeat(service:
     for tokens, least, most in ((10, 40, 60), (30, 60, 140)):
         await until(lambda tokens=tokens: all(len(answer.tokens) >= tokens for answer in running))  # type: ignore[misc]
         answering.engine.pause()  # until a heartbeat has looked
-        await until(lambda least=least, most=most: least < (service.client._context_tokens or 0) <= most)  # type: ignore[misc]
+        await until(lambda least=least, most=most: least < (service.client.context_tokens or 0) <= most)  # type: ignore[misc]
         answering.engine.resume()
     await service.finish(running)
 

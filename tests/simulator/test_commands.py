@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from policies.router.order import VirtualDeadlineConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner
 from simulator.cluster import run as simulated
+from simulator.commands import DEFAULT_ENGINE
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.metrics import GapHistogram
@@ -137,7 +138,6 @@ def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_a
     argv = [item for name in engines for item in ("--engine", name)]
     prices = ["--price", f"{engines[0]}=3", "--price", f"{engines[1]}=1"]
     found = plan(tmp_path / "plan.json", *argv, *prices, "--replicas", "1,2", "--target", "*:10:1")
-    assert len(found["tried"]) == 2 * (2 + 3)  # one replica cannot be split
     assert found["cheapest"]["1.0"]["point"]["engine"] == engines[1]
     assert found["cheapest"]["1.0"]["cost"] == pytest.approx(1.0)
     assert set(found["features"]["1.0"]) == {*FEATURES, "everything (against stock)"}
@@ -164,35 +164,45 @@ def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> Non
     assert one == two
 
 
-class Bar:
-    """Stands for tqdm's, and notes what it was told, in the order of what happens."""
+def test_a_plan_tries_the_cheapest_first_and_nothing_dearer_than_its_answer(tmp_path: Path) -> None:
+    engines = [
+        "--engine",
+        "Llama-3.1-8B@h100_sxm",
+        "--engine",
+        "Llama-3.1-8B@l40s",
+        "--price",
+        "Llama-3.1-8B@h100_sxm=3",
+    ]
+    asked = (*engines, "--replicas", "2,1", "--target", "*:10:1")
+    few = plan(tmp_path / "few.json", *asked)
+    assert [each["cost"] for each in few["tried"]] == pytest.approx([1.0, 1.0]), "both systems, for they cost the same"
+    found = plan(tmp_path / "all.json", *asked, "--all")
+    assert len(found["tried"]) == 2 * (2 + 3)  # one replica cannot be split
+    assert found["cheapest"] == few["cheapest"]
+    costs = [each["cost"] for each in found["tried"]]
+    assert costs == pytest.approx(sorted(costs))
+    hard = plan(tmp_path / "hard.json", *asked, "--target", "*:0.000001:0.000001", "--requests", "6")
+    assert len(hard["tried"]) == 2 * (2 + 3), "while nothing is good enough"
 
-    events: ClassVar[list[str]] = []
 
-    def __init__(self, *, total: int, **_: object) -> None:
-        self.events.append(f"of {total}")
+def test_a_plan_says_what_it_knows_as_soon_as_it_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.events.append("closed")
-
-    def update(self, count: int = 1) -> None:
-        self.events.append("done")
-
-
-def test_both_bars_of_a_plan_move_when_a_simulation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(*arguments: Any) -> Tried:
-        Bar.events.append("runs")
+        events.append("runs")
         return _try(*arguments)
 
-    monkeypatch.setattr(Bar, "events", [])
-    monkeypatch.setattr(commands, "tqdm", Bar)
+    def printed(line: str, *, flush: bool) -> None:
+        assert flush, "into a pipe too"
+        events.append(line.split()[0] if line else "")
+
     monkeypatch.setattr(planner, "_try", tried)
-    plan(tmp_path / "plan.json", "--requests", "6", "--replicas", "1", "--systems", "stock", "--processes", "1")
-    sweeps = [[f"of {count}", *["runs", "done"] * count, "closed"] for count in (1, len(FEATURES) + 2)]
-    assert Bar.events == sweeps[0] + sweeps[1]
+    monkeypatch.setattr(commands, "print", printed, raising=False)
+    asked = ("--requests", "6", "--replicas", "1", "--systems", "stock", "--processes", "1")
+    plan(tmp_path / "plan.json", *asked)
+    features = [event for name in FEATURES for event in ("runs", name.split()[0])]
+    answered = ["engine", "runs", DEFAULT_ENGINE, "95%", "what"]
+    assert events == [*answered, "runs", *features, "everything", ""], "stock was tried before"
 
 
 def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_d
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
 from simulator.fleet import AutoscaleConfig, Failure
-from simulator.planner import PlanConfig, try_all
+from simulator.planner import PlanConfig, Trials
 from simulator.report import Target
 from simulator.workload import Workload, length_law, poisson, synthetic
 
@@ -135,7 +135,7 @@ def test_a_plan_finds_out_where_splitting_pays() -> None:
             replicas=(1, 2),
             systems=("sluice", "split"),
         )
-        tried = try_all(config, config.points(), long_prompts, lambda: None, processes=1)
+        tried = list(Trials(config, long_prompts, processes=1).each(config.points(1.0)))
         assert [(each.point.replicas, each.point.system) for each in tried] == [
             (1, "sluice"),
             (2, "sluice"),

@@ -1,6 +1,8 @@
 """The arguments of `vllm serve`, parsed, checked, and made into vLLM's configuration: on routers and on replicas."""
 
+import difflib
 import hashlib
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -29,7 +31,13 @@ class _Refusing(FlexibleArgumentParser):
     """vLLM's parser, raising where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vllm_args: {message}")
+        raise ConfigError(f"vllm_args: {message}{self._meant(message)}")
+
+    def _meant(self, message: str) -> str:
+        """Of an option that there is not, the one that is most like it."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        meant = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else ()
+        return f"; did you mean {meant[0]}?" if meant else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """After `--help`."""

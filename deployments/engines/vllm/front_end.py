@@ -34,7 +34,7 @@ from deployments.http.middleware import status_of
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
-from router.routed_client import RoutedClient
+from router.prefill_decode import EngineClient
 from router.timing import HttpContext, Refused, RequestTiming, current
 
 # Any architecture that vLLM's registry holds, for models that it does not.
@@ -91,7 +91,7 @@ class RoutedEngineCore(EngineCoreClient):
 
     def __init__(
         self,
-        routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
+        routed: EngineClient[EngineCoreRequest, EngineCoreOutputs],
         model: str,
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
         logprobs: PromptLogprobs | None = None,
@@ -253,7 +253,7 @@ class RoutedAsyncLLM(AsyncLLM):
     def __init__(
         self,
         args: Namespace,
-        routed: RoutedClient[EngineCoreRequest, EngineCoreOutputs],
+        routed: EngineClient[EngineCoreRequest, EngineCoreOutputs],
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
         max_prompt_logprobs: int | None = None,
     ) -> None:

@@ -1,22 +1,28 @@
-"""vLLM's arguments checked beside a start; what a refusal looks like is asked of the whole command."""
+"""vLLM's arguments checked by its own parser, before a start."""
 
 import sys
 
-import psutil
 import pytest
 
-from deployments.command.args_check import checking
+from deployments.command.args_check import check_args
+from deployments.config.application import AppConfig
 from policies.errors import ConfigError
 
 
 def test_a_check_that_dies_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with checking(["--model", "m"]) as outcome, pytest.raises(ConfigError, match="could not be checked"):
-        outcome()
+    with pytest.raises(ConfigError, match="could not be checked"):
+        check_args([AppConfig(model="m")])
 
 
-def test_nothing_is_left_of_a_check_that_nobody_waits_for() -> None:
-    before = psutil.Process().children()
-    with checking(["--model", "m"]):
-        assert len(psutil.Process().children()) == len(before) + 1
-    assert psutil.Process().children() == before
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_model_s_arguments_are_read_by_vllm_and_the_option_that_was_meant_is_named() -> None:
+    right = AppConfig(model="m", vllm_args=("--max-model-len", "8192"))
+    check_args([right])
+    wrong = AppConfig(model="n", vllm_args=("--max-modle-len", "8192"))
+    with pytest.raises(ConfigError) as caught:
+        check_args([right, wrong])
+    assert str(caught.value) == (
+        "vllm_args: unrecognized arguments: --max-modle-len; did you mean --max-model-len? (of model n)"
+    )

@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import yaml
 
 from deployments.command import cli, one_machine
+from deployments.command.settings import sharing_memory
 from deployments.config.application import DEMO_ARGS, DEMO_NAME, AppConfig
 from policies.errors import ConfigError
 
@@ -17,7 +21,11 @@ CONFIGS = Path(cli.__file__).parents[1] / "configs"
 
 
 def config(*argv: str) -> AppConfig:
-    return cli.app_config(cli.parser().parse_args(["serve", *argv]))
+    return cli.app_config(cli.parse(["serve", *argv]))
+
+
+def shared(*argv: str) -> AppConfig:
+    return sharing_memory(config(*argv))
 
 
 @pytest.fixture
@@ -43,15 +51,15 @@ def test_a_model_on_a_gpu_brings_nothing_of_ours() -> None:
 
 def test_engines_on_this_machine_s_processors_share_its_memory(file: Any) -> None:
     share = "--gpu-memory-utilization"
-    assert config("--model", "m").vllm_args == (share, "0.3")
-    assert config("--model", "m", "--engine-replicas", "3").vllm_args == (share, "0.2")
-    both = config("--config", file({"model": "m", "engine": {"replicas": 1}, "more_models": [{"model": "n"}]}))
+    assert shared("--model", "m").vllm_args == (share, "0.3")
+    assert shared("--model", "m", "--engine-replicas", "3").vllm_args == (share, "0.2")
+    both = shared("--config", file({"model": "m", "engine": {"replicas": 1}, "more_models": [{"model": "n"}]}))
     assert [each.vllm_args for each in both.each_model()] == [(share, "0.3")] * 2
     for said in ([share, "0.5"], ["--kv_cache_memory_bytes=1000"]):
-        assert config("--model", "m", "--", *said).vllm_args == tuple(said)
+        assert shared("--model", "m", "--", *said).vllm_args == tuple(said)
     space = {"model": "m", "engine": {"env": {"VLLM_CPU_KVCACHE_SPACE": "4"}}}
-    assert config("--config", file(space)).vllm_args == ()
-    assert config("--model", "m", "--engine", "transformers").vllm_args == ()
+    assert shared("--config", file(space)).vllm_args == ()
+    assert shared("--model", "m", "--engine", "transformers").vllm_args == ()
 
 
 def test_options_become_settings() -> None:
@@ -66,14 +74,51 @@ def test_another_engine_is_one_option() -> None:
     assert config().engine.kind == "vllm"
 
 
+def test_a_model_is_named_as_vllm_serve_has_it_or_by_an_option() -> None:
+    assert config("Qwen/Qwen3-0.6B", "--engine-replicas", "1").model == "Qwen/Qwen3-0.6B"
+    assert config("--engine-replicas", "1", "./mine").model == "./mine"
+    assert config("m", "--model", "m").model == "m"
+    with pytest.raises(ConfigError, match="not m and n: see more_models"):
+        config("m", "--model", "n")
+
+
 def test_what_follows_two_dashes_goes_to_vllm() -> None:
     argv = ("--max-model-len", "8", "-tp", "2")
     assert config("--model", "m", "--num-gpus", "2", "--", *argv).vllm_args == argv
+    assert config("m", "--num-gpus", "2", "--", *argv).vllm_args == argv
+    assert config("--", "--max-model-len", "8").model == "demo"
 
 
-def test_the_demo_model_takes_further_arguments_after_its_own() -> None:
-    further = ("--max-model-len", "512", "--dtype", "float16")
-    assert config("--", *further).engine_argv()[6:][: len(DEMO_ARGS) + 4] == [*DEMO_ARGS, *further]
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["serve", "m", "--max-model-len", "8192"], "sluice serve m -- --max-model-len 8192"),
+        (["serve", "--max-model-len", "8192", "--port", "9"], "sluice serve --port 9 -- --max-model-len 8192"),
+        (["serve", "m", "-tp=2", "--", "--seed", "1"], "sluice serve m -- -tp=2 --seed 1"),
+        (["calibrate", "--gpu", "--enforce-eager"], "sluice calibrate --gpu -- --enforce-eager"),
+    ],
+)
+def test_options_of_vllm_before_the_dashes_are_shown_where_they_belong(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(argv)
+    assert capsys.readouterr().err.endswith(f"follow two dashes: {meant}\n")
+
+
+def test_a_command_without_an_engine_takes_nothing_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, said in ((["keys", "list", "--", "-x"], "no engine"), (["keys", "list", "--odd"], "arguments: --odd\n")):
+        with pytest.raises(SystemExit):
+            cli.parse(argv)
+        assert said in capsys.readouterr().err
+
+
+def test_the_demo_model_takes_further_arguments_after_its_own_and_each_stands_once() -> None:
+    further = ("--max_model_len", "512", "--dtype", "float16", "--disable-log-stats")
+    argv = config("--", *further).engine_argv()
+    at = DEMO_ARGS.index("--max-model-len")
+    own = ["--no-enable-log-requests", *DEMO_ARGS[:at], *DEMO_ARGS[at + 2 :]]
+    assert argv[argv.index("--no-enable-log-requests") :][: len(own) + len(further)] == [*own, *further]
 
 
 def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
@@ -202,3 +247,13 @@ def test_the_example_can_be_pasted() -> None:
     assert body["model"] == model
     assert body["messages"][0]["role"] == "user"
     assert arguments[arguments.index("-H") + 1] == "Content-Type: application/json"
+
+
+def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
+    """As `| head` does."""
+    command = [sys.executable, "-P", "-m", "deployments.command.cli", "simulate", "--list-engines"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE

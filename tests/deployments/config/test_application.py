@@ -425,7 +425,7 @@ def test_the_demo_model_brings_its_name_and_its_arguments_wherever_it_stands() -
     assert (first.public_name, second.public_name) == ("m", "sluice-demo")
     argv = second.vllm_argv()
     assert argv[argv.index("--served-model-name") + 1] == "sluice-demo"
-    assert argv[-len(DEMO_ARGS) - 2 :] == [*DEMO_ARGS, "--max-model-len", "512"]
+    assert argv[-len(DEMO_ARGS) :] == [*DEMO_ARGS[2:], "--max-model-len", "512"], "in the place of its own"
     assert config(model="demo", served_model_name="mine").public_name == "mine"
 
 

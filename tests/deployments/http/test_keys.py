@@ -104,10 +104,10 @@ def test_without_a_source_no_key_is_required() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("- {name: a, sha256: short}", "0.sha256"),
-        ("- {name: a}", "0.sha256"),
-        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", "0.colour"),
-        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "0.requests_per_minute"),
+        ("- {name: a, sha256: short}", r"\[0\]\.sha256: "),
+        ("- {name: a}", r"\[0\]\.sha256: "),
+        ("- {name: a, sha256: " + "0" * 64 + ", colour: red}", r"\[0\]\.colour: "),
+        ("- {name: a, sha256: " + "0" * 64 + ", requests_per_minute: 0}", "requests_per_minute"),
         ("just text", "list"),
     ],
 )

@@ -15,6 +15,11 @@ def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> N
     assert "Traceback" not in second.stderr
 
 
+def test_its_start_is_told_in_its_own_words_alone(sluice: Sluice) -> None:
+    said = [line.split(":")[0].split(" ")[0] for line in sluice.output().splitlines()]
+    assert set(said) <= {"checking", "logs", "starting", "loading", "Sluice", "model", "try"}, sluice.output()
+
+
 def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:
     listening = sluice.listening()
     assert listening

@@ -89,7 +89,7 @@ class SluiceScheduler(AsyncScheduler):
         """
         self.report()
         # Before they are looked at, which runs the code that they name: that is for the configuration alone to say.
-        for name in ("policy", "policy_args"):
+        for name in sorted(SchedulerSettings.FIXED):
             if changes.get(name, now := getattr(self.settings, name)) != now:
                 raise ConfigError(f"{name} cannot change while the engine runs: set engine.scheduler and redeploy")
         settings = self.settings.changed(changes)

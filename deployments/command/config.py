@@ -1,0 +1,146 @@
+"""`sluice config`: check a file of settings before anything starts, and say what its keys mean."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from deployments.command.args_check import check_args
+from deployments.command.settings import read_settings, with_defaults
+from deployments.config.application import AppConfig, checked
+from deployments.config.reference import Key, all_keys, below, find, nearest, schema
+from deployments.http.keys import KeyEntry
+from policies.errors import ConfigError
+
+IMPORT_PATH = "deployments.app:build"
+_EPILOG = """\
+examples:
+  sluice config check sluice.yaml                a file for `sluice serve --config`
+  sluice config check deployments/configs/gpu.yaml   one for `serve deploy`
+  sluice config schema > sluice.schema.json      for editors that complete and check YAML
+  sluice config explain engine.scheduler         what stands in a section
+  sluice config explain classes.NAME.ttft_s"""
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m tests.k8s.refresh`; the text is that of deployments/config/. -->
+
+What stands under `args` in a file for `serve deploy`, in a file for `sluice serve --config`, and under `app` in the
+values of the chart, which sets some of it itself ([k8s/sluice/README.md](../k8s/sluice/README.md)). `NAME` stands for
+any name, `[]` for each item of a list. `sluice config check FILE` checks a file, vLLM's arguments included;
+`sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
+
+What "changes" says: `restart` wants a redeploy, which starts engines anew; `live` changes while they serve, by
+[live control](scheduler.md#watch-it-and-change-it). For classes that have targets and budgets their values change
+live, and not which classes those are.
+"""
+_KEYS = """
+## Entries of `keys.file`
+
+Of SLUICE_API_KEYS and of keys in Redis as well: one for each API key. All of them are read again every few seconds.
+"""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    config = commands.add_parser(
+        "config",
+        help="check settings, and say what they mean",
+        description="Check a file of settings, print their JSON schema, or say what a key means.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = config.add_subparsers(dest="action", required=True)
+    check = actions.add_parser("check", help="check a file, vLLM's arguments included; starts nothing")
+    check.add_argument("file", type=Path, help="settings for `sluice serve --config` or `serve deploy`")
+    check.set_defaults(run=run_check)
+    printed = actions.add_parser("schema", help="print the JSON schema of the settings")
+    printed.set_defaults(run=lambda _: print(json.dumps(schema(AppConfig), indent=2)))
+    explain = actions.add_parser("explain", help="what a key means, or what stands in a section")
+    explain.add_argument("key", nargs="?", default="", help="such as engine.replicas (default: what stands at the top)")
+    explain.set_defaults(run=run_explain)
+
+
+def run_check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for the first application that is wrong."""
+    for config in _applications(options.file):
+        models = config.each_model()
+        check_args(models)
+        print(f"{options.file}: the settings of {', '.join(each.public_name for each in models)} can be served")
+
+
+def _applications(path: Path) -> Iterator[AppConfig]:
+    """Each of ours in a file for `serve deploy`; any other is for `sluice serve`."""
+    settings = read_settings(path)
+    if "applications" not in settings:
+        yield checked(with_defaults(settings))
+        return
+    found = settings["applications"]
+    ours = [each for each in found or () if isinstance(each, dict) and each.get("import_path") == IMPORT_PATH]
+    if not ours:
+        raise ConfigError(f"{path}: none of its applications has import_path: {IMPORT_PATH}")
+    yield from (checked(each.get("args") or {}) for each in ours)
+
+
+def run_explain(options: argparse.Namespace) -> None:
+    """Raises ConfigError where there is no such key."""
+    keys = all_keys(AppConfig)
+    if not (text := explanation(keys, options.key)):
+        found = nearest(keys, options.key)
+        hint = f"did you mean {found[0]}?" if found else "`sluice config explain` lists those at the top"
+        raise ConfigError(f"there is no key {options.key}; {hint}")
+    print(text)
+
+
+def explanation(keys: Sequence[Key], path: str) -> str:
+    """Of a key, or of a section and of what stands in it; "" is the top. Empty where there is no such key."""
+    key = find(keys, path)
+    inside = [*below(keys, path), *below(keys, f"{path}.NAME")]
+    lines = [] if key is None else [path, *(f"    {line}" for line in _about(key)), *([""] if inside else [])]
+    return "\n".join([*lines, *(f"{each.path}\n    {each.meaning}" for each in inside)])
+
+
+def _about(key: Key) -> Iterator[str]:
+    yield key.meaning
+    if key.type == "section":
+        return
+    yield f"{key.type}{key.in_unit}; {_default(key)}"
+    yield "changes live" if key.is_live else "a change wants a redeploy, which starts engines anew"
+
+
+def _default(key: Key) -> str:
+    return "it must be given" if key.is_needed else f"default {key.default}"
+
+
+def page() -> str:
+    """docs/configuration.md."""
+    return "".join([_HEAD, _tables(AppConfig, "At the top"), _KEYS, *_rows(all_keys(KeyEntry))])
+
+
+def _tables(model: type[BaseModel], top: str) -> str:
+    """One for each section, those at the top under a heading of their own."""
+    keys = all_keys(model)
+    sections: dict[str, list[Key]] = {}
+    for key in keys:
+        if key.type != "section":
+            sections.setdefault(key.section, []).append(key)
+    return "".join(
+        line
+        for path, rows in sections.items()
+        for line in [f"\n## {path or top}\n", *_about_section(keys, path), *_rows(rows)]
+    )
+
+
+def _about_section(keys: Sequence[Key], path: str) -> Iterator[str]:
+    section = find(keys, path.removesuffix(".NAME"))
+    if section is not None and section.holds is not None:
+        yield f"\n{' '.join((section.holds.__doc__ or '').split())}\n"
+
+
+def _rows(keys: Iterable[Key]) -> Iterator[str]:
+    yield "\n| key | type | default | unit | changes | meaning |\n|---|---|---|---|---|---|\n"
+    for key in keys:
+        default = "needed" if key.is_needed else f"`{key.default}`"
+        cells = (f"`{key.path}`", key.type, default, key.unit, "live" if key.is_live else "restart", key.meaning)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"

@@ -1,0 +1,65 @@
+"""Files of settings, and what is different by default where an application has one machine to itself."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deployments.config.application import DEMO, AppConfig
+from policies.errors import ConfigError
+
+DRAIN_TIMEOUT_S = 5.0
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Raises ConfigError that names a file that cannot be read, or holds no mapping."""
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, as under `args` in deployments/configs/local.yaml")
+    return settings
+
+
+def of_one_machine(path: Path) -> dict[str, Any]:
+    """Raises ConfigError as `read_settings`, and for a file that is for `serve deploy`."""
+    settings = read_settings(path)
+    if "applications" in settings:
+        raise ConfigError(f"{path} is for `serve deploy`: give `sluice serve` a file of what stands under `args` in it")
+    return settings
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same mapping, changed. Raises ConfigError for a section that is no mapping."""
+    settings.setdefault("model", DEMO)
+    settings["vllm_args"] = settings.get("vllm_args") or []  # left empty it is null
+    engine, router = section(settings, "engine"), section(settings, "router")
+    engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
+    for each in (engine, *_engines_of_more_models(settings)):
+        each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
+        each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
+    for each in (router, section(settings, "predictor")):
+        each.setdefault("num_cpus", 0)
+    return settings
+
+
+def section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of the file; one that was left empty is there all the same."""
+    found = settings[name] = settings.get(name) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must hold a mapping of settings, got {found!r}")
+    return found
+
+
+def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Their sections, made where they are missing; what is no model is left for the check."""
+    more = settings.get("more_models")
+    return [section(each, "engine") for each in more if isinstance(each, dict)] if isinstance(more, list) else []
+
+
+def sharing_memory(config: AppConfig) -> AppConfig:
+    """Engines on this machine's processors get a part of its memory each."""
+    engines = sum(each.engine_replicas for each in config.each_model() if each.engine.num_gpus == 0)
+    more = tuple(each.sharing_memory(engines) for each in config.more_models)
+    return config.sharing_memory(engines).model_copy(update={"more_models": more})

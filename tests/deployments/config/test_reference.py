@@ -1,0 +1,93 @@
+"""The one source of what keys are."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deployments.command import config as command
+from deployments.config.application import AppConfig
+from deployments.config.reference import Key, all_keys, find, nearest, schema
+from deployments.config.scheduler import SchedulerSettings
+from deployments.http.keys import KeyEntry
+from tests.deployments.command.test_cli import CONFIGS
+
+KEYS = all_keys(AppConfig)
+
+
+def key(path: str) -> Key:
+    found = find(KEYS, path)
+    assert found is not None
+    return found
+
+
+def properties(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for section in (made, *made.get("$defs", {}).values()):
+        yield from section.get("properties", {}).items()
+
+
+@pytest.mark.parametrize("model", [AppConfig, KeyEntry])
+def test_every_key_has_a_text_of_its_own(model: type[AppConfig] | type[KeyEntry]) -> None:
+    for name, value in properties(schema(model)):
+        assert value["description"].endswith("."), name
+    for each in all_keys(model):
+        assert each.meaning, each.path
+        if each.holds is None:
+            assert model.model_fields.get(each.path) or each.section, each.path
+
+
+def test_the_schema_takes_what_is_served_and_refuses_what_is_not() -> None:
+    validator = jsonschema.Draft202012Validator(schema(AppConfig))
+    validator.check_schema(validator.schema)
+    for file in CONFIGS.glob("*.yaml"):
+        for application in yaml.safe_load(file.read_text())["applications"]:
+            validator.validate(application["args"])
+    assert not validator.is_valid({"model": "m", "engin": {}})
+
+
+def test_defaults_are_those_in_force_at_their_place() -> None:
+    assert (key("engine.scheduler.mode").default, key("engine.prefill.scheduler.mode").default) == ('"auto"', '"mixed"')
+    assert key("engine.prefill.scheduler.admission").default == '"slots"'
+    assert key("model").is_needed and not key("name").is_needed
+    made = AppConfig(model="m")
+    for each in KEYS:
+        value: Any = made
+        for part in each.path.split("."):
+            value = getattr(value, part, None)
+        if each.default not in ("", "null") and isinstance(value, int | float | str):
+            assert each.default.strip('"') in (
+                str(value),
+                str(value).lower(),
+                str(float(value)) if value == 0 else "",
+            ), each.path
+
+
+def test_names_and_numbers_stand_in_the_place_of_any() -> None:
+    assert key("classes.gold.ttft_s").path == "classes.NAME.ttft_s"
+    assert key("more_models[3].engine.replicas") == key("more_models.3.engine.replicas") == key("engine.replicas")
+    assert find(KEYS, "engine.gold.ttft_s") is None
+
+
+def test_units_follow_from_names() -> None:
+    units = {each.path: each.unit for each in KEYS}
+    assert units["engine.drain_timeout_s"] == units["engine.scheduler.class_itl_targets_s"] == "seconds"
+    assert (units["router.max_body_bytes"], units["work.prefill_s_per_token"]) == ("bytes", "seconds per token")
+    assert (units["engine.kind"], units["name"]) == ("", "")
+
+
+def test_what_changes_live_is_what_live_control_takes() -> None:
+    live = {each.path.removeprefix("engine.scheduler.") for each in KEYS if each.is_live and "prefill" not in each.path}
+    assert live == SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED
+    assert all(each.is_live for each in all_keys(KeyEntry))
+
+
+def test_nothing_is_near_to_what_is_like_nothing() -> None:
+    assert nearest(KEYS, "xyzzy") is None
+
+
+def test_the_page_has_every_key_once() -> None:
+    rows = [line.split("`")[1] for line in command.page().splitlines() if line.startswith("| `")]
+    paths = [each.path for each in KEYS if each.type != "section"] + [each.path for each in all_keys(KeyEntry)]
+    assert sorted(rows) == sorted(paths)
