@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.k8s.cases import FILES, holds, values_of
+from tests.k8s.cases import FILES, holds, values_of, with_password
 from tests.k8s.engines import CHART, Helm4, Manifest, RefusedError, Values, application, documents, ray_service
 from tests.k8s.schemas import templates_of
 from tests.k8s.test_any_values import SCHEMA, value_of
@@ -255,6 +255,13 @@ def test_the_limits_of_every_engine_pod_are_those_of_its_values(rendered: dict[s
     for group in values.get("engineGroups", _DEFAULTS["engineGroups"]):
         gpus = values.get("gpusPerEngine", 0) * group.get("enginesPerPod", 1)
         assert templates[group["name"]]["spec"]["containers"][0]["resources"] == _with_gpus(group["resources"], gpus)
+
+
+def test_labels_that_meet_stand_once_and_the_narrower_counts(helm4: Helm4) -> None:
+    values = {"commonLabels": {"team": "all"}, "podMonitor": {"enabled": True, "labels": {"team": "mine"}}}
+    text = helm4.render(with_password(values))
+    (monitor,) = [part for part in text.split("---") if 'name: "my-sluice-ray"' in part and "PodMonitor" in part]
+    assert re.findall(r"^ +team: .*$", monitor, re.MULTILINE) == ["    team: mine"]
 
 
 def test_no_template_merges_maps() -> None:
