@@ -130,8 +130,12 @@ class MiniKubeRay:
         local = {**os.environ, **env, **self._local_env, **haproxy, **paths, "HF_HOME": str(self.folder / "models")}
         local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # else nothing may join a head on loopback
         if group == "head":
-            local |= {"RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}", "RAY_external_storage_namespace": "uid-1"}
-        return local
+            return local | {
+                "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}",
+                "RAY_external_storage_namespace": "uid-1",
+            }
+        # KubeRay's own, where Ray's state is in Redis: so long workers wait for another head.
+        return local | {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as output:
