@@ -36,15 +36,20 @@ _DONE: dict[str, Manifest] = {
     "Pod": {"phase": "Succeeded"},
     "Job": {"succeeded": 1, "conditions": [{"type": "Complete", "status": "True"}]},
 }
+_FAILED: Manifest = {
+    "failed": 1,
+    "conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it failed"}],
+}
 Key = tuple[str, str, str]  # group/version, plural, name
 
 
 @dataclass
 class Cluster:
-    """What the server holds: one namespace."""
+    """What the server holds: one namespace. Jobs of the names in `failing` fail."""
 
     objects: dict[Key, Manifest] = field(default_factory=dict)
     revision: int = 0
+    failing: set[str] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def kinds(self) -> list[str]:
@@ -59,7 +64,7 @@ class Cluster:
         metadata.setdefault("uid", str(uuid.uuid4()))
         metadata |= {"resourceVersion": str(self.revision), "creationTimestamp": "2026-01-01T00:00:00Z"}
         if manifest["kind"] in _DONE:
-            manifest["status"] = _DONE[manifest["kind"]]
+            manifest["status"] = _FAILED if metadata["name"] in self.failing else _DONE[manifest["kind"]]
         self.objects[key] = manifest
         return manifest
 
