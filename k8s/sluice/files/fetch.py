@@ -15,7 +15,7 @@ OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onn
 
 def option(args, name):
     """What follows NAME among vLLM's arguments, or stands behind its equals sign."""
-    for argument, following in zip(args, [*args[1:], None]):
+    for argument, following in zip(args, [*args[1:], None], strict=False):
         if argument == name:
             return following
         if argument.startswith(f"{name}="):
@@ -32,5 +32,7 @@ for settings in [app, *app.get("more_models", [])]:
     revision = option(args, "--revision")
     files = HfApi().list_repo_files(model, revision=revision)
     others = OTHER_WEIGHTS if any(file.endswith(".safetensors") for file in files) else None
-    where = snapshot_download(model, revision=revision, ignore_patterns=others, cache_dir=option(args, "--download-dir"))
+    where = snapshot_download(
+        model, revision=revision, ignore_patterns=others, cache_dir=option(args, "--download-dir")
+    )
     print(f"{model}: in {where}")
