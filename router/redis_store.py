@@ -16,7 +16,7 @@ import msgspec
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, RedisError
 
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
@@ -252,7 +252,8 @@ class RedisStateStore:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await call()
         except AWAY as error:
-            if "READONLY" in str(error):
+            # Up to Redis 6.2 the code stands in the words, where a script met it; later ones give it as their own.
+            if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
                 await self._look_for_the_primary()
             if why := _why_refused(error):
                 raise StateStoreAccessError(why) from None  # its words may name the user

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
+from deployments.command import env as env_command
 from deployments.command import keys as keys_command
 from deployments.command.args_check import check_args
 from deployments.command.settings import of_one_machine, section, sharing_memory, with_defaults
@@ -32,7 +33,7 @@ examples:
 
 A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
 embedded Redis starts. Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
-To serve on a Ray cluster that runs already, use `serve deploy` (see docs/install.md)."""
+To serve on a Ray cluster of your own, use `sluice env` and `serve deploy` (see docs/install.md)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--host", default="127.0.0.1", help="address to serve on, of IPv4 or IPv6 (default: %(default)s)"
     )
-    serving.add_argument("--port", type=_port, default=8000, help="port to serve on (default: %(default)s)")
+    serving.add_argument(
+        "--port", type=one_machine.port_number, default=8000, help="port to serve on (default: %(default)s)"
+    )
     serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
     serving.add_argument(
@@ -72,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     serving.set_defaults(run=run_serve)
     calibrate.register(commands)
+    env_command.register(commands)
     config_command.register(commands)
     keys_command.register(commands)
     register_predictor(commands)
@@ -105,12 +109,6 @@ def _behind_dashes(ours: Sequence[str], unknown: Sequence[str], vllm_args: Seque
         is_value = before in unknown and before.startswith("-") and "=" not in before and not arg.startswith("-")
         (moved if arg in unknown or is_value else known).append(arg)
     return f"those for vLLM follow two dashes: sluice {shlex.join(known)} -- {shlex.join([*moved, *vllm_args])}"
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
-    return int(text)
 
 
 def _model(options: argparse.Namespace) -> str | None:

@@ -1,5 +1,6 @@
 """`sluice serve`: the whole application on this machine, from nothing to ready, and back to nothing."""
 
+import argparse
 import contextlib
 import fcntl
 import logging
@@ -28,6 +29,13 @@ ENDING_S = 5.0
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
 VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
+
+
+def port_number(text: str) -> int:
+    """Of an option. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
+    return int(text)
 
 
 def check_address(host: str, port: int) -> str:
@@ -70,17 +78,27 @@ def fresh_run_dir(port: int) -> Path:
         ApplicationStartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or
             another process that called this for the port lives.
     """
-    run_dir = Path(tempfile.gettempdir(), f"sluice-{os.getuid():x}-{port}")
-    if len(str(run_dir)) > MAX_RUN_DIR_CHARS:
-        raise ApplicationStartError(
-            f"{run_dir} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
-        )
-    if run_dir.is_symlink() or (run_dir.exists() and run_dir.stat().st_uid != os.getuid()):
-        raise ApplicationStartError(f"{run_dir} belongs to somebody else: remove it, or set TMPDIR to another folder")
+    run_dir = own_folder(f"sluice-{os.getuid():x}-{port}")
     _claim(run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(mode=0o700)
     return run_dir
+
+
+def own_folder(name: str) -> Path:
+    """The path of a temporary folder of this user's, which may be there or not.
+
+    Raises:
+        ApplicationStartError: it is not ours, or its path is too long for the sockets that Ray Serve puts there.
+    """
+    folder = Path(tempfile.gettempdir(), name)
+    if len(str(folder)) > MAX_RUN_DIR_CHARS:
+        raise ApplicationStartError(
+            f"{folder} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
+        )
+    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+        raise ApplicationStartError(f"{folder} belongs to somebody else: remove it, or set TMPDIR to another folder")
+    return folder
 
 
 def _claim(run_dir: Path) -> None:

@@ -571,6 +571,10 @@ _NOT_IN_ROUTERS = {
 }
 
 
+# An engine's processes are on one node: nothing here starts the others of it elsewhere, so it would wait for them.
+_OF_SEVERAL_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
+
+
 # The class in `deployments.engines.vllm.kv_files`.
 FILE_CONNECTOR = "FileConnector"
 
@@ -592,7 +596,7 @@ _NOT_FOR_TRANSFORMERS = {
 
 
 # With these the arguments do not say how many GPUs an engine has here.
-_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend", "--nnodes"}
+_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend"}
 
 
 # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
@@ -606,6 +610,10 @@ def why_refused(option: str) -> str | None:
         return f"{option} is set by {_SET_ELSEWHERE[option]}, not by vllm_args"
     if option in _OF_VLLMS_SERVER:
         return f"{option} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
+    if option in _OF_SEVERAL_NODES:
+        return (
+            f"{option} is for an engine on several nodes: an engine of Sluice's has all its GPUs on one, leave it out"
+        )
     return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
 
 

@@ -56,7 +56,8 @@ CONTROL_LOOP_S = 0.25
 # Its own 5 s are too short where something else has the cores.
 PROXY_READY_S = 20
 
-_HAPROXY = Path(__file__).with_name("haproxy.sh")
+_HAPROXY_ENV = "RAY_SERVE_HAPROXY_BINARY_PATH"
+HAPROXY = Path(__file__).with_name("haproxy.sh")
 
 
 # What Ray's own processes would do for people whom nobody has told of them: look for new logs ten times a second, to
@@ -251,6 +252,16 @@ def connections_within(max_files: int) -> int:
     return max(1, min(MAX_CONNECTIONS, 2 * (max_files - _HAPROXY_OWN_FILES) // _FILES_FOR_TWO))
 
 
+def most_files() -> int:
+    """Files that a process may have open here, once it has raised its own limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def files_for(connections: int) -> int:
+    """What HAProxy wants to have open for so many connections."""
+    return _HAPROXY_OWN_FILES + (_FILES_FOR_TWO * connections + 1) // 2
+
+
 def haproxy_threads(cores: int) -> int:
     """Of one HAProxy that shares so many cores with the engines: each of its threads wakes for every engine step."""
     return max(1, min(MOST_HAPROXY_THREADS, cores // 4))
@@ -278,48 +289,59 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def haproxy_binary() -> str:
+    """HAProxy itself, also where Ray Serve's variable names a script around it, such as ours.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    named = os.environ.get(_HAPROXY_ENV)
+    if named is None or not Path(named).read_bytes().startswith(b"#!"):
+        return str(get_haproxy_binary())
+    del os.environ[_HAPROXY_ENV]
+    try:
+        return str(get_haproxy_binary())
+    finally:
+        os.environ[_HAPROXY_ENV] = named
+
+
 def _haproxy_on(host: str, port: int) -> str:
     """A script for Ray Serve to run: `haproxy.sh`, told where clients come in."""
     told = {
-        "SLUICE_HAPROXY": get_haproxy_binary(),
+        "SLUICE_HAPROXY": haproxy_binary(),
         "SLUICE_HAPROXY_BIND": address(host, port) + (" v4v6" if host == "::" else ""),
         "SLUICE_HAPROXY_PORT": str(port),
     }
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
-    return f'#!/bin/sh\nexec env {variables} sh {shlex.quote(str(_HAPROXY))} "$@"\n'
+    return f'#!/bin/sh\nexec env {variables} sh {shlex.quote(str(HAPROXY))} "$@"\n'
 
 
-def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) -> dict[str, str]:
-    """On top of `serve_env`, for an application that lives on this machine alone: loopback, and files of its own.
+def loopback_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) -> dict[str, str]:
+    """On top of `serve_env`, for a Ray that lives on this machine alone: loopback, and ports and files of its own.
 
     Args:
+        run_dir: a folder of this user's alone.
         host, port: where clients come in; host is a numeric address. Serve itself is to be told 127.0.0.1 and the port.
     """
     first_port = free_port_block(INGRESS_PORTS + FALLBACK_PORTS + HAPROXY_PORTS, SERVE_PORTS, without=port)
     fallback_port = first_port + INGRESS_PORTS
     haproxy_port = fallback_port + FALLBACK_PORTS
-    cores = os.sched_getaffinity(0)
     haproxy = run_dir / "h"  # short: it holds Unix sockets, whose paths may not be long
-    haproxy.mkdir(mode=0o700)
+    haproxy.mkdir(mode=0o700, exist_ok=True)
     wrapper = haproxy / "haproxy.sh"
     wrapper.write_text(_haproxy_on(host, port))
     wrapper.chmod(0o700)
     return {
         # Off, Ray takes the loopback address for this node's own, and all its servers listen there.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        **_WITHOUT_RAYS_PAGES,
         LOOPBACK_ENV: "1",
-        CORES_ENV: ",".join(map(str, sorted(cores))),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(cores))),
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_READY_S),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(haproxy_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(haproxy_port + 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
@@ -327,4 +349,17 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(fallback_port - 1),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_port + 1),
+    }
+
+
+def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) -> dict[str, str]:
+    """On top of `serve_env`, for `sluice serve`: as `loopback_env`, without what nobody looks at there."""
+    cores = os.sched_getaffinity(0)
+    return {
+        **loopback_env(run_dir, host, port),
+        **_WITHOUT_RAYS_PAGES,
+        CORES_ENV: ",".join(map(str, sorted(cores))),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(cores))),
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_READY_S),
     }

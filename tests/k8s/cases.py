@@ -1,6 +1,7 @@
 """All values files of the chart, as tests render them."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -31,3 +32,12 @@ def named(name: str) -> Values:
 
 def golden(file: Path) -> Path:
     return GOLDENS / f"{file.stem}.yaml"
+
+
+def holds(arrived: Any, given: Any) -> bool:
+    """Everything given is there, whatever else is."""
+    if isinstance(given, dict):
+        return all(key in arrived and holds(arrived[key], value) for key, value in given.items())
+    if isinstance(given, list):
+        return len(arrived) == len(given) and all(map(holds, arrived, given))
+    return bool(arrived == given)

@@ -5,6 +5,7 @@ Helm 4 runs in a process of its own (this file as a script), for its Go runtime 
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,18 @@ import yaml
 from tests.k8s.helm3 import helm3
 
 CHART = Path(__file__).parents[2] / "k8s/sluice"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NAMESPACE, RELEASE, KUBERNETES = "prod", "my", "1.33.0"
 LIBRARY_SHA256 = "9108c3a68d6ed3a394d02543bb4afeeb9f9e2bbcf9fbc228f48ac5576e3bdf83"
 Values = dict[str, Any]
 Manifest = dict[str, Any]
+
+
+class _GoLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # which of them is known at run time
+    """Reads `2e+09`, as Go writes whole numbers out of values, as the number that it is to Go."""
+
+
+_GoLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^-?\d(\.\d+)?e[+-]\d+$"), list("-0123456789"))
+LOADER = _GoLoader
 
 
 class RefusedError(Exception):
@@ -111,7 +119,7 @@ def ray_service(text: str) -> Manifest:
 
 def application(text: str) -> Manifest:
     """The application out of serveConfigV2."""
-    found: Manifest = yaml.safe_load(ray_service(text)["spec"]["serveConfigV2"])["applications"][0]
+    found: Manifest = yaml.load(ray_service(text)["spec"]["serveConfigV2"], LOADER)["applications"][0]
     return found
 
 

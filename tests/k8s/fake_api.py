@@ -1,7 +1,7 @@
 """A Kubernetes API server as far as Helm needs one, in memory: discovery, objects, label selectors, and admission.
 
-Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods succeed at once, watches report
-what is there and end.
+Admission refuses what the schemas of tests/k8s refuse. Server-side apply merges, pods and jobs succeed at once, watches
+report what is there and end.
 """
 
 import json
@@ -26,20 +26,30 @@ RESOURCES = {
         "persistentvolumeclaims": "PersistentVolumeClaim",
     },
     "apps/v1": {"statefulsets": "StatefulSet"},
+    "batch/v1": {"jobs": "Job"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "ray.io/v1": {"rayservices": "RayService"},
 }  # fmt: skip
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+_DONE: dict[str, Manifest] = {
+    "Pod": {"phase": "Succeeded"},
+    "Job": {"succeeded": 1, "conditions": [{"type": "Complete", "status": "True"}]},
+}
+_FAILED: Manifest = {
+    "failed": 1,
+    "conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it failed"}],
+}
 Key = tuple[str, str, str]  # group/version, plural, name
 
 
 @dataclass
 class Cluster:
-    """What the server holds: one namespace."""
+    """What the server holds: one namespace. Jobs of the names in `failing` fail."""
 
     objects: dict[Key, Manifest] = field(default_factory=dict)
     revision: int = 0
+    failing: set[str] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def kinds(self) -> list[str]:
@@ -53,8 +63,8 @@ class Cluster:
         metadata = manifest.setdefault("metadata", {})
         metadata.setdefault("uid", str(uuid.uuid4()))
         metadata |= {"resourceVersion": str(self.revision), "creationTimestamp": "2026-01-01T00:00:00Z"}
-        if manifest["kind"] == "Pod":
-            manifest["status"] = {"phase": "Succeeded"}
+        if manifest["kind"] in _DONE:
+            manifest["status"] = _FAILED if metadata["name"] in self.failing else _DONE[manifest["kind"]]
         self.objects[key] = manifest
         return manifest
 

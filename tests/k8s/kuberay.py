@@ -1,6 +1,6 @@
-"""KubeRay's own schema of a RayService, strict about unknown fields.
+"""KubeRay's own schemas of a RayService, strict about unknown fields.
 
-python -m tests.k8s.kuberay FOLDER     takes the schema anew from KubeRay's `helm-chart/kuberay-operator/crds`
+python -m tests.k8s.kuberay 1.7 FOLDER     takes that one anew from KubeRay's `helm-chart/kuberay-operator/crds`
 """
 
 import gzip
@@ -15,12 +15,18 @@ import yaml
 
 from tests.k8s.engines import LOADER
 
-PACKED = Path(__file__).with_name("crds") / "rayservice.v1.json.gz"
+# The last release of each minor version, by the name of its schema, as `kuberayVersion` has it.
+VERSIONS = {"1.4": "1.4.2", "1.5": "1.5.2", "1.6": "1.6.2", "1.7": "1.7.0"}
+NEWEST = "1.7"
+
+
+def _packed(version: str) -> Path:
+    return Path(__file__).with_name("crds") / f"rayservice-{version}.json.gz"
 
 
 @cache
-def ray_service_validator() -> jsonschema.Draft7Validator:
-    return jsonschema.Draft7Validator(json.loads(gzip.decompress(PACKED.read_bytes())))
+def ray_service_validator(version: str = NEWEST) -> jsonschema.Draft7Validator:
+    return jsonschema.Draft7Validator(json.loads(gzip.decompress(_packed(version).read_bytes())))
 
 
 def pack(folder: Path) -> bytes:
@@ -54,4 +60,4 @@ def _strict(schema: Any) -> Any:
 
 
 if __name__ == "__main__":
-    PACKED.write_bytes(pack(Path(sys.argv[1])))
+    _packed(sys.argv[1]).write_bytes(pack(Path(sys.argv[2])))

@@ -1,24 +1,27 @@
-"""Rules that KubeRay's operator checks in code, beyond its CRD (v1.7, controllers/ray/utils/validation.go)."""
+"""Rules that KubeRay's operator checks in code, beyond its CRD (v1.4 to v1.7, controllers/ray/utils/validation.go)."""
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from tests.k8s.engines import Manifest
+from tests.k8s.kuberay import NEWEST
 
 MAX_NAME = 47
+INCREMENTAL = "NewClusterWithIncrementalUpgrade"
 RESOURCES = {"num-cpus", "num-gpus", "memory", "resources"}
 REDIS_ENV = {"REDIS_PASSWORD", "RAY_REDIS_ADDRESS"}
 REDIS_ANNOTATIONS = {"ray.io/external-storage-namespace", "ray.io/ft-enabled"}
 
 
-def broken_rules(ray_service: Manifest) -> list[str]:
+def broken_rules(ray_service: Manifest, kuberay: str = NEWEST) -> list[str]:
     spec = ray_service["spec"]
     cluster = spec["rayClusterConfig"]
     groups = cluster.get("workerGroupSpecs", [])
     return [
         *_name(ray_service["metadata"]),
-        *_upgrade(spec.get("upgradeStrategy", {}), cluster),
+        *_upgrade(spec.get("upgradeStrategy", {}), cluster, kuberay),
+        *_service(spec),
         *_fault_tolerance(ray_service["metadata"], cluster),
         *_autoscaler(cluster, groups),
         *(error for group in groups for error in _group(group, cluster)),
@@ -37,12 +40,14 @@ def _name(metadata: dict[str, Any]) -> Iterator[str]:
         yield "initializing-timeout is not positive"
 
 
-def _upgrade(strategy: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
+def _upgrade(strategy: dict[str, Any], cluster: dict[str, Any], kuberay: str) -> Iterator[str]:
     kind, options = strategy.get("type"), strategy.get("clusterUpgradeOptions")
-    if kind not in (None, "None", "NewCluster", "NewClusterWithIncrementalUpgrade"):
+    if kind not in (None, "None", "NewCluster", *([INCREMENTAL] if kuberay != "1.4" else [])):
         yield f"upgradeStrategy.type {kind}"
-    if kind != "NewClusterWithIncrementalUpgrade":
+    if kind != INCREMENTAL:
         return
+    if kuberay in ("1.5", "1.6"):
+        yield f"{kind} is taken and does nothing: its feature gate is off by default"
     if not cluster.get("enableInTreeAutoscaling"):
         yield "incremental upgrade without autoscaling"
     if not options or not options.get("gatewayClassName"):
@@ -52,6 +57,11 @@ def _upgrade(strategy: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]
         yield "stepSizePercent <= maxSurgePercent <= 100"
     if options["intervalSeconds"] <= 0:
         yield "intervalSeconds is not positive"
+
+
+def _service(spec: dict[str, Any]) -> Iterator[str]:
+    if spec.get("upgradeStrategy", {}).get("type") == INCREMENTAL and "serveService" in spec:
+        yield "serveService is ignored with an incremental upgrade"
 
 
 def _fault_tolerance(metadata: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:

@@ -37,7 +37,7 @@ README_HEAD = """\
 # The chart `sluice`
 
     helm install my-sluice k8s/sluice -f k8s/sluice/examples/one-gpu.yaml \\
-      --set image.repository=registry.example.org/sluice
+      --set image.repository=registry.example.org/sluice --timeout 30m
 
 No image is published yet: build it and push it to a registry of yours.
 [docs/install-kubernetes.md](../../docs/install-kubernetes.md) goes from nothing to the first token. `examples/` has

@@ -33,14 +33,14 @@ SAMPLES: Mapping[str, Any] = {
 }
 
 
-def _value(name: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+def value_of(name: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if name in SAMPLES:
         return st.just(SAMPLES[name])
     if "$ref" in schema:
-        return _value("", SCHEMA["definitions"][schema["$ref"].split("/")[-1]])
+        return value_of("", SCHEMA["definitions"][schema["$ref"].split("/")[-1]])
     if "anyOf" in schema or "allOf" in schema:
         parts = [part for part in schema.get("anyOf") or schema["allOf"] if part.get("type") != "null"]
-        return _value(name, parts[0])
+        return value_of(name, parts[0])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     return _BY_TYPE[_kind(schema)](schema)
@@ -55,8 +55,13 @@ def _object(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "properties" not in schema:
         each = schema.get("additionalProperties", {"type": "string"})
         names = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
-        return st.dictionaries(names, _value("", each if each else {"type": "string"}), max_size=2)
-    fields = {name: _value(name, value) for name, value in schema["properties"].items()}
+        return st.dictionaries(
+            names,
+            value_of("", each if each else {"type": "string"}),
+            min_size=schema.get("minProperties", 0),
+            max_size=2,
+        )
+    fields = {name: value_of(name, value) for name, value in schema["properties"].items()}
     required = {name: fields[name] for name in schema.get("required", ())}
     return st.fixed_dictionaries(required, optional={k: v for k, v in fields.items() if k not in required})
 
@@ -74,7 +79,7 @@ _BY_TYPE: dict[str, Callable[[dict[str, Any]], st.SearchStrategy[Any]]] = {
     "boolean": lambda schema: st.booleans(),
     "integer": lambda s: st.integers(s.get("minimum", 0), min(s.get("maximum", 1 << 40), s.get("minimum", 0) + 40)),
     "number": lambda s: st.floats(s.get("minimum", 0.25), s.get("maximum", s.get("minimum", 0.25) + 0.5)),
-    "array": lambda schema: st.lists(_value("", schema.get("items", {"type": "string"})), max_size=3),
+    "array": lambda schema: st.lists(value_of("", schema.get("items", {"type": "string"})), max_size=3),
 }
 
 
@@ -82,7 +87,7 @@ _BY_TYPE: dict[str, Callable[[dict[str, Any]], st.SearchStrategy[Any]]] = {
 def any_values(draw: st.DrawFn) -> dict[str, Any]:
     """A few sections at a time: all at once, some check would always refuse."""
     sections = draw(st.sets(st.sampled_from(sorted(SCHEMA["properties"])), max_size=4))
-    return {name: draw(_value(name, SCHEMA["properties"][name])) for name in sorted(sections)}
+    return {name: draw(value_of(name, SCHEMA["properties"][name])) for name in sorted(sections)}
 
 
 @example(values={"routerGroup": {"replicas": 1, "rayCpus": 2, "shmSize": "0.1"}})

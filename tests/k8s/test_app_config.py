@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config.application import AppConfig
-from tests.k8s.cases import FILES, named, values_of, with_password
+from tests.k8s.cases import FILES, holds, named, values_of, with_password
 from tests.k8s.engines import Helm4, Manifest, RefusedError, application, ray_service, start_params
 from tests.k8s.schemas import templates_of
 
@@ -29,15 +28,6 @@ def test_every_setting_of_values_arrives_unchanged(rendered: dict[str, str], fil
     args = application(rendered[file.stem])["args"]
     given = values_of(file).get("app", {})
     assert holds(args, given), (given, args)
-
-
-def holds(arrived: Any, given: Any) -> bool:
-    """Everything given is there, whatever else is."""
-    if isinstance(given, dict):
-        return all(key in arrived and holds(arrived[key], value) for key, value in given.items())
-    if isinstance(given, list):
-        return len(arrived) == len(given) and all(map(holds, arrived, given))
-    return bool(arrived == given)
 
 
 @every_file

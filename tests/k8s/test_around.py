@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
-from tests.k8s.engines import CHART, Helm3, Manifest, documents
+from tests.k8s.cases import named, with_password
+from tests.k8s.engines import CHART, Helm3, Helm4, Manifest, documents
 from tests.k8s.fake_api import serve
 from tests.k8s.schemas import templates_of
 
@@ -29,7 +31,8 @@ def _metric_names() -> set[str]:
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
-    status = {**dict.fromkeys(moved, 1), "background_failures": {"heartbeat": 1}}
+    numbers = dict.fromkeys((*moved, "free_blocks", "total_blocks", "preemptions"), 1)
+    status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory"}
     text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 
@@ -47,6 +50,35 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
+def test_the_dashboard_asks_for_one_model_at_a_time_where_one_is_chosen() -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "namespace", "model", "pod"]
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            selectors = re.findall(r"{.*?}", target["expr"])
+            assert len(selectors) == len(re.findall(r"\bsluice_\w+", target["expr"])), panel["title"]
+            assert all('model=~"$model"' in selector for selector in selectors), panel["title"]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "sluice_engine_free_blocks", "sluice_engine_preemptions_total", "sluice_engine_limited_by",
+        "sluice_replica_slowness", "sluice_e2e_seconds_bucket", "sluice_ttft_seconds_bucket",
+        "sluice_itl_seconds_bucket",
+    ],
+)  # fmt: skip
+def test_the_dashboard_shows_what_explains_a_slow_answer(metric: str) -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    assert any(metric in target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = json.loads((CHART / "files/dashboards/sluice.json").read_text())["panels"]
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
+    assert all(panel["description"] for panel in panels)
+
+
 def _alerts(rendered: dict[str, str]) -> list[dict[str, Any]]:
     rule = _all(rendered[EVERYTHING], "PrometheusRule")["full"]
     return list(rule["spec"]["groups"][0]["rules"])
@@ -61,6 +93,46 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert _names_in(alert["expr"]) <= _metric_names()
         assert re.search(r'namespace="prod",pod=~"full-', alert["expr"].replace("{ ", "{"))
         assert alert["annotations"]["summary"]
+
+
+RUNBOOK = CHART.parents[1] / "docs/runbook.md"
+
+
+def test_every_alert_links_to_its_section_of_the_runbook(rendered: dict[str, str]) -> None:
+    sections = re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    alerts = _alerts(rendered)
+    assert {alert["alert"] for alert in alerts} == set(sections) and len(set(sections)) == len(sections)
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{alert['alert'].lower()}"
+
+
+def test_a_section_of_the_runbook_says_how_grave_it_is_and_what_to_do(rendered: dict[str, str]) -> None:
+    severity = {alert["alert"]: alert["labels"]["severity"] for alert in _alerts(rendered)}
+    for name, text in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL):
+        assert f"**{severity[name].capitalize()}.**" in text, name
+        assert "\nLook: " in text and "\nDo: " in text, name
+
+
+def test_thresholds_are_those_of_values_and_the_runbook_names_them(helm4: Helm4) -> None:
+    names = yaml.safe_load((CHART / "values.yaml").read_text())["prometheusRule"]["thresholds"]
+    given = {name: 0.901 + index / 100 for index, name in enumerate(names)}
+    rule = {"enabled": True, "thresholds": given, "runbookUrl": "https://runbooks.example.org/sluice"}
+    text = helm4.render(with_password({"prometheusRule": rule}))
+    alerts = _all(text, "PrometheusRule")["my-sluice"]["spec"]["groups"][0]["rules"]
+    expressions = " ".join(alert["expr"] for alert in alerts)
+    for name, value in given.items():
+        assert expressions.count(f"> {value:g}") == 1, name
+        assert f"`{name}`" in RUNBOOK.read_text(), name
+    assert all(a["annotations"]["runbook_url"].startswith("https://runbooks.example.org/sluice#sluice") for a in alerts)
+
+
+def test_links_of_the_runbook_lead_somewhere() -> None:
+    for file, anchor in re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", RUNBOOK.read_text()):
+        text = (RUNBOOK.parent / file).read_text()
+        headings = {
+            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+        }
+        assert not anchor or anchor in headings, f"{file}#{anchor}"
 
 
 def test_a_model_without_engines_has_routers_and_no_series_of_replicas(rendered: dict[str, str]) -> None:
@@ -139,6 +211,23 @@ def test_budgets_select_the_pods_they_are_for(rendered: dict[str, str], componen
     assert any(selector.items() <= pod.items() for pod in labels)
 
 
+HEADS = [("auto", True, False), ("auto", False, True), ("always", True, True), ("never", False, False)]
+
+
+@pytest.mark.parametrize(("head", "survives", "kept"), HEADS)
+def test_a_drain_of_nodes_waits_for_the_head_where_engines_would_end_with_it(
+    helm4: Helm4, head: str, survives: bool, kept: bool
+) -> None:
+    """With Ray's state in Redis they outlive it: tests/k8s/test_semantic.py."""
+    values = with_password({"podDisruptionBudget": {"head": head}, "redis": {"gcsFaultTolerance": survives}})
+    budgets = _all(helm4.render(values), "PodDisruptionBudget")
+    assert ("my-sluice-head" in budgets) == kept
+    if kept:
+        spec = budgets["my-sluice-head"]["spec"]
+        assert spec["maxUnavailable"] == 0
+        assert spec["selector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
+
+
 def test_the_services_that_routes_name_is_the_one_that_kuberay_makes(rendered: dict[str, str]) -> None:
     ingress = _all(rendered[EVERYTHING], "Ingress")["full"]["spec"]["rules"][0]["http"]["paths"][0]["backend"]
     route = _all(rendered[EVERYTHING], "HTTPRoute")["full"]["spec"]["rules"][0]["backendRefs"][0]
@@ -151,6 +240,13 @@ def test_scripts_are_rendered_as_they_are(rendered: dict[str, str], script: str)
     texts = [_all(rendered["one-gpu"], "ConfigMap")["my-sluice-scripts"]["data"]["drain.py"]]
     texts += _all(rendered["one-gpu"], "Pod")["my-sluice-test"]["spec"]["containers"][0]["command"]
     assert any(ast.dump(ast.parse(text)) == ast.dump(ast.parse(source)) for text in texts if "\n" in text)
+
+
+def test_notes_of_an_incremental_upgrade_name_the_gateway(tmp_path: Path) -> None:
+    with serve() as (_, kubeconfig):
+        (tmp_path / "kubeconfig").write_text(kubeconfig)
+        notes = Helm3().notes(named("incremental"), tmp_path / "kubeconfig")
+    assert "get gateway my-sluice-gateway" in notes and "serve-svc" not in notes
 
 
 def test_notes_name_the_next_three_commands(tmp_path: Path) -> None:

@@ -47,6 +47,25 @@ def test_a_release_from_install_to_uninstall(site: Site) -> None:
     assert site.cluster.kinds() == ["PersistentVolumeClaim", "Pod"]
 
 
+def test_a_configuration_that_the_application_refuses_changes_nothing(site: Site) -> None:
+    """Neither at the first install nor later, and the job stays, for its log."""
+    values = named("one-gpu")
+    site.cluster.failing.add("my-sluice-config-check")
+    with pytest.raises(RefusedError, match="config-check"):
+        site.helm.install(values)
+    assert site.cluster.kinds() == ["Job"]
+
+    site.cluster.failing.clear()
+    site.helm.upgrade(values)
+    before = site.cluster.one("RayService")["spec"]
+    assert "Job" not in site.cluster.kinds(), "one that succeeded goes"
+
+    site.cluster.failing.add("my-sluice-config-check")
+    with pytest.raises(RefusedError, match="config-check"):
+        site.helm.upgrade({**values, "app": {**values["app"], "vllm_args": ["--max-modle-len", "16384"]}})
+    assert site.cluster.one("RayService")["spec"] == before
+
+
 def test_a_random_password_of_redis_stays_over_upgrades(site: Site) -> None:
     site.helm.install({})
     before = site.cluster.one("Secret")["data"]["password"]

@@ -56,7 +56,11 @@ class MiniKubeRay:
         self._local_env = one_machine_env(folder)
         files = [m["data"] for m in manifests if m["kind"] == "ConfigMap"]
         self._redis_conf = next(data for data in files if "redis.conf" in data)
-        self._drain_script = next(data["drain.py"] for data in files if "drain.py" in data)
+        self._scripts = next(data for data in files if "drain.py" in data)
+        # What pods mount at /etc/sluice/scripts.
+        self._haproxy = folder / "haproxy.sh"
+        self._haproxy.write_text(self._scripts["haproxy.sh"])
+        self._haproxy.chmod(0o555)
 
     def start_redis(self) -> None:
         """The rendered configuration; the last of two lines for one setting counts."""
@@ -85,7 +89,7 @@ class MiniKubeRay:
     def drain(self, name: str, seconds: int) -> None:
         """What the rendered preStop hook runs in a pod."""
         script = self.folder / "drain.py"
-        script.write_text(self._drain_script)
+        script.write_text(self._scripts["drain.py"])
         inside = self.processes[name].children()[0].pid
         env = {**os.environ, "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
         command = ["nsenter", f"--target={inside}", "--pid", "--mount", sys.executable, str(script), str(seconds)]
@@ -116,12 +120,22 @@ class MiniKubeRay:
         env["SLUICE_REDIS_URL"] = env["SLUICE_REDIS_URL"].replace(
             "my-sluice-redis:6379", f"127.0.0.1:{self.redis_port}"
         )
+        assert env["RAY_SERVE_HAPROXY_BINARY_PATH"] == "/etc/sluice/scripts/haproxy.sh"
+        haproxy = {
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(self._haproxy),
+            "SLUICE_HAPROXY_BIND": f"127.0.0.1:{self.http_port}",
+            "SLUICE_HAPROXY_PORT": str(self.http_port),
+        }
         paths = {"PYTHONPATH": str(REPOSITORY), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
-        local = {**os.environ, **env, **self._local_env, **paths, "HF_HOME": str(self.folder / "models")}
+        local = {**os.environ, **env, **self._local_env, **haproxy, **paths, "HF_HOME": str(self.folder / "models")}
         local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # else nothing may join a head on loopback
         if group == "head":
-            local |= {"RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}", "RAY_external_storage_namespace": "uid-1"}
-        return local
+            return local | {
+                "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}",
+                "RAY_external_storage_namespace": "uid-1",
+            }
+        # KubeRay's own, where Ray's state is in Redis: so long workers wait for another head.
+        return local | {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as output:
@@ -155,6 +169,11 @@ class MiniKubeRay:
     @property
     def health(self) -> str:
         return f"http://127.0.0.1:{self.http_port}/health"
+
+    def haproxy_configuration(self) -> str:
+        """Of the head's HAProxy, as it runs."""
+        (written,) = (self.folder / "h").glob("*/haproxy.cfg")  # one for the node
+        return written.read_text()
 
     def family(self, name: str) -> list[psutil.Process]:
         process = self.processes[name]
@@ -236,13 +255,15 @@ def test_the_rendered_manifest_serves_and_survives_a_lost_head_and_a_drained_pod
     assert _complete(operator).completion_tokens > 0
     assert len(operator.replicas("engine")) == len(operator.replicas("router")) == 1, "each on pods of its own"
     assert operator.replicas("head") == set()
+    assert "http-buffer-request" in operator.haproxy_configuration(), "the script of the chart mends it"
 
+    engines = operator.replicas("engine")
     operator.kill("head")
     assert not operator.answers(operator.health), "the only proxy went with the head"
     operator.start_node("head")
     operator.wait(operator.health, START_TIMEOUT_S, "the answer after the loss")
     assert _complete(operator).completion_tokens > 0
-    assert len(operator.replicas("engine")) == 1, "still one engine, where engines belong"
+    assert operator.replicas("engine") == engines, "the engine that had its model loaded"
 
     operator.start_node("engine", "engine-2")
     stream = _stream(operator, tokens=300)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.k8s.cases import FILES, named, values_of, with_password
 from tests.k8s.engines import CHART, Engine, Helm4, Manifest, Values, documents, ray_service
+from tests.k8s.kuberay import NEWEST, VERSIONS
+from tests.k8s.reconciler import edited, made, reconciled
 
 BASE = named("eight-h100")
 APP_ONLY: dict[str, Values] = {
@@ -39,7 +41,7 @@ OF_PODS: dict[str, Values] = {
     "memory": {"head": {"resources": {"limits": {"memory": "8Gi"}}}},
     "environment": {"extraEnv": [{"name": "A", "value": "b"}]},
     "the time to drain": {"drainSeconds": 7200},
-    "GPUs of an engine": {"gpusPerEngine": 2},
+    "GPUs of an engine": {"gpusPerEngine": 2, "app": {"vllm_args": ["-tp", "2"]}},
     "another source of keys": {"auth": {"apiKeys": {"existingSecret": "other"}}},
 }
 
@@ -136,3 +138,68 @@ def test_without_a_given_password_only_the_secret_differs_from_one_rendering_to_
     first, second = helm4.render({}), helm4.render({})
     assert first != second
     assert ray_service(first) == ray_service(second)
+
+
+every_kuberay = pytest.mark.parametrize("kuberay", VERSIONS)
+
+
+def _service(helm: Engine, values: Values, **group: int) -> Manifest:
+    first, *others = values["engineGroups"]
+    return ray_service(helm.render({**values, "engineGroups": [{**first, **group}, *others]}))
+
+
+def _numbers(cluster: Any) -> dict[str, int]:
+    group = next(each for each in cluster.spec["workerGroupSpecs"] if each["groupName"] == "h100")
+    return {name: group[name] for name in ("replicas", "minReplicas", "maxReplicas")}
+
+
+SPOT = {"name": "spot", "replicas": 2, "resources": {"limits": {"memory": "64Gi"}}}
+MORE = {"replicas": 4, "minReplicas": 4, "maxReplicas": 16}
+
+
+@every_kuberay
+def test_numbers_of_pods_in_values_do_not_reach_a_running_cluster(helm4: Helm4, kuberay: str) -> None:
+    cluster = made(_service(helm4, BASE), kuberay=kuberay)
+    assert reconciled(_service(helm4, BASE, **MORE), cluster, kuberay) == (cluster, False)
+
+
+@every_kuberay
+def test_an_edit_of_the_cluster_holds_while_only_the_application_changes(helm4: Helm4, kuberay: str) -> None:
+    cluster = edited(made(_service(helm4, BASE), kuberay=kuberay), "h100", **MORE)
+    other = changed(BASE, APP_ONLY["another class"])
+    assert reconciled(_service(helm4, other), cluster, kuberay) == (cluster, False)
+
+
+@every_kuberay
+def test_an_appended_group_undoes_an_edit_unless_values_have_the_same_numbers(helm4: Helm4, kuberay: str) -> None:
+    """So docs/install-kubernetes.md has both changed, values first."""
+    cluster = edited(made(_service(helm4, BASE), kuberay=kuberay), "h100", **MORE)
+    more = {**BASE, "engineGroups": [*BASE["engineGroups"], SPOT]}
+    after, second = reconciled(_service(helm4, more), cluster, kuberay)
+    assert not second and len(after.spec["workerGroupSpecs"]) == 3 and _numbers(after) != MORE
+    after, second = reconciled(_service(helm4, more, **MORE), cluster, kuberay)
+    assert not second and _numbers(after) == MORE
+
+
+def test_another_kuberay_undoes_an_edit_unless_values_have_the_same_numbers(helm4: Helm4) -> None:
+    cluster = edited(made(_service(helm4, BASE), kuberay="1.6"), "h100", **MORE)
+    assert _numbers(reconciled(_service(helm4, BASE), cluster, NEWEST)[0]) != MORE
+    assert _numbers(reconciled(_service(helm4, BASE, **MORE), cluster, NEWEST)[0]) == MORE
+
+
+@every_kuberay
+def test_tolerations_reach_a_running_cluster_by_a_second_one_or_not_at_all(helm4: Helm4, kuberay: str) -> None:
+    cluster = made(_service(helm4, BASE), kuberay=kuberay)
+    first, *others = BASE["engineGroups"]
+    tolerant = {**BASE, "engineGroups": [{**first, "tolerations": [{"operator": "Exists"}]}, *others]}
+    assert reconciled(_service(helm4, tolerant), cluster, kuberay) == (cluster, kuberay == "1.4")
+
+
+@every_kuberay
+@pytest.mark.parametrize("change", OF_PODS)
+def test_a_change_of_pods_starts_a_second_cluster_or_none(helm4: Helm4, change: str, kuberay: str) -> None:
+    cluster = made(_service(helm4, BASE), kuberay=kuberay)
+    other = changed(BASE, OF_PODS[change])
+    assert reconciled(_service(helm4, other), cluster, kuberay) == (cluster, True)
+    other["upgrade"] = {"type": "None"}
+    assert reconciled(_service(helm4, other), cluster, kuberay) == (cluster, False)

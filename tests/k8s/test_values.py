@@ -2,16 +2,20 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from deployments.config.application import AppConfig
 from tests.k8s import refresh
-from tests.k8s.cases import with_password
+from tests.k8s.cases import named, with_password
 from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application
+from tests.k8s.helm3 import helm3
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -67,6 +71,7 @@ def test_every_default_is_in_the_schema_and_every_value_in_the_table() -> None:
 GPU = {"name": "gpu", "replicas": 1, "resources": {}}
 ONE_POD: Values = {"redis": {"mode": "none"}, "engineGroups": []}
 ROOM = {"rayCpus": 4}
+INCREMENTAL = named("incremental")
 REFUSED: dict[str, tuple[Values, str]] = {
     "an unknown value": ({"imagee": {}}, "imagee"),
     "an unknown setting of the application": ({"app": {"model": "demo", "engin": {}}}, "engin"),
@@ -166,29 +171,95 @@ REFUSED: dict[str, tuple[Values, str]] = {
         },
         'its folder ("/sharedtoo") is on no volume',
     ),
+    "fewer GPUs than the arguments use": (
+        {"gpusPerEngine": 2, "app": {"vllm_args": ["--tensor-parallel-size", "4"]}},
+        "gpusPerEngine is 2, and by app.vllm_args an engine uses 4: set gpusPerEngine, or --tensor-parallel-size times",
+    ),
+    "more GPUs than the arguments use": (
+        {"gpusPerEngine": 16},
+        "gpusPerEngine is 16, and by app.vllm_args an engine uses 1",
+    ),
+    "pipelines that are forgotten": (
+        {"gpusPerEngine": 2, "app": {"vllm_args": ["-tp=2", "--pipeline_parallel_size", "2"]}},
+        "an engine uses 4",
+    ),
+    "GPUs of another model": (
+        {
+            "gpusPerEngine": 2,
+            "app": {"vllm_args": ["-tp", "2"], "more_models": [{"model": "other", "served_model_name": "o"}]},
+            "engineGroups": [{**GPU, "replicas": 2}],
+        },
+        "by app.more_models[0].vllm_args an engine uses 1",
+    ),
+    "a fetch into a claim that is not there yet": (
+        {"modelFetch": {"enabled": True}, "modelCache": {"enabled": True}},
+        "set modelCache.enabled and modelCache.existingClaim",
+    ),
+    "a fetch with a token that is not there yet": (
+        {
+            "modelFetch": {"enabled": True},
+            "modelCache": {"enabled": True, "existingClaim": "models"},
+            "huggingface": {"token": "a"},
+        },
+        "set huggingface.existingSecret",
+    ),
+    "no such level of logs": ({"logLevel": "TRACE"}, "logLevel"),
     "an ingress without hosts": ({"ingress": {"enabled": True}}, "set ingress.hosts"),
     "a route without a gateway": ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     "an incremental upgrade without the autoscaler": (
-        {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        {**INCREMENTAL, "app": {"model": "demo"}, "autoscaler": {"enabled": False}},
         "needs autoscaler.enabled",
     ),
     "an incremental upgrade without a gateway": (
-        {"autoscaler": {"enabled": True}, "upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
+        {**INCREMENTAL, "upgrade": {"type": INCREMENTAL["upgrade"]["type"]}},
         "needs upgrade.gatewayClassName",
     ),
     "steps above the surge": (
-        {
-            "autoscaler": {"enabled": True},
-            "upgrade": {
-                "type": "NewClusterWithIncrementalUpgrade",
-                "gatewayClassName": "istio",
-                "stepSizePercent": 50,
-                "maxSurgePercent": 20,
-            },
-        },
+        {**INCREMENTAL, "upgrade": {**INCREMENTAL["upgrade"], "stepSizePercent": 50, "maxSurgePercent": 20}},
         "stepSizePercent (50) is above upgrade.maxSurgePercent (20)",
     ),
+    "steps that move nothing": (
+        {**INCREMENTAL, "upgrade": {**INCREMENTAL["upgrade"], "stepSizePercent": 0}},
+        "stepSizePercent",
+    ),
+    "an ingress to a service that is never made": (
+        {**INCREMENTAL, "ingress": {"enabled": True, "hosts": ["a.example.org"]}},
+        "let clients come to KubeRay's Gateway my-sluice-gateway",
+    ),
+    "a route to a service that is never made": (
+        {**INCREMENTAL, "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}},
+        "set ingress.enabled and httpRoute.enabled to false",
+    ),
+    "a type of a service that is never made": (
+        {**INCREMENTAL, "service": {"type": "LoadBalancer"}},
+        "leave service.type and service.annotations out",
+    ),
+    "a test of a service that is never made": (
+        {**INCREMENTAL, "tests": {"enabled": True}},
+        "set tests.address, or tests.enabled: false",
+    ),
+    "an incremental upgrade by a KubeRay that would never apply it": (
+        {**INCREMENTAL, "kuberayVersion": "1.6.2"},
+        "1.5 and 1.6 never apply a change of pods",
+    ),
+    "a suspension that the operator does not know": (
+        {"rayService": {"suspend": True}, "kuberayVersion": "1.6.2"},
+        "rayService.suspend needs KubeRay 1.7",
+    ),
 }
+
+
+def _template(*options: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(helm3()), "template", "my", str(CHART), "--kube-version", "1.33.0", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_numbers_with_a_point_come_by_set_json() -> None:
+    """docs/install-kubernetes.md names it where it names what `--set` says."""
+    refused = _template("--set", "app.router.num_cpus=0.5")
+    assert refused.returncode != 0 and "num_cpus: Invalid type. Expected: number, given: string" in refused.stderr
+    taken = _template("--set-json", 'app.classes={"standard": {"ttft_s": 0.4}}')
+    assert application(taken.stdout)["args"]["classes"] == {"standard": {"ttft_s": 0.4}}
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
@@ -203,6 +274,38 @@ def test_a_predictor_in_the_one_pod_has_the_gpus_that_engines_leave(helm4: Helm4
     values = {**ONE_POD, "gpusPerEngine": 1, "head": {"enginesPerPod": 2}, "routerGroup": ROOM}
     args = application(helm4.render({**values, "app": {"predictor": predictor}}))["args"]
     assert args["predictor"] == predictor
+
+
+ARGUMENTS = {
+    "nothing": ([], 1),
+    "two words": (["-tp", "2", "--pipeline-parallel-size", "3"], 6),
+    "one word": (["--tensor_parallel_size=4"], 4),
+    "context": (["-pcp", "2"], 2),
+    "a value like an option's name": (["--seed", "-tp", "2"], 2),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_the_chart_counts_gpus_as_the_application_does(helm4: Helm4, case: str) -> None:
+    arguments, gpus = ARGUMENTS[case]
+    for count in range(1, 8):
+        values = {"gpusPerEngine": count, "app": {"vllm_args": arguments}}
+        settings = {"model": "org/model", "vllm_args": arguments, "engine": {"num_gpus": count}}
+        if count == gpus:
+            assert application(helm4.render(values))["args"]["engine"]["num_gpus"] == count
+            assert AppConfig.model_validate(settings)
+            continue
+        with pytest.raises(RefusedError, match=f"gpusPerEngine is {count}, and by app.vllm_args an engine uses {gpus}"):
+            helm4.render(values)
+        with pytest.raises(ValidationError, match=f"num_gpus is {count}, and each engine uses {gpus} by vllm_args"):
+            AppConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("arguments", [["--config", "vllm.yaml"], ["--distributed-executor-backend", "ray"]])
+def test_arguments_that_do_not_say_how_many_gpus_are_left_to_the_application(
+    helm4: Helm4, arguments: list[str]
+) -> None:
+    assert application(helm4.render({"gpusPerEngine": 4, "app": {"vllm_args": arguments}}))
 
 
 def test_one_pod_has_nothing_that_cpus_would_keep_apart(helm4: Helm4) -> None:

@@ -204,8 +204,6 @@ def _without_transfer(params: SamplingParams) -> SamplingParams:
 
 # Some want a size above 1, or sizes that fill as many nodes, so they go together.
 _OF_ENGINES_ALONE = (
-    "nnodes",
-    "node_rank",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "prefill_context_parallel_size",

@@ -4,16 +4,19 @@
 {{- if not (hasKey $args "name") -}}
 {{- $_ := set $args "name" (include "sluice.fullname" .) -}}
 {{- end -}}
-{{- $place := dict "num_gpus" .Values.gpusPerEngine "num_cpus" 0 "resources" (dict "sluice_engine" 1) -}}
 {{- $apart := include "sluice.prefillPods" . | eq "true" -}}
 {{- range $model := prepend ($args.more_models | default list) $args -}}
-{{- $_ := set $model "engine" (merge (deepCopy $place) ($model.engine | default dict)) -}}
-{{- if and $apart $model.engine.prefill -}}
-{{- $_ := set $model.engine "prefill" (merge (dict "resources" (dict "sluice_prefill" 1)) $model.engine.prefill) -}}
+{{- $engine := $model.engine | default dict -}}
+{{- $_ := set $engine "num_gpus" ($.Values.gpusPerEngine | int) -}}
+{{- $_ := set $engine "num_cpus" 0 -}}
+{{- $_ := set $engine "resources" (dict "sluice_engine" 1) -}}
+{{- if and $apart $engine.prefill -}}
+{{- $_ := set $engine.prefill "resources" (dict "sluice_prefill" 1) -}}
 {{- end -}}
+{{- $_ := set $model "engine" $engine -}}
 {{- end -}}
 {{- if include "sluice.apiKeysSecret" . -}}
-{{- $_ := set $args "keys" (merge (dict "file" "/etc/sluice/keys/keys.yaml") ($args.keys | default dict)) -}}
+{{- $_ := set $args "keys" (set ($args.keys | default dict) "file" "/etc/sluice/keys/keys.yaml") -}}
 {{- end -}}
 {{- if and (ne .Values.redis.mode "none") .Values.redis.tls.enabled -}}
 {{- $_ := set $args "redis_ca_certs" (include "sluice.redisCa" .) -}}

@@ -7,7 +7,9 @@
 {{- include "sluice.checkRedis" . -}}
 {{- include "sluice.checkGroups" . -}}
 {{- include "sluice.checkModels" . -}}
+{{- include "sluice.checkGpus" . -}}
 {{- include "sluice.checkCapacity" . -}}
+{{- include "sluice.checkKubeRay" . -}}
 {{- include "sluice.checkUpgrade" . -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled needs rules: set ingress.hosts, one name at least" -}}
@@ -20,6 +22,12 @@
 {{- end -}}
 {{- if and .Values.auth.rayToken (semverCompare "<2.52.0" .Values.rayVersion) -}}
 {{- fail "auth.rayToken needs Ray 2.52 or newer: set rayVersion, or auth.rayToken: false" -}}
+{{- end -}}
+{{- if and .Values.modelFetch.enabled (not (and .Values.modelCache.enabled .Values.modelCache.existingClaim)) -}}
+{{- fail "modelFetch.enabled runs before anything of this release is there: make the claim yourself, and set modelCache.enabled and modelCache.existingClaim" -}}
+{{- end -}}
+{{- if and .Values.modelFetch.enabled .Values.huggingface.token -}}
+{{- fail "modelFetch.enabled runs before the Secret of huggingface.token is there: set huggingface.existingSecret" -}}
 {{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- fail "huggingface: set token or existingSecret, not both" -}}
@@ -98,6 +106,47 @@
 {{- end -}}
 {{- end -}}
 
+{{/* With .args: into how many parts these arguments of vLLM split an engine; empty where they do not say. */}}
+{{- define "sluice.engineParts" -}}
+{{- $parts := 1 -}}
+{{- $sizes := dict "-tp" 1 "--tensor-parallel-size" 1 "-pp" 1 "--pipeline-parallel-size" 1 "-pcp" 1 "--prefill-context-parallel-size" 1 -}}
+{{- $elsewhere := list "--config" "--distributed-executor-backend" -}}
+{{- $said := true -}}
+{{- range $index, $arg := .args -}}
+{{- if hasPrefix "-" $arg -}}
+{{- $name := $arg | splitList "=" | first | replace "_" "-" -}}
+{{- $said = and $said (not (has $name $elsewhere)) -}}
+{{- if hasKey $sizes $name -}}
+{{- $value := "" -}}
+{{- if contains "=" $arg -}}
+{{- $value = $arg | splitList "=" | last -}}
+{{- else if lt (add1 $index) (len $.args) -}}
+{{- $value = index $.args (add1 $index) -}}
+{{- end -}}
+{{- if regexMatch "^[0-9]{1,6}$" $value -}}
+{{- $parts = mul $parts (int $value) -}}
+{{- else -}}
+{{- $said = false -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $said -}}{{- $parts -}}{{- end -}}
+{{- end -}}
+
+{{/* The application says the same, but not before pods hold the GPUs. */}}
+{{- define "sluice.checkGpus" -}}
+{{- $gpus := .Values.gpusPerEngine | int -}}
+{{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- $at := eq $index 0 | ternary "app.vllm_args" (printf "app.more_models[%d].vllm_args" (sub $index 1)) -}}
+{{- $parts := include "sluice.engineParts" (dict "args" ($model.vllm_args | default list)) -}}
+{{- $vllm := eq (dig "engine" "kind" "vllm" $model) "vllm" -}}
+{{- if and $gpus $vllm $parts (ne $parts (toString $gpus)) -}}
+{{- fail (printf "gpusPerEngine is %d, and by %s an engine uses %s: set gpusPerEngine, or --tensor-parallel-size times --pipeline-parallel-size, so that they are the same" $gpus $at $parts) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.checkCapacity" -}}
 {{- $own := 0 -}}
 {{- range $class := .Values.app.classes -}}
@@ -170,9 +219,26 @@
 {{- end -}}
 {{- end -}}
 
+{{/* What a KubeRay does not know, its CRD drops without a word. */}}
+{{- define "sluice.checkKubeRay" -}}
+{{- $version := .Values.kuberayVersion -}}
+{{- if semverCompare "<1.4.0" $version -}}
+{{- fail (printf "kuberayVersion is %s: the chart needs KubeRay 1.4 or later" $version) -}}
+{{- end -}}
+{{- if and .Values.auth.rayToken (semverCompare "<1.5.1" $version) -}}
+{{- fail (printf "auth.rayToken needs KubeRay 1.5.1, and kuberayVersion is %s: upgrade KubeRay, or set auth.rayToken: false" $version) -}}
+{{- end -}}
+{{- if and .Values.rayService.suspend (semverCompare "<1.7.0" $version) -}}
+{{- fail (printf "rayService.suspend needs KubeRay 1.7, and kuberayVersion is %s: upgrade KubeRay, or helm uninstall" $version) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.checkUpgrade" -}}
 {{- $upgrade := .Values.upgrade -}}
 {{- if eq $upgrade.type "NewClusterWithIncrementalUpgrade" -}}
+{{- if semverCompare "<1.7.0" .Values.kuberayVersion -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade needs KubeRay 1.7, and kuberayVersion is %s: 1.4 refuses it, 1.5 and 1.6 never apply a change of pods, for its feature gate is off there: set upgrade.type to NewCluster or None" .Values.kuberayVersion) -}}
+{{- end -}}
 {{- if not .Values.autoscaler.enabled -}}
 {{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs autoscaler.enabled: true" -}}
 {{- end -}}
@@ -181,6 +247,16 @@
 {{- end -}}
 {{- if gt (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent) -}}
 {{- fail (printf "upgrade.stepSizePercent (%d) is above upgrade.maxSurgePercent (%d)" (int $upgrade.stepSizePercent) (int $upgrade.maxSurgePercent)) -}}
+{{- end -}}
+{{- $gateway := include "sluice.gateway" . -}}
+{{- if or .Values.ingress.enabled .Values.httpRoute.enabled -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: there is no service for ingress or httpRoute then, for KubeRay makes one for each Ray cluster, under a name of its own: set ingress.enabled and httpRoute.enabled to false, and let clients come to KubeRay's Gateway %s" $gateway) -}}
+{{- end -}}
+{{- if or (ne .Values.service.type "ClusterIP") .Values.service.annotations -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: KubeRay ignores what service says then: leave service.type and service.annotations out, and let clients come to KubeRay's Gateway %s" $gateway) -}}
+{{- end -}}
+{{- if and .Values.tests.enabled (not .Values.tests.address) -}}
+{{- fail (printf "upgrade.type NewClusterWithIncrementalUpgrade: `helm test` must go to KubeRay's Gateway %s, whose address the chart does not know: set tests.address, or tests.enabled: false" $gateway) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -16,21 +16,26 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{/* For objects, not for pods. */}}
 {{- define "sluice.labels" -}}
-{{ include "sluice.selectorLabels" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels := include "sluice.selectorLabels" . | fromYaml -}}
+{{- $_ := set $labels "app.kubernetes.io/version" .Chart.AppVersion -}}
+{{- $_ := set $labels "app.kubernetes.io/managed-by" .Release.Service -}}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_") -}}
+{{- range $name, $value := .Values.commonLabels -}}
+{{- $_ := set $labels $name $value -}}
+{{- end -}}
+{{- toYaml $labels -}}
 {{- end -}}
 
-{{/* With .root and .name: a name of ours with a suffix. */}}
+{{/* With .root and .name, a name of ours with a suffix, and .labels if there are more: one of each name, for those of values may meet. */}}
 {{- define "sluice.metadata" -}}
 name: {{ .name | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
+{{- $labels := include "sluice.labels" .root | fromYaml }}
+{{- range $name, $value := .labels }}
+{{- $_ := set $labels $name $value }}
+{{- end }}
 labels:
-  {{- include "sluice.labels" .root | nindent 2 }}
+  {{- toYaml $labels | nindent 2 }}
 {{- end -}}
 
 {{/* With .root and .image. Without a tag of its own it is Sluice's, which has a build for CPUs and one for GPUs. */}}
@@ -42,6 +47,16 @@ labels:
 {{- $build := ternary "gpu" "cpu" (gt (int .root.Values.gpusPerEngine) 0) -}}
 {{ $image.repository }}:{{ $image.tag | default (printf "%s-%s" .root.Chart.AppVersion $build) }}
 {{- end -}}
+{{- end -}}
+
+{{/* The service that KubeRay makes, except for NewClusterWithIncrementalUpgrade. */}}
+{{- define "sluice.serveService" -}}
+{{ include "sluice.fullname" . }}-serve-svc
+{{- end -}}
+
+{{/* The Gateway that KubeRay makes for NewClusterWithIncrementalUpgrade, on port 80. */}}
+{{- define "sluice.gateway" -}}
+{{ include "sluice.fullname" . }}-gateway
 {{- end -}}
 
 {{- define "sluice.redisHost" -}}

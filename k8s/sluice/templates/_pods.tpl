@@ -3,6 +3,7 @@
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "0"}
+- {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /etc/sluice/scripts/haproxy.sh}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ .Values.drainSeconds | int | quote }}}
 - {name: RAY_SERVE_HAPROXY_MAXCONN, value: "25000"}
 - {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: "32768"}
@@ -14,13 +15,22 @@
 {{- if not .Values.auth.rayToken }}
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
+- {name: SLUICE_LOG_LEVEL, value: {{ .Values.logLevel }}}
+- {name: VLLM_LOGGING_LEVEL, value: {{ .Values.logLevel }}}
 - {name: HF_HOME, value: {{ .Values.modelCache.mountPath | quote }}}
+{{- if and .Values.modelCache.enabled .Values.modelCache.compileCache }}
+- {name: VLLM_CACHE_ROOT, value: "{{ .Values.modelCache.mountPath | trimSuffix "/" }}/vllm"}
+{{- end }}
+{{- include "sluice.hubEnv" . }}
+{{- if ne .Values.redis.mode "none" }}
+{{- include "sluice.redisEnv" . }}
+{{- end }}
+{{- end -}}
+
+{{- define "sluice.hubEnv" -}}
 {{- with include "sluice.hubSecret" . }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ ternary $.Values.huggingface.key "token" (ne $.Values.huggingface.existingSecret "") | quote }}}}
-{{- end }}
-{{- if ne .Values.redis.mode "none" }}
-{{- include "sluice.redisEnv" . }}
 {{- end }}
 {{- end -}}
 
@@ -41,8 +51,11 @@
 {{- define "sluice.volumes" -}}
 - name: dshm
   emptyDir: {medium: Memory, sizeLimit: {{ .pod.shmSize | default "2Gi" | quote }}}
+# KubeRay's name for it, so that it adds none of its own; further containers read it.
+- name: ray-logs
+  emptyDir: {}
 - name: scripts
-  configMap: {name: {{ include "sluice.fullname" .root }}-scripts}
+  configMap: {name: {{ include "sluice.fullname" .root }}-scripts, defaultMode: 0555}
 - name: models
 {{- if .root.Values.modelCache.enabled }}
   persistentVolumeClaim: {claimName: {{ include "sluice.modelClaim" .root | quote }}}
@@ -70,6 +83,7 @@
 
 {{- define "sluice.mounts" -}}
 - {name: dshm, mountPath: /dev/shm}
+- {name: ray-logs, mountPath: /tmp/ray}
 - {name: scripts, mountPath: /etc/sluice/scripts, readOnly: true}
 - {name: models, mountPath: {{ .root.Values.modelCache.mountPath | quote }}}
 {{- if and .runsRouters (include "sluice.apiKeysSecret" .root) }}
@@ -83,13 +97,13 @@
 {{- end }}
 {{- end -}}
 
-{{/* Requests and limits with the GPUs, which must stand in both. */}}
+{{/* Requests and limits with the GPUs, which must stand in both. `set` on a copy: `merge` would change what it is given. */}}
 {{- define "sluice.resources" -}}
 {{- $resources := deepCopy (.pod.resources | default dict) -}}
 {{- if .gpus -}}
-{{- $gpus := dict (.pod.gpuResourceName | default "nvidia.com/gpu") (.gpus | toString) -}}
+{{- $name := .pod.gpuResourceName | default "nvidia.com/gpu" -}}
 {{- range $part := list "requests" "limits" -}}
-{{- $_ := set $resources $part (merge $gpus (index $resources $part | default dict)) -}}
+{{- $_ := set $resources $part (set (index $resources $part | default dict) $name ($.gpus | toString)) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -170,6 +184,9 @@ spec:
           exec:
             command: [python, /etc/sluice/scripts/drain.py, {{ $root.Values.drainSeconds | int | quote }}]
       {{- end }}
+    {{- with concat $root.Values.extraContainers ($pod.extraContainers | default list) }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "sluice.volumes" . | nindent 4 }}
 {{- end -}}

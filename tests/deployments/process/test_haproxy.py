@@ -24,7 +24,11 @@ from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
 SCRIPT = REPOSITORY / "deployments/process/haproxy.sh"
-ENV = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+# As Ray Serve has it, whose variable names the script itself.
+ENV = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "RAY_SERVE_HAPROXY_BINARY_PATH": str(SCRIPT),
+}
 # Starts HAProxy, prints its process, and waits to be killed.
 ACTOR = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(300)"
 

@@ -28,6 +28,33 @@ def test_a_line_is_written_before_the_process_can_be_killed() -> None:
     assert (line["levelname"], line["message"], line["request_id"]) == ("WARNING", "replica r1 lost", "q7")
 
 
+LEVELS = """
+import logging
+from deployments.process.logs import log_as_json
+log_as_json()
+for level in ("debug", "info", "warning", "error"):
+    getattr(logging.getLogger("router.routed_client"), level)(level)
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"), [(None, 3), ("", 3), ("DEBUG", 4), ("INFO", 3), ("WARNING", 2), ("ERROR", 1)]
+)
+def test_the_environment_says_from_which_level_on(level: str | None, lines: int) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "SLUICE_LOG_LEVEL"}
+    env |= {} if level is None else {"SLUICE_LOG_LEVEL": level}
+    done = subprocess.run(
+        [sys.executable, "-c", LEVELS], env=env, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert len(done.stderr.splitlines()) == lines
+
+
+def test_a_level_that_there_is_not_is_refused_by_name() -> None:
+    env = {**os.environ, "SLUICE_LOG_LEVEL": "verbose"}
+    done = subprocess.run([sys.executable, "-c", LEVELS], env=env, capture_output=True, text=True, timeout=60)
+    assert "ConfigError: SLUICE_LOG_LEVEL is 'verbose': set it to one of DEBUG, INFO, WARNING, ERROR" in done.stderr
+
+
 IN_A_REPLICA = """
 import logging, os, sys, tempfile
 from ray.serve._private.common import ServeComponentType

@@ -126,7 +126,6 @@ DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_pa
         ["-tp", "4", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 4}'],
         ["-tp", "4", "-dcp", "2"],
         ["-tp", "2", "--speculative-config", json.dumps(DRAFT)],
-        ["--nnodes", "2", "-tp", "16"],
         ["-tp", "2", "--enable-batch-sharded-sampling"],
         ["--enable-fault-tolerance"],
     ],

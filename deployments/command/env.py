@@ -1,0 +1,95 @@
+"""`sluice env`: the environment in which Ray is to start on this machine, as lines for a shell."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from deployments.command.one_machine import check_address, own_folder, port_number
+from deployments.process.environment import (
+    HAPROXY,
+    MAX_CONNECTIONS,
+    connections_within,
+    files_for,
+    haproxy_binary,
+    loopback_env,
+    most_files,
+    serve_env,
+)
+
+AUTH_MODE_ENV = "RAY_AUTH_MODE"
+_EPILOG = """\
+examples:
+  eval "$(sluice env)"                on every node of a cluster, before `ray start` and before `serve deploy`
+  eval "$(sluice env --loopback)"     for a Ray on this machine alone: nothing of it listens to the outside
+
+What is not as it should be here, and what to do about it, goes to standard error."""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    env = commands.add_parser(
+        "env",
+        help="print the environment in which Ray is to start on this machine",
+        description="Print, as lines for a shell, what Ray has to find in its environment on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    env.add_argument("--loopback", action="store_true", help="for a Ray that lives on this machine alone")
+    env.add_argument(
+        "--port",
+        type=port_number,
+        default=8000,
+        help="of --loopback: http_options.port of the file (default: %(default)s)",
+    )
+    env.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises ApplicationStartError where --loopback finds its port taken, or a folder of somebody else's."""
+    env = {
+        **serve_env(),
+        **(_on_loopback(options.port) if options.loopback else _on_a_cluster()),
+        **auth_env(os.environ),
+    }
+    for name, value in env.items():
+        print(f"export {name}={shlex.quote(value)}")
+    connections = int(env["RAY_SERVE_HAPROXY_MAXCONN"])
+    if connections < MAX_CONNECTIONS:
+        _note(
+            f"HAProxy takes {connections} connections, not {MAX_CONNECTIONS}: the hard limit of open files is "
+            f"{most_files()}, and {files_for(MAX_CONNECTIONS)} are wanted (ulimit -Hn, LimitNOFILE)"
+        )
+    if env.get(AUTH_MODE_ENV) == "disabled":
+        _note(
+            "there is no token, so whoever reaches Ray's ports may run anything there: `ray get-auth-token --generate` "
+            "makes one, for every node the same; then print this again"
+        )
+
+
+def _on_a_cluster() -> dict[str, str]:
+    env = {"RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())), "SLUICE_HAPROXY": haproxy_binary()}
+    if os.access(HAPROXY, os.X_OK):
+        return env | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY)}
+    _note(f"Ray Serve cannot run {HAPROXY}, and starts HAProxy without it: chmod +x {HAPROXY}, and print this again")
+    return env
+
+
+def _on_loopback(port: int) -> dict[str, str]:
+    check_address("127.0.0.1", port)
+    folder = own_folder(f"sl-{os.getuid():x}-{port}")  # short: Unix sockets are in it
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return loopback_env(folder, port=port)
+
+
+def auth_env(env: Mapping[str, str]) -> dict[str, str]:
+    """So that `ray start` and `serve deploy` agree: the former alone asks for a token wherever it finds one."""
+    if AUTH_MODE_ENV in env:
+        return {AUTH_MODE_ENV: env[AUTH_MODE_ENV]}
+    file = Path(env.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return {AUTH_MODE_ENV: "token" if env.get("RAY_AUTH_TOKEN") or file.is_file() else "disabled"}
+
+
+def _note(text: str) -> None:
+    print(f"sluice env: {text}", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""docs/metrics.md has every metric that there is, and other pages name none besides."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from router.metrics import RouterMetrics, SplitMetrics
+from tests import metrics_page
+
+DOCS = metrics_page.PAGE.parent
+CHART = DOCS.parent / "k8s/sluice"
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    """After a change of a metric: python -m tests.metrics_page"""
+    assert metrics_page.PAGE.read_text() == metrics_page.page()
+
+
+def _rows() -> list[metrics_page.Row]:
+    return [
+        *metrics_page.of_router(),
+        *metrics_page.of_split(),
+        *metrics_page.shared(),
+        *metrics_page.of_engines(),
+    ]
+
+
+def test_every_metric_has_a_meaning_and_stands_there_once() -> None:
+    rows = _rows()
+    assert len(rows) > 50 and len({row.name for row in rows}) == len(rows)
+    assert all(row.meaning.endswith(".") for row in rows)
+
+
+def test_the_page_has_all_that_a_router_registers() -> None:
+    metrics = RouterMetrics()
+    SplitMetrics(metrics.registry)
+    families = {family.name for family in metrics.registry.collect()}
+    listed = {row.name.removesuffix("_total") for row in [*metrics_page.of_router(), *metrics_page.of_split()]}
+    assert families == listed
+
+
+def _named(text: str) -> set[str]:
+    return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bsluice_[a-z_]+[a-z]\b", text)}
+
+
+PAGES = ["operate.md", "runbook.md", "scheduler.md", "prefill-decode.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_only_metrics_that_there_are(page: str) -> None:
+    twice = [*metrics_page.of_router(), *metrics_page.shared()]
+    there = {row.name for row in _rows()} | {row.name.replace("sluice_", "sluice_prefill_", 1) for row in twice}
+    found = {name for name in _named((DOCS / page).read_text()) if not _is_a_word(name)}
+    assert found <= there | {name.removesuffix("_total") for name in there}
+
+
+def _is_a_word(name: str) -> bool:
+    """Ray's resources by which the chart places replicas, and the call of live control."""
+    return name in ("sluice_engine", "sluice_prefill", "sluice_control")
+
+
+def test_the_dashboard_asks_for_labels_that_its_metrics_have() -> None:
+    labels = {row.name: {*row.labels, "le", "namespace", "pod", "model", "router", "instance"} for row in _rows()}
+    dashboard = json.loads(Path(CHART / "files/dashboards/sluice.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        for name, selector in re.findall(r"\b(sluice_\w+){(.*?)}", expression):
+            asked = set(re.findall(r"(\w+)=", selector))
+            grouped = {each.strip() for by in re.findall(r"by \((.*?)\)", expression) for each in by.split(",")}
+            family = re.sub(r"_(bucket|count|sum)$", "", name)
+            assert asked | grouped <= labels[family], expression
