@@ -50,10 +50,15 @@ class Batch:
             c[_PROMPT, :n], c[_GENERATED, :n], c[_LEFT, :n], c[_CLASS, :n], self._times[_PREDICTED, :n]
         )
 
-    def fits(self, request: Request) -> bool:
-        """Whether the whole prompt has room now; what it will generate has not been asked."""
+    def fits(self, request: Request, kept_blocks: int = 0) -> bool:
+        """Whether the whole prompt has room now; what it will generate has not been asked.
+
+        Args:
+            kept_blocks: to be left free beside it, where others run.
+        """
         needed = request.prompt_tokens + request.generated_tokens
-        return blocks_for(needed, self.block_size) <= self.free_blocks
+        kept = kept_blocks if self.requests else 0
+        return blocks_for(needed, self.block_size) + kept <= self.free_blocks
 
     def admit(self, request: Request) -> None:
         """Start a request; its cached prefix is held at once, the rest as it is computed."""

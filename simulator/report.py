@@ -19,14 +19,23 @@ EVERY_CLASS = "*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean."""
+    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean.
+
+    An answer of one token meets tpot_s; what never ended, because it was refused or lost, meets neither.
+    """
 
     ttft_s: float
     tpot_s: float
 
+    def ttft_met(self, request: Request) -> bool:
+        return request.finished_s is not None and request.ttft_s is not None and request.ttft_s <= self.ttft_s
+
+    def tpot_met(self, request: Request) -> bool:
+        return request.finished_s is not None and (request.tpot_s is None or request.tpot_s <= self.tpot_s)
+
     def met(self, request: Request) -> bool:
-        ttft_s, tpot_s = request.ttft_s, request.tpot_s
-        return ttft_s is not None and ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
+        """Whether the request is in time."""
+        return self.ttft_met(request) and self.tpot_met(request)
 
 
 def parse_target(text: str) -> tuple[str, Target]:

@@ -17,6 +17,7 @@ class Request:
         work_s, key: what the router took it to cost, and ordered it by.
         entered_s: when it came to the engine that holds it.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
+        refused: an engine took it for one too many; it never ends.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Request:
     finished_s: float | None = None
     preemptions: int = 0
     moves: int = 0
+    refused: bool = False
 
     def view(self) -> RequestView:
         """As its driver sees it: an engine does not know of the wait in the router."""
