@@ -44,7 +44,9 @@ def system(
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
     elif name == "sluice":
         if engine.refuses:
-            raise ConfigError("max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock")
+            raise ConfigError(
+                "max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock"
+            )
         engine = replace(engine, ordered=True)
         defaults = _told(targets or {}) | {"batch": "auto", "order": "virtual_deadline"}
     else:
