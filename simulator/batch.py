@@ -107,7 +107,9 @@ class Batch:
 
     def make_room(self, budget: int) -> list[Request]:
         """Preempt the youngest until all that decode can grow; returns who lost its place, youngest first."""
-        lost = []
+        lost: list[Request] = []
+        if len(self.requests) <= self.free_blocks:
+            return lost  # each needs one at most
         while self.requests and self._blocks_to_grow(self._ready(budget)[0]) > self.free_blocks:
             lost.append(self.preempt())
         return lost

@@ -102,10 +102,10 @@ class Variant:
         return without(self.without, config) if self.without else config
 
 
-_STOCK = Variant(system="stock", predictor="none", engine={"watermark": _WATERMARK})
+STOCK = Variant(system="stock", predictor="none", engine={"watermark": _WATERMARK})
 # What is compared, by name; another row is another column of the tables and another line of the figure.
 VARIANTS: Mapping[str, Variant] = {
-    "stock": _STOCK,
+    "stock": STOCK,
     "Sluice": Variant(),
     "Sluice, lengths known": Variant(predictor="oracle"),
     "Sluice, 4 replicas": Variant(replicas=4),
@@ -113,7 +113,7 @@ VARIANTS: Mapping[str, Variant] = {
 # vLLM's own refusals: tokens per step and most queued tokens.
 CAPS: Mapping[tuple[int, int], Variant] = {
     (step, queued): replace(
-        _STOCK, engine={"watermark": _WATERMARK, "max_batch_tokens": step, "max_num_queued_tokens": queued}
+        STOCK, engine={"watermark": _WATERMARK, "max_batch_tokens": step, "max_num_queued_tokens": queued}
     )
     for step, queued in product((1024, 2048, 8192), (2500, 5000, 10_000, 20_000, 40_000))
 }
