@@ -86,7 +86,7 @@ class Variant:
         predictor: where its length predictions come from (`simulator.predictors`).
         engine: fields of `EngineConfig` besides slots and cache.
         without: a feature of `simulator.presets.FEATURES` that is taken out.
-        replicas: under as many times the load.
+        replicas: under as many times the rate.
     """
 
     system: str = "sluice"
@@ -126,26 +126,29 @@ def _profile() -> EngineProfile:
     return engine_profile(ENGINE)
 
 
-Load = Callable[[int], Workload]
+# From a seed and the number of replicas.
+Load = Callable[[int, int], Workload]
 
 
-def _of_law(traffic: Traffic, rate: float, seed: int) -> Workload:
-    return traffic.drawn(rate, REQUESTS, np.random.default_rng(seed))
+def _of_law(traffic: Traffic, rate: float, seed: int, replicas: int) -> Workload:
+    """As many times the requests for several replicas, so that an overload lasts as long."""
+    return traffic.drawn(rate * replicas, REQUESTS * replicas, np.random.default_rng(seed))
 
 
-def _of_file(path: Path, seed: int) -> Workload:
-    return read_workload(path, rng=np.random.default_rng(seed))
+def _of_file(path: Path, seed: int, replicas: int) -> Workload:
+    """A file has no more requests: several replicas get them in less time."""
+    return read_workload(path, rng=np.random.default_rng(seed)).faster(replicas)
 
 
 def in_time(variant: Variant, workload: Workload, seed: int) -> float:
     """Share of the workload's requests."""
-    known = predicted(workload.faster(variant.replicas), variant.predictor, np.random.default_rng(seed))
+    known = predicted(workload, variant.predictor, np.random.default_rng(seed))
     return attainment(run(variant.config(), known), TARGETS)
 
 
 def _share(job: tuple[Variant, Load, int]) -> float:
     variant, load, seed = job
-    return in_time(variant, load(seed), seed)
+    return in_time(variant, load(seed, variant.replicas), seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +242,9 @@ def _panels(by_law: Mapping[str, Found]) -> dict[str, dict[str, tuple[list[float
 def _files(folder: Path | None) -> list[Path]:
     """Those below it that hold requests of the classes that have targets; others' data may lie there too."""
     paths = sorted(folder.rglob("*.csv.gz")) if folder else []
-    return [path for path in paths if _has_classes(path) and set(_of_file(path, 0).slo_class or ()) <= TARGETS.keys()]
+    return [
+        path for path in paths if _has_classes(path) and set(_of_file(path, 0, 1).slo_class or ()) <= TARGETS.keys()
+    ]
 
 
 def _has_classes(path: Path) -> bool:

@@ -2,8 +2,8 @@
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -62,18 +62,20 @@ def test_the_grid_of_refusals_has_fifteen_different_settings_of_stock() -> None:
     assert {variant.system for variant in goodput.CAPS.values()} == {"stock"}
 
 
-def test_several_replicas_are_judged_under_as_many_times_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans: dict[int, float] = {}
-
-    def note(config: Any, workload: Workload) -> Any:
-        spans[config.replicas] = float(workload.arrival_s[-1])
-        return simulated(config, workload)
-
-    simulated = goodput.run
-    monkeypatch.setattr(goodput, "run", note)
-    for replicas in (1, 4):
-        in_time(Variant(replicas=replicas), few(), 0)
-    assert spans[1] == pytest.approx(4 * spans[4])
+def test_several_replicas_are_judged_under_as_many_times_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By law for as long, in a file with the same requests in less time."""
+    small(monkeypatch)
+    monkeypatch.setattr(goodput, "REQUESTS", 2000)
+    write(tmp_path, "mine", "interactive")
+    loads = (partial(goodput._of_law, TRAFFIC["mix"], 10.0), partial(goodput._of_file, tmp_path / "mine.csv.gz"))
+    (one, four), (file_one, file_four) = ([load(0, replicas) for replicas in (1, 4)] for load in loads)
+    assert len(four) == 4 * len(one)
+    assert four.arrival_s[-1] == pytest.approx(one.arrival_s[-1], rel=0.2)
+    assert len(file_four) == len(file_one)
+    assert file_four.arrival_s[-1] == pytest.approx(file_one.arrival_s[-1] / 4)
+    assert {variant.config().replicas for variant in goodput.VARIANTS.values()} == {1, 4}
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
