@@ -55,10 +55,15 @@ class Batch:
         """Of prompts in progress."""
         return int(self._counts[_LEFT, : len(self)].sum()) if self.prefilling else 0
 
-    def fits(self, request: Request) -> bool:
-        """Whether the whole prompt has room now; what it will generate has not been asked."""
+    def fits(self, request: Request, kept_blocks: int = 0) -> bool:
+        """Whether the whole prompt has room now; what it will generate has not been asked.
+
+        Args:
+            kept_blocks: to be left free beside it, where others run.
+        """
         needed = request.prompt_tokens + request.generated_tokens
-        return blocks_for(needed, self.block_size) <= self.free_blocks
+        kept = kept_blocks if self.requests else 0
+        return blocks_for(needed, self.block_size) + kept <= self.free_blocks
 
     def admit(self, request: Request) -> None:
         """Start a request; its cached prefix is held at once, the rest as it is computed."""
@@ -113,7 +118,9 @@ class Batch:
 
     def make_room(self, budget: int) -> list[Request]:
         """Preempt the youngest until all that decode can grow; returns who lost its place, youngest first."""
-        lost = []
+        lost: list[Request] = []
+        if len(self.requests) <= self.free_blocks:
+            return lost  # each needs one at most
         while self.requests and self._blocks_to_grow(self._ready(budget)[0]) > self.free_blocks:
             lost.append(self.preempt())
         return lost

@@ -83,7 +83,12 @@ class ClusterConfig:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A finished run: the requests with their histories, the engines with their totals."""
+    """A finished run: the requests with their histories, the engines with their totals.
+
+    Attributes:
+        requests: those that were served.
+        refused: those that no engine's cache could hold, and those that an engine had no room for when they came.
+    """
 
     requests: list[Request]
     refused: list[Request]
@@ -133,7 +138,11 @@ class Source:
         return self.ended < len(self._requests)
 
 
-def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
+def new_router(
+    config: ClusterConfig,
+    order: Order | None = None,
+    on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
+) -> Router:
     """``order`` in the place of the configured one."""
     return Router(
         config.router,
@@ -141,6 +150,7 @@ def new_router(config: ClusterConfig, order: Order | None = None) -> Router:
         placement=config.placement_policy(),
         step_times=config.times,
         bins=MultiBin(config.bins) if config.bins else None,
+        on_refused=on_refused,
     )
 
 
@@ -167,14 +177,18 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
     Args:
         on_progress: told how many requests ended, now and then.
     """
-    served, refused = admitted(config, workload)
-    router = new_router(config)
-    source = Source(served, config.clients, router.arrive)
+    fitting, refused = admitted(config, workload)
 
-    def finished(now_s: float, engine: Engine, ended: list[Request]) -> Iterable[Event]:
+    def ended(count: int, now_s: float) -> list[Event]:
         if on_progress is not None:
-            on_progress(len(ended))
-        return [*router.finished(now_s, engine, ended), *source.on_ended(len(ended), now_s)]
+            on_progress(count)
+        return source.on_ended(count, now_s)
+
+    def finished(now_s: float, engine: Engine, requests: list[Request]) -> Iterable[Event]:
+        return [*router.finished(now_s, engine, requests), *ended(len(requests), now_s)]
+
+    router = new_router(config, on_refused=lambda request, now_s: ended(1, now_s))
+    source = Source(fitting, config.clients, router.arrive)
 
     clock = config.clock or config.times
     fleet = Fleet(
@@ -188,6 +202,8 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
     loop.add(fleet.failure(failure) for failure in config.failures)
     loop.add(source.start())
     loop.run()
+    served = [request for request in fitting if not request.refused]
+    refused += [request for request in fitting if request.refused]
     last_s = end_s(served)
     return Run(served, refused, fleet.engines, last_s, fleet.replica_seconds(last_s), loop.events)
 

@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -28,11 +29,12 @@ from simulator.planner import (
     ablations,
     cheapest,
     contribution,
+    most_in_time,
     workers,
 )
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
-from simulator.report import Target, check_targets, parse_target, summary, table
+from simulator.report import Target, by_class, check_targets, parse_target, summary, table, target_of
 from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
 
 DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
@@ -43,6 +45,7 @@ examples:
   sluice simulate                                        2000 made-up requests, one engine
   sluice simulate --trace mine.csv --engine Llama-3.1-8B@h100_sxm --replicas 4
   sluice simulate --trace mine.csv --system stock        the same under plain vLLM and a plain balancer
+  sluice simulate --trace mine.csv --system stock --max-num-queued-tokens 10000   the same, with vLLM's own refusals
   sluice simulate --trace mine.csv --speed 2 --html report.html
   sluice simulate --prompts lognormal:800:1 --outputs exponential:300 --arrivals gamma:8:3 --requests 10000
   sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
@@ -57,9 +60,10 @@ examples:
       --price Llama-3.1-8B@h100_sxm=2.5 --price Llama-3.1-8B@l40s=0.8 --replicas 1,2,4 --target '*:1:0.05'
   sluice plan --trace mine.csv --load 1,1.5,2 --html plan.html --json plan.json
 
-The answer is the cheapest combination in which the given share of every class meets its target, for each load, and what
-each feature of Sluice adds there: the change when it is taken out, 0 where it adds nothing. The cheapest are tried
-first, and what costs more than the answer is not tried without --all."""
+The answer, for each load, is the cheapest combination in which the given share of every class meets its target, or,
+where none does, the one with the most requests in time per cost. Then comes what each feature of Sluice adds there: the
+change when it is taken out, 0 where it adds nothing. goodput/s counts requests in time, beside it those per GPU. The
+cheapest are tried first, and what costs more than the answer is not tried without --all."""
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,6 +79,20 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
     one.add_argument(
         "--split", choices=("always", "auto"), default="always", help="which requests go there (default: %(default)s)"
+    )
+    refusals = one.add_argument_group("vLLM's own refusals (--system stock)")
+    refusals.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        metavar="N",
+        help="most requests in an engine at once, waiting or running; new ones are refused (default: no limit)",
+    )
+    refusals.add_argument(
+        "--max-num-queued-tokens",
+        type=int,
+        metavar="N",
+        help="most prompt tokens of requests without a first token, a partly read prompt counted whole; "
+        "new ones are refused when the limit is reached (default: no limit)",
     )
     one.add_argument("--list-engines", action="store_true", help="list the engines that are built in, and end")
     plan = _command(commands, "plan", "which replicas, and what does each feature add?", _PLAN_EPILOG)
@@ -120,7 +138,15 @@ def _command(
     engine = command.add_argument_group("engine")
     engine.add_argument("--engine", action="append", default=[], help=f"name or file (default: {DEFAULT_ENGINE})")
     engine.add_argument("--slots", type=int, default=256, help="max_num_seqs (default: %(default)s)")
-    engine.add_argument("--max-batch-tokens", type=int, default=8192, help="per step (default: %(default)s)")
+    engine.add_argument(
+        "--max-batch-tokens", "--max-num-batched-tokens", type=int, default=8192, help="per step (default: %(default)s)"
+    )
+    engine.add_argument(
+        "--watermark",
+        type=float,
+        default=0.0,
+        help="fraction of KV cache blocks to keep free when a request starts beside others (default: %(default)s)",
+    )
     engine.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="of KV between pools (%(default)s)")
     engine.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
     engine.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")
@@ -154,7 +180,7 @@ def simulate(options: argparse.Namespace) -> None:
     text = table(numbers)
     print(text)
     _write_json(options.json, numbers)
-    _write_plots(options, f"Simulation of {workload.name}", text, lambda path: _draw_run(finished, path))
+    _write_plots(options, f"Simulation of {workload.name}", text, lambda path: _draw_run(finished, targets, path))
 
 
 def _run(
@@ -184,7 +210,9 @@ def _split(options: argparse.Namespace, mode: Literal["always", "auto"], min_pro
 def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfig:
     changes = {"clients": options.clients, **_other_policy(options, "batch"), **_other_policy(options, "order")}
     promised = _targets(options) if options.target else None
-    return system(options.system, profile, _engine(options, profile), options.replicas, promised, **changes)
+    refusing = {name: getattr(options, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
+    engine = replace(_engine(options, profile), **refusing)
+    return system(options.system, profile, engine, options.replicas, promised, **changes)
 
 
 def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]) -> dict[str, Any]:
@@ -207,7 +235,10 @@ def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig
         raise ConfigError(f"how much KV cache {profile.name} leaves is not known: say it with --cache-tokens")
     block_size = EngineConfig().block_size
     return EngineConfig(
-        slots=options.slots, total_blocks=tokens // block_size, max_batch_tokens=options.max_batch_tokens
+        slots=options.slots,
+        total_blocks=tokens // block_size,
+        max_batch_tokens=options.max_batch_tokens,
+        watermark=options.watermark,
     )
 
 
@@ -259,13 +290,22 @@ def _write_plots(options: argparse.Namespace, title: str, text: str, draw: Calla
             options.html.write_text(plots.page(title, text, [picture]))
 
 
-def _draw_run(finished: Run, path: Path) -> None:
+def _draw_run(finished: Run, targets: Mapping[str, Target], path: Path) -> None:
     kinds = {
-        "time to first token": [r.ttft_s for r in finished.requests],
-        "time per output token": [r.tpot_s for r in finished.requests],
-        "latency": [r.latency_s for r in finished.requests],
+        "time to first token": (attrgetter("ttft_s"), attrgetter("ttft_s")),
+        "time per output token": (attrgetter("tpot_s"), attrgetter("tpot_s")),
+        "latency": (attrgetter("latency_s"), None),
     }
-    plots.draw_requests({name: np.array([x for x in xs if x is not None]) for name, xs in kinds.items()}, path)
+    drawn: dict[str, dict[str, plots.Curve]] = {kind: {} for kind in kinds}
+    for name, requests in by_class(finished).items():
+        target = target_of(name, targets)
+        for kind, (taken, promised) in kinds.items():
+            values = [taken(request) for request in requests if request.finished_s is not None]
+            known = np.array([value for value in values if value is not None])
+            # An answer of one token has no time per token, and is not missed.
+            came = len(requests) - len(values) + len(known)
+            drawn[kind][name] = plots.Curve(known, came, promised(target) if promised and target else None)
+    plots.draw_requests(drawn, path)
 
 
 def make_plan(options: argparse.Namespace) -> None:
@@ -288,11 +328,10 @@ def make_plan(options: argparse.Namespace) -> None:
             for each in _watched(trials.until_answered(load), len(points)):
                 tried.append(each)
                 say(_line(each))
-            best = cheapest(tried, config.attainment, load)
+            best, most = cheapest(tried, config.attainment, load), most_in_time(tried, load)
             answers[str(load)] = None if best is None else asdict(best)
-            say(_answer(load, best, config))
-            at = (best or max(tried, key=lambda each: (each.point.load == load, each.attainment))).point
-            added[str(load)] = _features(trials, at, say)
+            say(_answer(load, best, most, config))
+            added[str(load)] = _features(trials, (best or most).point, say)
     _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
     _write_plots(options, f"Plan for {workload.name}", "\n".join(lines), lambda path: _draw_plan(tried, path))
 
@@ -346,7 +385,7 @@ def _plan_config(options: argparse.Namespace) -> PlanConfig:
 
 def _heading() -> str:
     engine = f"{'engine':<36}{'system':<9}{'replicas':>9}{'load':>6}"
-    return f"{engine}{'cost':>8}{'attained':>10}{'goodput/s':>11}{'TTFT p99':>10}"
+    return f"{engine}{'cost':>8}{'attained':>10}{'in time':>9}{'goodput/s':>11}{'/GPU':>8}{'TTFT p99':>10}"
 
 
 def _line(each: Tried) -> str:
@@ -354,16 +393,23 @@ def _line(each: Tried) -> str:
     shown = "-" if ttft_s is None else f"{ttft_s:.2f}"
     return (
         f"{at.engine:<36}{at.system:<9}{at.replicas:>9}{at.load:>6g}{each.cost:>8.2f}"
-        f"{each.attainment:>10.1%}{each.goodput_per_s:>11.2f}{shown:>10}"
+        f"{each.attainment:>10.1%}{each.in_time:>9.1%}{each.goodput_per_s:>11.2f}{each.goodput_per_gpu_s:>8.2f}{shown:>10}"
     )
 
 
-def _answer(load: float, best: Tried | None, config: PlanConfig) -> str:
+def _answer(load: float, best: Tried | None, most: Tried, config: PlanConfig) -> str:
     wanted = f"{config.attainment:.0%} of every class within its target at load {load:g}"
     if best is None:
-        return f"{wanted}: nothing that was tried does it"
-    at = best.point
-    return f"{wanted}: {at.replicas} x {at.engine} with {at.system}, cost {best.cost:.2f}"
+        return f"{wanted}: nothing that was tried does it; the most requests in time per cost: {_recommended(most)}"
+    return f"{wanted}: {_recommended(best)}"
+
+
+def _recommended(tried: Tried) -> str:
+    at = tried.point
+    return (
+        f"{at.replicas} x {at.engine} with {at.system}, cost {tried.cost:.2f}, {tried.in_time:.1%} in time, "
+        f"{tried.goodput_per_gpu_s:.2f} requests in time/s a GPU"
+    )
 
 
 def _contribution_line(feature: str, change: Change) -> str:

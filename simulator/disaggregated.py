@@ -160,8 +160,11 @@ def run_disaggregated(
     """Serve the workload with ``config.replicas`` engines that decode, besides those that prefill.
 
     Raises:
-        ConfigError: the cluster has clients, failures, scaling or reserved replicas, which pools do not know.
+        ConfigError: the cluster has clients, failures, scaling, reserved replicas or engines that refuse, which pools
+            do not know.
     """
+    if config.engine.refuses:
+        raise ConfigError("a pool for prefill cannot be simulated with max_num_queued_reqs or max_num_queued_tokens")
     if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
         raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
     served, refused = admitted(config, workload)

@@ -15,11 +15,11 @@ from typing import Protocol
 from policies.checks import require_at_least
 from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.engine.standing_plan import StandingPlan
+from policies.errors import ConfigError
 from policies.types import (
     BatchPolicy,
     BatchState,
     FinishedRequest,
-    Offers,
     Paced,
     Phase,
     RequestView,
@@ -50,9 +50,13 @@ class EngineConfig:
         total_blocks, block_size: the KV cache; block_size in tokens.
         max_batch_tokens: most tokens per step (vLLM's max_num_batched_tokens).
         ordered: what waits starts by its promise, as with Sluice's scheduler, not as it came.
+        watermark: fraction of the blocks that is kept free when a request starts beside others.
+        max_num_queued_reqs: most requests that an engine holds, running ones too; it refuses any more.
+        max_num_queued_tokens: it refuses what comes while the prompts of all requests without a first token have so
+            many tokens, whatever of them has been computed. The last three are vLLM's own; None sets no limit.
 
     Raises:
-        ConfigError: a value is below 1.
+        ConfigError: a value is out of bounds.
     """
 
     slots: int = 256
@@ -60,13 +64,28 @@ class EngineConfig:
     block_size: int = 16
     max_batch_tokens: int = 8192
     ordered: bool = False
+    watermark: float = 0.0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "slots", "total_blocks", "block_size", "max_batch_tokens")
+        require_at_least(0, self, "watermark", "max_num_queued_reqs", "max_num_queued_tokens")
+        if self.watermark >= 1:
+            raise ConfigError(f"watermark must be below 1, got {self.watermark}")
 
     @property
     def capacity_tokens(self) -> int:
         return self.total_blocks * self.block_size
+
+    @property
+    def watermark_blocks(self) -> int:
+        return int(self.watermark * self.total_blocks)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it may refuse a request at all."""
+        return self.max_num_queued_reqs is not None or self.max_num_queued_tokens is not None
 
 
 @dataclass(slots=True)
@@ -114,6 +133,7 @@ class Engine:
         self._awake = False
         self._stopped = False
         self._departed = 0
+        self._unread_tokens = 0  # prompts of all that it holds without a first token
 
     @property
     def holds(self) -> int:
@@ -150,9 +170,18 @@ class Engine:
             return min(self.config.slots, self.policy.batch_size(self._state(now_s)))
         return self.config.slots
 
+    def takes_more(self) -> bool:
+        """Whether a request that comes now is let in, by vLLM's own limits (`AsyncLLM.check_admission`)."""
+        most_requests, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
+        if most_requests is not None and self.holds >= most_requests:
+            return False
+        return most_tokens is None or self._unread_tokens < most_tokens
+
     def submit(self, request: Request, now_s: float) -> list[Event]:
         request.entered_s = now_s
         promised = self.config.ordered
+        if request.first_token_s is None:
+            self._unread_tokens += request.prompt_tokens
         self._waiting.add(
             Waiting(
                 request,
@@ -289,10 +318,10 @@ class Engine:
 
     def _admit(self, step: _Step, budget: int, cap: int, now_s: float) -> None:
         """Start the head of the queue until cap, budget or blocks run out."""
-        cap = min(cap, self.config.slots)
+        cap, kept_blocks = min(cap, self.config.slots), self.config.watermark_blocks
         while self._waiting and len(self._batch) < cap and budget > 0:
             request = self._waiting.head().item
-            if not self._batch.fits(request):
+            if not self._batch.fits(request, kept_blocks):
                 return
             self._waiting.pop()
             self._views = None
@@ -327,6 +356,7 @@ class Engine:
             gap_s = self._batch.gaps_s(slice(row, row + 1), now_s)
             if request.first_token_s is None:
                 request.first_token_s = now_s
+                self._unread_tokens -= request.prompt_tokens
             else:
                 self.totals.gaps.add(gap_s)
 

@@ -39,12 +39,18 @@ _MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
-    """An engine to simulate; cache_tokens is None where memory or model are not known."""
+    """An engine to simulate.
+
+    Attributes:
+        cache_tokens: None where memory or model are not known.
+        gpus: of one replica.
+    """
 
     name: str
     times: StepTimes
     clock: StepClock
     cache_tokens: int | None
+    gpus: int = 1
 
 
 def engine_profile(name: str) -> EngineProfile:
@@ -65,7 +71,7 @@ def engine_profile(name: str) -> EngineProfile:
         raise ConfigError(f"unknown engine {name!r}; a calibration file (.json, .csv), or one of {known}")
     model, gpu, tp = row.model, row.gpu, row.tensor_parallel
     times = step_times(list(_rows()), model=model, gpu=gpu, tensor_parallel=tp, source=row.source)
-    return EngineProfile(name=name, times=times, clock=times, cache_tokens=cache_tokens_of(model, gpu, tp))
+    return EngineProfile(name=name, times=times, clock=times, cache_tokens=cache_tokens_of(model, gpu, tp), gpus=tp)
 
 
 def engine_names() -> list[str]:

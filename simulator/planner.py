@@ -49,13 +49,17 @@ class Tried:
 
     Attributes:
         attainment: of the worst class: share of its requests that met the target.
-        goodput_per_s: of all classes together.
+        in_time: of all classes together.
+        goodput_per_s, goodput_per_gpu_s: requests in time of all classes together; a GPU counts while its replica
+            is there.
         cost: replicas times the engine's price, averaged over the run where replicas came and went.
     """
 
     point: Point
     attainment: float
+    in_time: float
     goodput_per_s: float
+    goodput_per_gpu_s: float
     cost: float
     numbers: Mapping[str, Any]
 
@@ -181,14 +185,17 @@ class Trials:
 
 def _try(config: PlanConfig, workload: Workload, point: Point) -> Tried:
     numbers = summary(_run(config, workload.faster(point.load), point), config.targets)
-    classes = numbers["classes"].values()
-    judged = [one for one in classes if one["attainment"] is not None]
-    price = config.prices.get(point.engine, 1.0)
+    shares = [one["attainment"] for one in numbers["classes"].values() if one["attainment"] is not None]
+    goodput_per_s = numbers["in_time"]["goodput_per_s"] or 0.0
+    replicas = numbers["replica_s"] / numbers["makespan_s"] if numbers["makespan_s"] else 0.0
+    gpus = replicas * config.profiles[point.engine][0].gpus
     return Tried(
         point=point,
-        attainment=min(one["attainment"] for one in judged),
-        goodput_per_s=sum(one["goodput_per_s"] or 0.0 for one in judged),
-        cost=price * numbers["replica_s"] / numbers["makespan_s"] if numbers["makespan_s"] else 0.0,
+        attainment=min(shares),
+        in_time=numbers["in_time"]["attainment"],
+        goodput_per_s=goodput_per_s,
+        goodput_per_gpu_s=goodput_per_s / gpus if gpus else 0.0,
+        cost=config.prices.get(point.engine, 1.0) * replicas,
         numbers=numbers,
     )
 
@@ -205,6 +212,12 @@ def cheapest(tried: Iterable[Tried], attainment: float, load: float) -> Tried | 
     """The least cost that meets every class's target at this load; of equal ones the highest attainment and goodput."""
     good = [each for each in tried if each.point.load == load and each.attainment >= attainment]
     return min(good, key=lambda each: (round(each.cost, 6), -each.attainment, -each.goodput_per_s), default=None)
+
+
+def most_in_time(tried: Iterable[Tried], load: float) -> Tried:
+    """The most requests in time per cost at this load; of equal ones the one with the larger share in time."""
+    there = [each for each in tried if each.point.load == load]
+    return max(there, key=lambda each: (each.goodput_per_s / each.cost if each.cost else 0.0, each.in_time))
 
 
 def ablations(point: Point) -> list[Point]:

@@ -3,8 +3,9 @@
 import base64
 import html
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -66,13 +67,44 @@ def draw_distributions(runs: Sequence[tuple[str, FloatArray, FloatArray]], path:
     save(made, path)
 
 
-def draw_requests(latencies: Mapping[str, FloatArray], path: Path) -> None:
-    """Shares of requests by TTFT, TPOT and latency."""
-    made = figure(1, len(latencies))
-    for axes, (name, values) in zip(made.axes, latencies.items(), strict=True):
-        if len(values):
-            axes.plot(np.sort(values), np.linspace(0, 1, len(values)))
-        axes.set(xlabel=f"{name}, s", ylabel="share of requests")
+class Curve(NamedTuple):
+    """What a class's requests took.
+
+    Attributes:
+        values: seconds of those that were served, shape (n,).
+        came: how many there were; what was refused keeps the curve below 1.
+        target: seconds that were promised; None, or infinite, where nothing was.
+    """
+
+    values: FloatArray
+    came: int
+    target: float | None = None
+
+
+def draw_requests(kinds: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Shares of requests within so many seconds, by kind of time and class, with the targets as dashed lines."""
+    made = figure(1, len(kinds))
+    for axes, (kind, curves) in zip(made.axes, kinds.items(), strict=True):
+        for index, (name, curve) in enumerate(curves.items()):
+            served, colour = len(curve.values), f"C{index}"
+            axes.plot(np.sort(curve.values), np.arange(1, served + 1) / curve.came, color=colour, label=name)
+            if curve.target is not None and isfinite(curve.target):
+                axes.axvline(curve.target, color=colour, linestyle="--", linewidth=1)
+        axes.set(xlabel=f"{kind}, s", ylabel="share of requests", ylim=(0, 1.02))
+        axes.legend(fontsize=7)
+    save(made, path)
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path, *, x: str, y: str
+) -> None:
+    """Named lines over shares, a panel for each title; one legend, since all panels have the same names."""
+    made = figure(1, len(panels))
+    for axes, (title, series) in zip(made.axes, panels.items(), strict=True):
+        for name, (xs, ys) in series.items():
+            axes.plot(xs, ys, ".-", label=name)
+        axes.set(xlabel=x, ylabel=y, title=title, ylim=(0, 1.02))
+    made.axes[0].legend(fontsize=7)
     save(made, path)
 
 

@@ -1,9 +1,10 @@
 """Whole systems by name, and what is left of Sluice without one of its features.
 
-`stock` is plain vLLM behind a plain balancer: first come, first served, most free slots, nothing held back.
-`sluice` is every default: forecast admission, exclusive or mixed by cost, deadlines in router and engines, least work,
-and requests that wait in the router until a replica would let them run. It is told what is promised. Neither has bins:
-they only matter to gang batches.
+`stock` is plain vLLM behind a plain balancer: first come, first served, most free slots, nothing held back; what an
+engine refuses, by vLLM's own limits, is not tried at another.
+`sluice` is every default: forecast admission, steps and queues by promises, exclusive or mixed by cost, least work, and
+requests that wait in the router while replicas have enough to read. It is told what is promised. Neither has bins: they
+only matter to gang batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,11 +38,15 @@ def system(
         changes: fields of ClusterConfig besides.
 
     Raises:
-        ConfigError: there is no such system.
+        ConfigError: there is no such system, or it does not refuse by vLLM's limits as the engine is to do.
     """
     if name == "stock":
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
     elif name == "sluice":
+        if engine.refuses:
+            raise ConfigError(
+                "max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock"
+            )
         engine = replace(engine, ordered=True)
         defaults = _told(targets or {}) | {"batch": "auto", "order": "deadline"}
     else:

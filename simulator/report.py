@@ -19,14 +19,23 @@ EVERY_CLASS = "*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean."""
+    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean.
+
+    An answer of one token meets tpot_s; what never ended, because it was refused or lost, meets neither.
+    """
 
     ttft_s: float
     tpot_s: float
 
+    def ttft_met(self, request: Request) -> bool:
+        return request.finished_s is not None and request.ttft_s is not None and request.ttft_s <= self.ttft_s
+
+    def tpot_met(self, request: Request) -> bool:
+        return request.finished_s is not None and (request.tpot_s is None or request.tpot_s <= self.tpot_s)
+
     def met(self, request: Request) -> bool:
-        ttft_s, tpot_s = request.ttft_s, request.tpot_s
-        return ttft_s is not None and ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
+        """Whether the request is in time."""
+        return self.ttft_met(request) and self.tpot_met(request)
 
 
 def parse_target(text: str) -> tuple[str, Target]:
@@ -56,7 +65,7 @@ def check_targets(targets: Mapping[str, Target], workload: Workload, *, all_clas
 
 def summary(run: Run, targets: Mapping[str, Target] | None = None) -> dict[str, Any]:
     """The numbers of a run, times in seconds, shares between 0 and 1; None where there is nothing to count."""
-    totals = _sum([engine.totals for engine in run.engines])
+    totals, targets = _sum([engine.totals for engine in run.engines]), targets or {}
     span_s = run.makespan_s
     blocks = run.engines[0].config.total_blocks
     output_tokens = sum(request.output_tokens for request in run.requests)
@@ -68,7 +77,8 @@ def summary(run: Run, targets: Mapping[str, Target] | None = None) -> dict[str, 
         "requests_per_s": _per(len(run.requests), span_s),
         "output_tokens_per_s": _per(output_tokens, span_s),
         "total_tokens_per_s": _per(prompt_tokens + output_tokens, span_s),
-        "classes": _classes(run, targets or {}),
+        "in_time": _attained(run.requests + run.refused, targets, span_s),
+        "classes": _classes(run, targets),
         "ttft_s": _spread([r.ttft_s for r in run.requests]),
         "tpot_s": _spread([r.tpot_s for r in run.requests]),
         "latency_s": _spread([r.latency_s for r in run.requests]),
@@ -125,32 +135,50 @@ def _reused(requests: Sequence[Request], totals: EngineTotals) -> float | None:
 
 
 def _classes(run: Run, targets: Mapping[str, Target]) -> dict[str, dict[str, float | None]]:
-    by_class: dict[str, list[Request]] = {}
-    for request in run.requests + run.refused:
-        by_class.setdefault(request.slo_class or EVERY_CLASS, []).append(request)
     return {
-        name: _class(requests, run.makespan_s, _target(name, targets)) for name, requests in sorted(by_class.items())
+        name: {
+            "requests": len(requests),
+            "refused": sum(request.finished_s is None for request in requests),
+            "ttft_p99_s": _spread([r.ttft_s for r in requests])["p99"],
+            "tpot_mean_s": _spread([r.tpot_s for r in requests])["mean"],
+            **_attained(requests, targets, run.makespan_s),
+        }
+        for name, requests in by_class(run).items()
     }
 
 
-def _target(slo_class: str, targets: Mapping[str, Target]) -> Target | None:
-    return targets.get(slo_class, targets.get(EVERY_CLASS))
+def by_class(run: Run) -> dict[str, list[Request]]:
+    """All requests that came, the refused ones too; those without a class are "*"."""
+    found: dict[str, list[Request]] = {}
+    for request in run.requests + run.refused:
+        found.setdefault(request.slo_class or EVERY_CLASS, []).append(request)
+    return dict(sorted(found.items()))
 
 
-def _class(requests: Sequence[Request], span_s: float, target: Target | None) -> dict[str, float | None]:
-    met = None if target is None else sum(target.met(request) for request in requests)
+def attainment(run: Run, targets: Mapping[str, Target]) -> float:
+    """Share of the requests with a target that were in time."""
+    return float(_attained(run.requests + run.refused, targets, run.makespan_s)["attainment"] or 0.0)
+
+
+def target_of(slo_class: str | None, targets: Mapping[str, Target]) -> Target | None:
+    return targets.get(slo_class or EVERY_CLASS, targets.get(EVERY_CLASS))
+
+
+def _attained(requests: Sequence[Request], targets: Mapping[str, Target], span_s: float) -> dict[str, float | None]:
+    """Shares of these requests, those whose class has no target aside, that kept each target, and both."""
+    judged = [(request, target) for request in requests if (target := target_of(request.slo_class, targets))]
+    met = sum(target.met(request) for request, target in judged)
     return {
-        "requests": len(requests),
-        "ttft_p99_s": _spread([r.ttft_s for r in requests])["p99"],
-        "tpot_mean_s": _spread([r.tpot_s for r in requests])["mean"],
-        "attainment": None if met is None else met / len(requests),
-        "goodput_per_s": None if met is None else _per(met, span_s),
+        "attainment": _per(met, len(judged)),
+        "ttft_met": _per(sum(target.ttft_met(request) for request, target in judged), len(judged)),
+        "tpot_met": _per(sum(target.tpot_met(request) for request, target in judged), len(judged)),
+        "goodput_per_s": _per(met, span_s) if judged else None,
     }
 
 
 def table(numbers: Mapping[str, Any]) -> str:
     """The summary for reading."""
-    lines = [f"{'requests':<22}{numbers['requests']} served, {numbers['refused']} refused (longer than the cache)"]
+    lines = [f"{'requests':<22}{numbers['requests']} served, {numbers['refused']} refused"]
     for name, unit in (
         ("makespan_s", "s"), ("requests_per_s", "/s"), ("output_tokens_per_s", "/s"), ("total_tokens_per_s", "/s"),
     ):  # fmt: skip
@@ -165,12 +193,31 @@ def table(numbers: Mapping[str, Any]) -> str:
         lines.append(f"{name:<22} {_shown(numbers[name])}")
     phases = ", ".join(f"{name} {_shown(share)}" for name, share in numbers["phase_fractions"].items() if share)
     lines.append(f"{'phases':<22} {phases}")
-    for name, one in numbers["classes"].items():
-        lines.append(
-            f"{'class ' + name:<22} {one['requests']} requests, attainment {_shown(one['attainment'])}, "
-            f"goodput {_shown(one['goodput_per_s'])} /s, TTFT p99 {_shown(one['ttft_p99_s'])} s"
-        )
+    lines += _in_time(numbers)
     return "\n".join(lines)
+
+
+def _in_time(numbers: Mapping[str, Any]) -> list[str]:
+    """Shares of all that came by class, and of all together: both targets, and each."""
+    columns = ("requests", "refused", "in time", "TTFT met", "TPOT met", "in time/s", "TTFT p99")
+    lines = [f"{'':<22}" + "".join(f"{column:>10}" for column in columns)]
+    everything = {
+        "requests": numbers["requests"] + numbers["refused"],
+        "refused": numbers["refused"],
+        "ttft_p99_s": numbers["ttft_s"]["p99"],
+        **numbers["in_time"],
+    }
+    rows = {f"class {name}": one for name, one in numbers["classes"].items()} | {"all": everything}
+    for name, one in rows.items():
+        shares = (_percent(one[key]) for key in ("attainment", "ttft_met", "tpot_met"))
+        last = (_shown(one[key]) for key in ("goodput_per_s", "ttft_p99_s"))
+        cells = (str(one["requests"]), str(one["refused"]), *shares, *last)
+        lines.append(f"{name:<22}" + "".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _shown(value: float | None) -> str:

@@ -19,6 +19,7 @@ class Request:
         entered_s: when it came to the engine that holds it.
         promised_ttft_s, promised_tpot_s: what it was promised, first token and mean of a token; inf is nothing.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
+        refused: an engine took it for one too many; it never ends.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Request:
     finished_s: float | None = None
     preemptions: int = 0
     moves: int = 0
+    refused: bool = False
 
     def view(self) -> RequestView:
         """As its driver sees it: an engine does not know of the wait in the router."""

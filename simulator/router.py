@@ -5,7 +5,7 @@ lowest key goes where the placement says. Requests whose class no replica with c
 the others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -64,10 +64,12 @@ class Router:
         placement: Placement,
         step_times: StepTimes,
         bins: MultiBin | None = None,
+        on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
     ) -> None:
         self.config = config
         self.waiting = 0
         self._order, self._placement, self._bins = order, placement, bins
+        self._on_refused = on_refused
         self._work = LeastOutstandingWork(LeastOutstandingWorkConfig())
         self._empty_view = ReplicaView(replica_id="", credit=0, step_times=step_times)
         self._engines: dict[str, Engine] = {}
@@ -134,8 +136,15 @@ class Router:
         events: list[Event] = []
         while self.waiting and (placed := self._place(now_s)):
             request, replica_id = placed
-            events += self._engines[replica_id].submit(request, now_s)
+            engine = self._engines[replica_id]
+            events += engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
         return events
+
+    def _refuse(self, request: Request, now_s: float) -> Iterable[Event]:
+        """The engine that it was given to has too many: the client is told so, and the slot is free again."""
+        request.refused = True
+        self._give_back(str(request.replica_id), 1, request.work_s)
+        return self._on_refused(request, now_s)
 
     def _place(self, now_s: float) -> tuple[Request, str] | None:
         """Take the first that some replica with credit serves."""
@@ -192,8 +201,11 @@ class Router:
             count += 1
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)
-        view = self._views.get(engine.replica_id)
+        self._give_back(engine.replica_id, count, work_s)
+        return self._dispatch(now_s)
+
+    def _give_back(self, replica_id: str, count: int, work_s: float) -> None:
+        view = self._views.get(replica_id)
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)
-            self._views[engine.replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
-        return self._dispatch(now_s)
+            self._views[replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)

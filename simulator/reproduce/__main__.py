@@ -3,10 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from policies.errors import SluiceError
-from simulator.reproduce import paper_000, paper_001, paper_002, paper_003, paper_004, what_pays
+from simulator.reproduce import goodput, paper_000, paper_001, paper_002, paper_003, paper_004, what_pays
 from simulator.reproduce.common import SOURCES, Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
@@ -33,7 +34,11 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "placement": what_pays.placement,
     "phases": what_pays.phases,
     "equal-lengths": what_pays.equal_lengths,
+    "goodput": goodput.goodput,
+    "goodput-features": goodput.leave_out,
 }
+# Repetitions of those that need more than the others, whose requests are all at once or many.
+_RUNS = {"goodput": goodput.RUNS, "goodput-features": goodput.RUNS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,14 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="NAME", help="experiment, or all")
     parser.add_argument("--data", type=Path, help="folder with traces; many experiments need none")
     parser.add_argument("--figures", type=Path, help="folder for plots")
-    parser.add_argument("--runs", type=int, default=3, help="repetitions (default: %(default)s)")
+    parser.add_argument("--runs", "--seeds", type=int, help="repetitions (default: 3; goodput 5)")
     parser.add_argument("--processes", type=int, default=1, help="at once (default: %(default)s)")
     options = parser.parse_args(arguments)
-    setting = Setting(data=options.data, figures=options.figures, runs=options.runs, processes=options.processes)
+    setting = Setting(data=options.data, figures=options.figures, processes=options.processes)
     try:
         for name in EXPERIMENTS if "all" in options.name else options.name:
             print(f"## {name}: {(EXPERIMENTS[name].__doc__ or '').splitlines()[0]}\n", flush=True)
-            print("\n".join(EXPERIMENTS[name](setting)), flush=True)
+            runs = _RUNS.get(name, setting.runs) if options.runs is None else options.runs
+            print("\n".join(EXPERIMENTS[name](replace(setting, runs=runs))), flush=True)
             print()
     except SluiceError as error:
         sys.exit(f"{parser.prog}: {error}")

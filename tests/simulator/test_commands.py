@@ -1,5 +1,6 @@
 """`sluice simulate` and `sluice plan`, from their arguments to what they write."""
 
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.router.order import DeadlineConfig
 from policies.types import StepCoefficients, StepTimes
-from simulator import commands, planner
+from simulator import commands, planner, plots
 from simulator.cluster import run as simulated
 from simulator.commands import DEFAULT_ENGINE
 from simulator.engine import EngineConfig
@@ -88,6 +89,70 @@ def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> 
     classes = json.loads(out.read_text())["classes"]
     assert classes["chat"]["attainment"] == 1.0
     assert classes["batch"]["attainment"] is None
+
+
+TARGETS = ("--target", "chat:0.0000001:1", "--target", "batch:60:1")
+
+
+def two_classes(path: Path) -> Path:
+    rows = [f"{0.1 * n},200,{1 if n < 20 else 30},{'chat' if n % 2 else 'batch'}" for n in range(40)]
+    text = "\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows])
+    path.write_bytes(gzip.compress(text.encode()))
+    return path
+
+
+def test_requests_in_time_are_counted_by_class_and_in_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = two_classes(tmp_path / "mine.csv.gz"), tmp_path / "out.json"
+    run("simulate", "--trace", str(trace), *TARGETS, "--json", str(out))
+    numbers = json.loads(out.read_text())
+    shares = {name: (one["ttft_met"], one["tpot_met"], one["attainment"]) for name, one in numbers["classes"].items()}
+    assert shares == {"chat": (0.0, 1.0, 0.0), "batch": (1.0, 1.0, 1.0)}
+    assert numbers["in_time"]["attainment"] == 0.5
+    assert numbers["in_time"]["goodput_per_s"] == pytest.approx(20 / numbers["makespan_s"])
+    assert [line.split()[:5] for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        ["class", "batch", "20", "0", "100.0%"],
+        ["class", "chat", "20", "0", "0.0%"],
+        ["all", "40", "0", "50.0%", "50.0%"],
+    ]
+
+
+def test_stock_refuses_by_vllms_own_options(tmp_path: Path) -> None:
+    trace, out = two_classes(tmp_path / "mine.csv.gz"), tmp_path / "out.json"
+    limits = ("--max-num-queued-reqs", "9", "--max-num-queued-tokens", "0", "--watermark", "0.05")
+    argv = ("--trace", str(trace), *TARGETS, "--json", str(out), "--max-num-batched-tokens", "512")
+    run("simulate", "--system", "stock", *argv, *limits)
+    numbers = json.loads(out.read_text())
+    assert (numbers["requests"], numbers["refused"], numbers["in_time"]["attainment"]) == (0, 40, 0.0)
+    with pytest.raises(ConfigError, match="use them with system stock"):
+        run("simulate", *argv, *limits)
+
+
+def test_plots_draw_a_curve_and_the_targets_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def keep(figure: Any, path: Path) -> None:
+        made.append(figure)
+        save(figure, path)
+
+    save = plots.save
+    monkeypatch.setattr(plots, "save", keep)
+    trace = two_classes(tmp_path / "mine.csv.gz")
+    run(
+        "simulate",
+        "--trace",
+        str(trace),
+        "--target",
+        "chat:0.5:0.03",
+        "--target",
+        "batch:inf:0.1",
+        "--plot",
+        str(tmp_path / "a.png"),
+    )
+    dashed = [[line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] for axes in made[0].axes]
+    curves = [[line.get_label() for line in axes.lines if line.get_linestyle() == "-"] for axes in made[0].axes]
+    assert dashed == [[0.5], [0.1, 0.03], []]
+    assert curves == [["batch", "chat"]] * 3
+    assert max(made[0].axes[0].lines[0].get_ydata()) == 1.0
 
 
 def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
@@ -208,7 +273,15 @@ def test_a_plan_says_what_it_knows_as_soon_as_it_knows_it(tmp_path: Path, monkey
 def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(tmp_path / "plan.json", "--requests", "6", "--replicas", "1", "--target", "*:0.000001:0.000001")
     assert found["cheapest"] == {"1.0": None}
-    assert "nothing that was tried does it" in capsys.readouterr().out
+    assert "nothing that was tried does it; the most requests in time per cost: 1 x " in capsys.readouterr().out
+
+
+def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path) -> None:
+    found = plan(tmp_path / "plan.json", "--engine", "llama2-70b@h100-80gb/4", "--replicas", "2", "--target", "*:60:1")
+    whole = found["tried"][0]
+    assert whole["in_time"] == 1.0
+    assert whole["goodput_per_s"] == pytest.approx(60 / whole["numbers"]["makespan_s"])
+    assert whole["goodput_per_gpu_s"] == pytest.approx(whole["goodput_per_s"] / 8)
 
 
 @pytest.mark.parametrize(
