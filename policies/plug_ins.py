@@ -63,7 +63,7 @@ def _check_arguments(name: str, method: Any, arguments: list[str]) -> None:
 
 
 class CheckedBatchPolicy:
-    """Another's batch policy, every answer checked. Its ``batch_size(state)`` is optional: all slots without it."""
+    """Another's batch policy, every answer checked."""
 
     def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
         """Raises ConfigError as `load_policy` does."""
@@ -79,14 +79,6 @@ class CheckedBatchPolicy:
 
     def observe(self, result: StepResult) -> None:
         self._policy.observe(result)
-
-    def batch_size(self, state: BatchState) -> int:
-        """Requests that it would let run as things stand. Raises PolicyError where that is nobody."""
-        batch_size = getattr(self._policy, "batch_size", None)
-        offered = state.slots if batch_size is None else int(batch_size(state))
-        if offered < 1:
-            raise PolicyError(f"{self._path}.batch_size must answer 1 or more, got {offered}")
-        return offered
 
 
 def _fault(plan: object, state: BatchState) -> str | None:

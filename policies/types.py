@@ -311,13 +311,6 @@ class BatchPolicy(Protocol):
 
 
 @runtime_checkable
-class Offers(Protocol):
-    """A batch policy that knows how many requests it would let run; one that does not offers all slots."""
-
-    def batch_size(self, state: BatchState) -> int: ...
-
-
-@runtime_checkable
 class Paced(Protocol):
     """A batch policy that knows how long reading prompts takes: a driver sorts its queue by promises then."""
 

@@ -77,6 +77,11 @@ class _Replica:
         return most is not None and self.unread_tokens >= most
 
     @property
+    def has_prompts_to_read(self) -> bool:
+        """Where it says how many it may have."""
+        return self.reading.max_unread_tokens is not None and self.unread_tokens > 0
+
+    @property
     def is_for_all(self) -> bool:
         """Whether a slot of it, given back, would serve any ticket."""
         return not self.info.classes and self.info.gang_max_wait_s is None and self.slots > 0
@@ -147,11 +152,15 @@ class MemoryStateStore:
         if slots == 0:
             self._recallable -= replica.on
 
-    def _choose(self, ticket: Ticket) -> _Replica | None:
+    def _choose(self, ticket: Ticket, *, owed: bool = False) -> _Replica | None:
+        """A late ticket goes where nothing is to be read, unless a start is owed to it."""
+        late = not owed and ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
         scores = {
             replica_id: replica.work_s + ticket.work_s * replica.slowness
             for replica_id, replica in self._replicas.items()
-            if replica.takes_singles and replica.info.takes(ticket.slo_class)
+            if replica.takes_singles
+            and replica.info.takes(ticket.slo_class)
+            and not (late and replica.has_prompts_to_read)
         }
         chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
         return None if chosen is None else self._replicas[chosen]
@@ -189,7 +198,7 @@ class MemoryStateStore:
         place = self._places[min(owed)[1]]
         if place.ticket.late_key != place.ticket.deadline_key:
             return None  # of an order without bands
-        replica = self._choose(place.ticket)
+        replica = self._choose(place.ticket, owed=True)
         return None if replica is None else (place, replica)
 
     def _is_late(self, ticket: Ticket, replica: _Replica) -> bool:

@@ -140,13 +140,9 @@ class Engine:
         return len(self._batch) + len(self._waiting)
 
     @property
-    def waits(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def holds_in_time(self) -> int:
-        """All that run, and those that wait and are not late."""
-        return len(self._batch) + self._waiting.in_time
+    def late(self) -> int:
+        """Of those that wait, who cannot be in time."""
+        return len(self._waiting) - self._waiting.in_time
 
     @property
     def in_time_tokens(self) -> int:
@@ -163,12 +159,6 @@ class Engine:
         """Of what runs, prompt and answer so far; None when nothing does."""
         running = self._batch.view()
         return running.total_tokens / len(running) if len(running) else None
-
-    def offered(self, now_s: float) -> int:
-        """Requests that it would hold without a queue of its own, by its policy if that can say so."""
-        if isinstance(self.policy, Offers):
-            return min(self.config.slots, self.policy.batch_size(self._state(now_s)))
-        return self.config.slots
 
     def takes_more(self) -> bool:
         """Whether a request that comes now is let in, by vLLM's own limits (`AsyncLLM.check_admission`)."""

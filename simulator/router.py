@@ -20,7 +20,9 @@ from simulator.core import Event
 from simulator.engine import Engine
 from simulator.requests import Request
 
-HEARTBEAT_S = 1.0  # as live: `router.routed_client.RoutedClientConfig`
+# A replica is given an eighth more than its slots: an engine that can choose who is next keeps more promises where
+# slots are short, and a quarter brings no more.
+LOOKAHEAD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,8 @@ class RouterConfig:
     Attributes:
         credit_lookahead: requests a replica is given beyond what it offers; None sets no limit, so that nothing waits
             in the router (a plain load balancer).
-        credit_s: a replica is given requests beyond its slots, as many again at most, while the prompts in time that it
-            has not read take less than this; a late one only where none waits. None: slots alone.
+        credit_s: a replica is given requests while the prompts in time that it has not read take less than this; None
+            is any number.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
         promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
@@ -171,21 +173,19 @@ class Router:
 
     def _offering(self, head: Waiting[Request]) -> list[ReplicaView]:
         """Replicas with what they offer to this request."""
-        views = list(self._views.values())
         if self.config.credit_s is None:
-            return views
+            return list(self._views.values())
         late = head.rank is Rank.LATE
-        return [replace(view, credit=self._credit(self._engines[view.replica_id], late)) for view in views]
+        return [replace(view, credit=self._credit(self._engines[each], late)) for each, view in self._views.items()]
 
     def _credit(self, engine: Engine, late: bool) -> int:
-        """Requests that an engine takes: a late one where none waits, others by what it has to read for them."""
-        if late:
-            return engine.config.slots - engine.holds if not engine.waits else 0
-        pace = engine.seconds_per_prompt_token
-        if pace is None:
-            return engine.config.slots - engine.holds
-        room = 2 * engine.config.slots - engine.holds_in_time
-        return room if pace * engine.in_time_tokens < (self.config.credit_s or 0.0) else 0
+        """Requests that an engine takes beside those that it holds. A late one only where nothing is to be read; those
+        that wait there stand in nobody's way."""
+        pace, slots, unread = engine.seconds_per_prompt_token, engine.config.slots, engine.in_time_tokens
+        has_enough = pace is not None and pace * unread >= (self.config.credit_s or 0.0)
+        if has_enough or (late and unread):
+            return 0
+        return slots + slots // LOOKAHEAD + min(engine.late, 4 * slots) - engine.holds
 
     def _put_on(self, request: Request, replica_id: str) -> None:
         view = self._views[replica_id]

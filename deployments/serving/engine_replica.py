@@ -148,7 +148,7 @@ class EngineReplica:
                 kv_layout=self._engine.kv_layout,
             ),
             config=RelayConfig(
-                credit_lookahead=config.engine.credit_lookahead,
+                credit_lookahead=config.credit_lookahead(self._engine.slots) if self._role == "decode" else 0,
                 heartbeat_s=config.router.heartbeat_s,
                 hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),

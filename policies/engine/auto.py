@@ -171,20 +171,3 @@ class Auto:
         self.latency.observe(result)
         self.admission.observe(result)
         self.phases.observe(result)
-
-    def batch_size(self, state: BatchState, joining: int = 0) -> int:
-        """Requests that may be in the engine at once as things stand: what a replica can offer without a queue.
-
-        Unlike a plan's cap, which binds only what waits, this supposes that requests like the present ones came in
-        every free slot. Changes nothing.
-
-        joining: requests besides that have their memory and will be in a batch: the bound on latency is for them too.
-        """
-        memory = self.admission.batch_size(state)
-        return max(0 if joining else 1, int(min(state.slots, memory, self._latency_bound(state) - joining)))
-
-    def _latency_bound(self, state: BatchState) -> float:
-        """Requests that promised times per token allow."""
-        if isinstance(self.latency, StepBudget):
-            return self.latency.batch_size(state)
-        return min(search.limit for search in self.latency.policies if isinstance(search, SlaConstrained))

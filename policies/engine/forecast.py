@@ -28,7 +28,6 @@ Limits: requests admitted later are not foreseen (each is checked when its turn 
 independent, and a cap that is not filled at once is for whoever is at the head of the queue while it stands.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
@@ -43,7 +42,6 @@ from policies.engine.plans import (
     STANDING_SHARE,
     STANDING_STEPS,
     capped_plan,
-    mean_known_prompt_tokens,
     unshared_fraction,
 )
 from policies.errors import InputError
@@ -189,31 +187,6 @@ class ForecastAdmission:
             self.overcommit.move(step_times(), binding=self._held_back)
             self._held_back = False
 
-    def batch_size(self, state: BatchState) -> int:
-        """Requests that could run at once if ones like those at hand stood in line for every slot. Changes nothing."""
-        if not state.free_slots or (self.uses_forecast and not self._refreshes):
-            return state.slots
-        prompt = max(1, round(mean_known_prompt_tokens(state) or self._mean_prompt_tokens()))
-        alike = RequestView(
-            request_id="", arrival_s=state.now_s, prompt_tokens=prompt, class_index=_commonest_class(state)
-        )
-        return state.running_count + self._fitting_alike(state, alike)
-
-    def _fitting_alike(self, state: BatchState, alike: RequestView) -> int:
-        """How many such requests, as far as there are slots, are within the capacity at every horizon."""
-        unshared, capacity = unshared_fraction(state), state.capacity_tokens - _held_elsewhere(state)
-        load = self._load(state, unshared)
-        more = self._survival.loads(*_columns((alike,)), self._held((alike,), unshared, state.block_size))
-
-        def exceeds(count: int) -> bool:
-            return not self._fit(load.plus(more.times(count)), np.array([float(capacity)]))[0]
-
-        return bisect_left(range(1, state.free_slots + 1), True, key=exceeds)
-
-    def _mean_prompt_tokens(self) -> float:
-        moments = self._lengths.moments()
-        return moments.mean_prompt_tokens if moments else 0.0
-
     def _refresh(self, state: BatchState) -> None:
         """Rebuild what is due: every class at first, afterwards one class at a time."""
         if self._refreshes and self._steps_to_refresh > 0:
@@ -273,12 +246,6 @@ def _columns(candidates: Sequence[RequestView]) -> tuple[IntArray, IntArray]:
         np.array([one.class_index for one in candidates], dtype=np.int64),
         np.array([one.output_tokens for one in candidates], dtype=np.int64),
     )
-
-
-def _commonest_class(state: BatchState) -> int:
-    """Among the requests at hand; 0 where there are none."""
-    waiting = np.fromiter((request.class_index for request in state.waiting), np.int64)
-    return int(np.bincount(np.concatenate((state.running.class_index, waiting)), minlength=1).argmax())
 
 
 def _held_elsewhere(state: BatchState) -> int:

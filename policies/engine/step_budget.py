@@ -122,13 +122,6 @@ class StepBudget:
 
         return bisect_right(range(1, state.max_batch_tokens + 1), target_s, key=step_s)
 
-    def batch_size(self, state: BatchState) -> float:
-        """Requests that the promise which bound the last plan allows to run; inf where none did. Changes nothing."""
-        times, running = self._times(), state.running
-        if times is None or self.strictest_s == inf or not len(running):
-            return inf
-        return _batch_size(times, running.computed_tokens / len(running), self.strictest_s / (1.0 + self.margin))
-
     def observe(self, result: StepResult) -> None:
         if not result.waiting_count and result.running_count < result.max_batch_size:
             self._read.clear()

@@ -150,12 +150,6 @@ class MemoryAware:
     def observe(self, result: StepResult) -> None:
         self._lengths.observe(result)
 
-    def batch_size(self, state: BatchState) -> int:
-        """Requests that eq. 12 lets run at once as things stand. Changes nothing."""
-        mean, std = self._request_moments(state)
-        exact = memory_safe_batch_size(state.capacity_tokens, mean, std, self.config.overflow_probability)
-        return min(max(exact, self.config.min_batch_size), self.config.max_batch_size or state.slots, state.slots)
-
     def _new_cap(self, state: BatchState) -> int:
         mean, std = self._request_moments(state)
         capacity, overflow = state.capacity_tokens, self.config.overflow_probability

@@ -40,7 +40,7 @@ local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, READI
 local REPLICA, SINCE_MS, CHARGE = 19, 20, 21 -- since when it is in its lane, or on its replica
 
 -- policies.router.order: BAND_S, Band.NO_TARGET, STARTS_FOR_THE_PATIENT.
-local BAND, BEHIND, STARTS_FOR_THE_PATIENT = 1e10, 2, 10
+local BAND, BEHIND, LATE, STARTS_FOR_THE_PATIENT = 1e10, 2, 3, 10
 local MOST_CALLED_LATE = 64 -- in one script, which then takes a millisecond at most
 
 local function now_s()
@@ -126,6 +126,12 @@ end
 local function is_full_of_prompts(replica)
   local known, most = reading_of(replica)
   return most and unread_tokens(replica, known) >= most
+end
+
+-- Whether it has prompts before it, where it says how many it may have.
+local function has_prompts_to_read(replica)
+  local known, most = reading_of(replica)
+  return most and unread_tokens(replica, known) > 0
 end
 
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up, or it has
@@ -315,14 +321,16 @@ end
 
 -- policies.router.placement.pick over the replicas with credit that serve the ticket's class, or nil when there is none:
 -- least work, this ticket included; within the ticket's tie the longest known prefix, then the work, then the id.
-local function choose(ticket)
+-- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
+local function choose(ticket, owed)
   local known, scores, least = {}, {}, nil
+  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
   for _, pair in ipairs(ticket[PREFIXES]) do
     known[pair[1]] = pair[2]
   end
   local free = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES')
   for i = 1, #free, 2 do
-    if serves(free[i], ticket[CLASS]) then
+    if serves(free[i], ticket[CLASS]) and not (late and has_prompts_to_read(free[i])) then
       local score = tonumber(free[i + 1]) + ticket[WORK] * slowness_of(free[i])
       scores[#scores + 1] = { free[i], score, known[free[i]] or 0 }
       least = (not least or score < least) and score or least
@@ -402,7 +410,7 @@ local function next_owed()
   end
   local ticket = owed and load_ticket(owed.id)
   if ticket and ticket[LATE_KEY] == ticket[KEY] then -- else it is of an order without bands
-    return owed, ticket, choose(ticket)
+    return owed, ticket, choose(ticket, true)
   end
 end
 

@@ -23,6 +23,7 @@ from policies.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+MOST_LATE = 4
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
 
@@ -50,6 +51,7 @@ class VllmEngine:
         self.codec = VllmCodec()
         self._loras = lora_requests(args)
         self._admits: int | None = None
+        self._late = 0
         self._core: AsyncMPClient = EngineCoreClient.make_async_mp_client(
             self._config, Executor.get_class(self._config), log_stats=False
         )
@@ -60,9 +62,10 @@ class VllmEngine:
 
     @property
     def slots(self) -> int:
-        """What the engine would admit at once, by its last status; the slots of vLLM where nothing else is said."""
+        """Requests that it may be given: its slots, and those that wait there and are late, by its last status: they
+        stand in nobody's way. Of these no more than some times the slots count, for they take memory."""
         slots = int(self._config.scheduler_config.max_num_seqs)
-        return min(slots, self._admits or slots)
+        return min(slots, self._admits or slots) + min(self._late, MOST_LATE * slots)
 
     @property
     def max_model_len(self) -> int:
@@ -97,7 +100,7 @@ class VllmEngine:
     async def status(self) -> dict[str, Any]:
         """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
         status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
-        self._admits = status.get("batch_size")
+        self._admits, self._late = status.get("batch_size"), status.get("late_requests", 0)
         return status
 
     async def measure(self, seconds: float) -> None:

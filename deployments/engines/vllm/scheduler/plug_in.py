@@ -28,11 +28,9 @@ from vllm.v1.request import Request, StreamingUpdate
 
 from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.scheduler.planner import Planner
-from deployments.engines.vllm.scheduler.snapshot import Snapshot
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
-from policies.engine.auto import Auto
 from policies.errors import ConfigError, SluiceError
-from policies.types import Offers, StepResult
+from policies.types import StepResult
 from router.clock import Clock, MonotonicClock
 
 
@@ -106,27 +104,15 @@ class SluiceScheduler(AsyncScheduler):
         if self.planner is None:
             return {"mode": self.settings.mode}
         self.report()
-        snapshot, policy = self.planner.snapshot(), self.planner.policy
+        snapshot = self.planner.snapshot()
         return {
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
-            "batch_size": self._offered(snapshot),
+            "batch_size": self._slots(self.settings),
             **self.planner.unread(),
-            **self.telemetry.of_policy(policy, snapshot.state),
+            **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),
         }
-
-    def _offered(self, snapshot: Snapshot) -> int:
-        """Routers count every request that they sent, also those which stand in no batch; each of them once."""
-        others = min(self._allowed(snapshot), snapshot.state.slots - snapshot.begun)
-        return min(self._slots(self.settings), others + snapshot.outside_batch)
-
-    def _allowed(self, snapshot: Snapshot) -> int:
-        """Requests that the policy would let run as things stand."""
-        policy = self.planner.policy if self.planner else None
-        if isinstance(policy, Auto):
-            return policy.batch_size(snapshot.state, snapshot.joining)
-        return policy.batch_size(snapshot.state) if isinstance(policy, Offers) else snapshot.state.slots
 
     def _slots(self, settings: SchedulerSettings) -> int:
         return min(settings.max_batch_size or self._stock_limits[0], self._stock_limits[0])

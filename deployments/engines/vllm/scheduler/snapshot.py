@@ -37,18 +37,11 @@ class Snapshot(NamedTuple):
     Attributes:
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
-        outside_batch: requests that hold a cache and stand in no batch: those, and where a cache has come or is on its
-            way.
-        joining: of those, where a cache has come or is on its way; they will stand in a batch.
-        begun: of those, whoever may start in this step; the slots of the state are for them too.
     """
 
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
-    outside_batch: int
-    joining: int
-    begun: int
 
     @property
     def mean_context_tokens(self) -> float:
@@ -143,8 +136,7 @@ class SnapshotTaker:
             departed=self.departed + ending,
             cuts_prompts=self._cuts_prompts,
         )
-        joining = holding - scheduler.num_waiting_for_streaming_input
-        return Snapshot(state, chunks, idle, ending + holding, joining, begun)
+        return Snapshot(state, chunks, idle)
 
     @property
     def departed(self) -> int:
