@@ -62,6 +62,8 @@ def run(name: str, times: StepTimes, tokens: int) -> Run:
     rng = random.Random(7)
     requests = [(rng.randint(8, 300), min(400, 1 + int(rng.expovariate(1 / 60)))) for _ in range(REQUESTS)]
     engine = VirtualEngine(POLICIES[name], slots=SLOTS, blocks=tokens // BLOCK_SIZE + 1, budget=2048, times=times)
+    if name == "auto":
+        engine.measure()
     return measured(run_closed(with_watermark(engine, name), requests, clients=SLOTS))
 
 
@@ -69,6 +71,8 @@ def run_dozen(name: str, seed: int) -> Run:
     rng = random.Random(seed)
     requests = [(rng.randint(64, 512), 1 + min(400, int(rng.expovariate(1 / 64)))) for _ in range(REQUESTS)]
     engine = VirtualEngine(POLICIES[name], slots=48, blocks=150, block_size=32, budget=2048, times=TIMES["dear"])
+    if name == "auto":
+        engine.measure()
     return measured(run_closed(with_watermark(engine, name), requests, clients=64))
 
 
@@ -131,7 +135,7 @@ def test_a_dozen_at_once(seed: int, rows: list[str]) -> None:
 def test_a_cap_that_stands_while_some_leave(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = run_many({"mode": "stock"}, TIMES[kind], seed)
     stands = run_many({"mode": "auto"}, TIMES[kind], seed)
-    monkeypatch.setattr(forecast, "LEFT_SHARE", 0.0)
+    monkeypatch.setattr(forecast, "STANDING_SHARE", 0.0)
     each_time = run_many({"mode": "auto"}, TIMES[kind], seed)
     cells = [each.cell(stock) for each in (stock, each_time, stands)]
     print(f"\n| {kind}, seed {seed} | {' | '.join(cells)} | {stands.steady / each_time.steady:.4f} |", flush=True)

@@ -26,9 +26,9 @@ LOADS: dict[str, tuple[dict[str, Any], int, int]] = {
     "mixed": ({"mode": "mixed"}, 256, 40_000),
     "exclusive": ({"mode": "exclusive"}, 256, 40_000),
     "auto": ({"mode": "auto"}, 256, 40_000),
-    "auto with a latency target": ({"mode": "auto", "itl_target_s": 1.0}, 256, 40_000),
+    "auto with promises": ({"mode": "auto", "ttft_s": 60.0, "tpot_s": 1.0}, 256, 40_000),
     "auto in a cache that hardly ever is full": ({"mode": "auto"}, 256, 16_000),
-    "auto where the target binds": ({"mode": "auto", "itl_target_s": 0.04}, 400, 60_000),
+    "auto where promises bind": ({"mode": "auto", "ttft_s": 60.0, "tpot_s": 0.04}, 400, 60_000),
     "auto where the cache binds": ({"mode": "auto"}, 400, 6600),
     "exclusive where the cache binds": ({"mode": "exclusive"}, 400, 6600),
 }
@@ -110,6 +110,6 @@ def from_the_caches_us(engine: VirtualEngine) -> float:
     taken_us = []
     for _ in range(REPEATS):
         began_s = time.thread_time()
-        scheduler._policy.plan(scheduler._taken(scheduler.clock.now()).state)
+        scheduler.planner.policy.plan(scheduler.planner.snapshot().state)
         taken_us.append(1e6 * (time.thread_time() - began_s))
     return statistics.median(taken_us)

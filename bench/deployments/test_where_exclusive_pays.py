@@ -4,9 +4,9 @@ Not collected by default; run with `pytest bench/deployments/test_where_exclusiv
 `-k "16-"` or `-k "64-4.0"`. It leaves `crossover.md` and `crossover.png` in the folder SLUICE_BENCH_OUT, by default one
 of pytest's, and names the loads where auto stays more than 1 % below the better of the two modes. vLLM's real scheduler
 over step times that are made up: x is what a token costs more in a mixed step, a the ratio of the fixed cost of a
-prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock: by
-then auto has tried both modes. `-k bursts` is another load, of five minutes: bursts with pauses in which the engine
-runs dry, from nothing learned to the last answer.
+prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock; auto
+is measured before it takes requests, as an engine is that has just started. `-k bursts` is another load, of five minutes:
+bursts with pauses in which the engine runs dry, from the first request to the last answer.
 """
 
 import os
@@ -71,6 +71,8 @@ def throughput(settings: dict[str, Any], slots: int, times: StepTimes) -> tuple[
         (rng.randint(200, 800), min(1000, 1 + int(rng.expovariate(1 / MEAN_OUTPUT)))) for _ in range(REQUESTS * slots)
     ]
     engine = VirtualEngine(settings, slots=slots, blocks=60 * slots + 200, budget=8192, times=times)
+    if settings["mode"] == "auto":
+        engine.measure()
     run_closed(engine, requests, clients=2 * slots)
     ends = sorted(answer.times_s[-1] for answer in engine.answers.values())
     first, last = ends[len(ends) // 2], ends[9 * len(ends) // 10]
@@ -125,6 +127,9 @@ def burst_throughput(settings: dict[str, Any], times: StepTimes, length: int) ->
     """Output tokens per second of virtual time over all bursts of so many requests; pauses take none."""
     engine = VirtualEngine(settings, slots=BURST_SLOTS, blocks=60 * BURST_SLOTS + 200, budget=8192, times=times)
     tokens = 0
+    if settings["mode"] == "auto":
+        engine.measure()
+    began_s = engine.clock.now()
     for burst in range(BURSTS):
         rng = random.Random(burst)
         requests = [
@@ -133,7 +138,7 @@ def burst_throughput(settings: dict[str, Any], times: StepTimes, length: int) ->
         engine.answers.clear()
         run_closed(engine, requests, clients=length)
         tokens += sum(output for _, output in requests)
-    return tokens / engine.clock.now()
+    return tokens / (engine.clock.now() - began_s)
 
 
 @pytest.mark.parametrize("length", [128, 512])

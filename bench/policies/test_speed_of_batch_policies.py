@@ -40,7 +40,7 @@ POLICIES: dict[str, Callable[[], BatchPolicy]] = {
     "forecast_admission": lambda: build("forecast_admission", classes=3),
     "exclusive_mixed": lambda: build("exclusive_mixed", mode="exclusive"),
     "auto": lambda: build("auto", classes=3, step_times=TIMES),
-    "auto with a latency target": lambda: build("auto", classes=3, itl_targets_s=(0.05,) * 3),
+    "auto that searches": lambda: build("auto", classes=3, sla="search", itl_target_s=0.05),
 }
 
 

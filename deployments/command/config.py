@@ -34,8 +34,7 @@ any name, `[]` for each item of a list. `sluice config check FILE` checks a file
 `sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
 
 What "changes" says: `restart` wants a redeploy, which starts engines anew; `live` changes while they serve, by
-[live control](scheduler.md#watch-it-and-change-it). For classes that have targets and budgets their values change
-live, and not which classes those are.
+[live control](scheduler.md#watch-it-and-change-it).
 """
 _KEYS = """
 ## Entries of `keys.file`

@@ -21,7 +21,7 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
   are those the block pool reports, and prompts that come are taken to share as much. What the pool reports beyond the
   batch's own is no capacity, but for what a candidate holds already.
 * A cap that binds stands for twelve steps, or until one in 24 has left the batch, and slots that come free stay empty
-  so long: that loses next to nothing (docs/scheduler.md#admission-when-the-kv-cache-is-short).
+  so long: that loses next to nothing (docs/measurements/scheduler.md).
 * That no cap binds stands for as many steps as the cache has room for, whoever comes.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for

@@ -22,7 +22,7 @@ WIDE: Values = {"name": "engine", "replicas": 1000, "enginesPerPod": 64, "resour
 
 NAMES = st.from_regex(r"[a-z]{1,6}", fullmatch=True)
 # What YAML could take for something else, or break at.
-TEXTS = st.sampled_from(["true", "1e3", "no", "~", "a: b", "# c", "two\nlines\n", "'", '"', "{{ .x }}", "é"]) | NAMES
+TEXTS = st.sampled_from(["true", "1e3", "no", "~", "a: b", "# c", "two\nlines", "'", '"', "{{ .x }}", "é"]) | NAMES
 NUMBERS = st.integers(0, 1 << 31) | st.booleans()
 OBJECTS = st.dictionaries(
     NAMES,

@@ -241,7 +241,7 @@ def test_policies_of_the_user_s_own_reach_engine_and_router() -> None:
     made = config(engine={"scheduler": scheduler}, order=order, classes={"standard": {"tpot_s": 0.05}})
     argv = made.engine_argv()
     told = json.loads(argv[argv.index("--additional-config") + 1])["sluice"]
-    assert told == {"mode": "auto", "class_itl_targets_s": {"standard": 0.05}, **scheduler}
+    assert told == {"mode": "auto", "classes": ["standard"], **scheduler}
     theirs, named = made.order.build(), config(order={"policy": "sjf"}).order.build()
     assert theirs is not None and theirs.key(100.0, "standard", 3.0, 40) == 120.0
     assert named is not None and named.key(100.0, None, 3.0, 40) == 40.0
@@ -527,10 +527,10 @@ def test_workers_that_would_write_their_parts_of_a_cache_into_one_file_are_refus
 
 
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
-    settings = {"scheduler": {"itl_target_s": 0.1, "class_itl_targets_s": {"c": 0.02}}, "prefill": {}}
-    classes = {"a": {}, "b": {"tpot_s": 0.05}, "c": {"tpot_s": 0.07}}
+    settings = {"scheduler": {"tpot_s": 0.1}, "prefill": {}}
+    classes = {"a": {}, "b": {"tpot_s": 0.05}}
     targets = config(engine=settings, classes=classes, default_class="a").itl_targets()
-    assert targets == {"a": 0.1, "b": 0.05, "c": 0.02}
+    assert targets == {"a": 0.1, "b": 0.05}
 
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])

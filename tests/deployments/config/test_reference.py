@@ -68,7 +68,7 @@ def test_names_and_numbers_stand_in_the_place_of_any() -> None:
 
 def test_units_follow_from_names() -> None:
     units = {each.path: each.unit for each in KEYS}
-    assert units["engine.drain_timeout_s"] == units["engine.scheduler.class_itl_targets_s"] == "seconds"
+    assert units["engine.drain_timeout_s"] == units["engine.scheduler.measure_s"] == "seconds"
     assert (units["router.max_body_bytes"], units["work.prefill_s_per_token"]) == ("bytes", "seconds per token")
     assert (units["engine.kind"], units["name"]) == ("", "")
 

@@ -61,6 +61,9 @@ class Engine(FakeEngine):
         if not self.adapts:
             raise ValueError("no such rank")
 
+    async def measure(self, seconds: float) -> None:
+        """It takes no time."""
+
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         return changes
 

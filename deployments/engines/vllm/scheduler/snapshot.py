@@ -37,11 +37,14 @@ class Snapshot(NamedTuple):
     Attributes:
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
+        most: requests that the engine has room for, those that stand in no batch counted once: these sessions and requests,
+            and where a cache has come or is on its way.
     """
 
     state: BatchState
     chunks: tuple[Request, ...]
     idle_slots: int
+    most: int
 
     @property
     def mean_context_tokens(self) -> float:
@@ -136,7 +139,7 @@ class SnapshotTaker:
             departed=self.departed + ending,
             cuts_prompts=self._cuts_prompts,
         )
-        return Snapshot(state, chunks, idle)
+        return Snapshot(state, chunks, idle, slots - begun + ending + holding)
 
     @property
     def departed(self) -> int:

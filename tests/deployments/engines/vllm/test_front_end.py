@@ -112,7 +112,7 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
         await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
         front_end = FrontEnd(config, redis, None)
         await front_end.start(resources)
-        assert front_end.routed._policy.config.max_batch_tokens == 300
+        assert front_end.routed.policy.config.max_batch_tokens == 300
 
 
 DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}
