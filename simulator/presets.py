@@ -91,7 +91,9 @@ FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
     "phases by cost": _batch(mode="mixed"),
     "virtual deadline": _in_order_of_arrival,
     "placement by work": lambda config: replace(config, placement="most_credit"),
-    "queue in the router": lambda config: replace(config, router=replace(config.router, credit_lookahead=None)),
+    "queue in the router": lambda config: replace(
+        config, router=replace(config.router, credit_lookahead=None, credit_s=None)
+    ),
 }
 
 

@@ -4,9 +4,9 @@ Not collected by default; run with `pytest bench/deployments/test_where_exclusiv
 `-k "16-"` or `-k "64-4.0"`. It leaves `crossover.md` and `crossover.png` in the folder SLUICE_BENCH_OUT, by default one
 of pytest's, and names the loads where auto stays more than 1 % below the better of the two modes. vLLM's real scheduler
 over step times that are made up: x is what a token costs more in a mixed step, a the ratio of the fixed cost of a
-prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock; auto
-is measured before it takes requests, as an engine is that has just started. `-k bursts` is another load, of five minutes:
-bursts with pauses in which the engine runs dry, from the first request to the last answer.
+prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock;
+auto is measured before it takes requests, as an engine is that has just started. `-k bursts` is another load, of five
+minutes: bursts with pauses in which the engine runs dry, from the first request to the last answer.
 """
 
 import os

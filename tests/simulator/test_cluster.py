@@ -1,20 +1,21 @@
 """Whole runs: nothing is lost, nothing overflows, the same seed gives the same run, and closed forms are met."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.engine.auto import Auto, AutoConfig
 from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
 from policies.router.multi_bin import MultiBinConfig
 from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
+from simulator import cluster
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig
@@ -44,7 +45,7 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "forecast_admission": ("forecast_admission", {"min_samples": 8, "classes": 3}),
     "exclusive": ("exclusive_mixed", {"mode": "exclusive", "step_times": PRIOR, "min_samples": 8, "replan_steps": 16}),
     "exclusive fixed": ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}),
-    "auto": ("auto", {"itl_targets_s": (0.05,), "itl_budgets_s": (0.2,), "step_times": TIMES}),
+    "auto": ("auto", {"step_times": TIMES}),
 }
 
 
@@ -245,9 +246,9 @@ def test_scaling_starts_no_second_replica_for_one_that_is_being_replaced() -> No
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_every_batch_policy_can_be_asked_for_credit(batch: str) -> None:
-    """One that cannot say what it would admit offers its slots."""
-    config = small(batch, router=RouterConfig(credit="admitted", class_by_bin=True))
+def test_credit_by_what_is_unread_goes_with_every_batch_policy(batch: str) -> None:
+    """One that does not know its pace offers its slots."""
+    config = small(batch, router=RouterConfig(credit_s=0.5, class_by_bin=True))
     assert_all_served(run(config, workload(40, 12.0, seed=1)))
 
 
@@ -311,14 +312,12 @@ def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
     assert reused.engines[0].totals.peak_blocks >= 300 // 16
 
 
-def test_an_engine_starts_what_waits_by_the_routers_key_where_it_is_ordered() -> None:
+def test_an_engine_starts_what_waits_by_promises_where_it_is_ordered() -> None:
     def first_of_chat(ordered: bool) -> int:
-        order = {"class_targets_s": {"chat": 0.5, "batch": 60.0}}
         router = RouterConfig(credit_lookahead=None)
         engine = EngineConfig(slots=1, total_blocks=400, ordered=ordered)
-        config = ClusterConfig(
-            times=TIMES, engine=engine, order="virtual_deadline", order_settings=order, router=router
-        )
+        promises = {"chat": (0.5, math.inf), "batch": (60.0, math.inf)}
+        config = ClusterConfig(times=TIMES, engine=engine, router=router, promises=promises)
         mixed = replace(workload(4, rate=1000.0, seed=0), slo_class=("batch", "batch", "batch", "chat"))
         done = run(config, mixed).requests
         return sorted(done, key=lambda request: request.started_s or 0.0).index(done[3])
@@ -326,44 +325,39 @@ def test_an_engine_starts_what_waits_by_the_routers_key_where_it_is_ordered() ->
     assert (first_of_chat(ordered=False), first_of_chat(ordered=True)) == (3, 1)
 
 
-def test_what_a_replica_would_not_let_run_waits_in_the_router() -> None:
-    """As live: there the order still counts for it, and another replica may take it."""
+def test_what_a_replica_could_not_read_soon_waits_in_the_router() -> None:
+    """As live: there another replica may take it."""
 
-    def mean_in_the_engine(credit: Literal["slots", "admitted"]) -> float:
-        waiting: list[int] = []
+    def most_unread_s(credit_s: float) -> float:
+        unread_s = [0.0]
 
-        class Watched(Auto):
-            def plan(self, state: BatchState) -> StepPlan:
-                if state.now_s > 20.0:
-                    waiting.append(state.waiting_count)
-                return super().plan(state)
+        class Watched(Engine):
+            def submit(self, request: Request, now_s: float) -> list[Event]:
+                events = super().submit(request, now_s)
+                unread_s.append((self.seconds_per_prompt_token or 0.0) * self.in_time_tokens)
+                return events
 
-        config = replace(small("auto"), router=RouterConfig(credit=credit), clients=40)
+        auto = small("auto")
+        router = RouterConfig(credit_s=credit_s, promises=True)
+        config = replace(auto, router=router, promises={"*": (1e3, math.inf)}, engine=replace(SMALL, ordered=True))
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(ClusterConfig, "batch_policy", lambda _: Watched(AutoConfig(step_times=TIMES)))
-            assert_all_served(run(config, workload(600, rate=1.0, seed=0)))
-        return float(np.mean(waiting))
+            patched.setattr(cluster, "Engine", Watched)
+            assert_all_served(run(config, workload(200, rate=50.0, seed=0)))
+        return max(unread_s)
 
-    assert mean_in_the_engine("admitted") < mean_in_the_engine("slots") / 4
+    assert most_unread_s(0.1) < most_unread_s(1e3) / 2
 
 
 @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-def test_a_target_that_is_far_off_holds_nobody_back_where_nothing_waits_in_the_engine(mode: str) -> None:
+def test_promises_that_are_far_off_hold_nobody_back(mode: str) -> None:
     given = workload(400, 30.0, seed=3, prompt="uniform:50:150", output="exponential:128")
-    chats = replace(given, slo_class=("chat",) * 400)
-    roomy = EngineConfig(slots=128, total_blocks=40_000)
-    router = RouterConfig(credit="admitted", class_names=("chat",))
-    runs = [
-        run(
-            ClusterConfig(
-                times=TIMES, engine=roomy, batch="auto", batch_settings={"mode": mode} | targets, router=router
-            ),
-            chats,
-        )
-        for targets in ({"classes": 2}, {"classes": 2, "itl_targets_s": (None, 0.5)})
-    ]
-    free, bound = (float(np.median([request.ttft_s for request in each.requests])) for each in runs)
-    assert bound < 2 * free
+    roomy = EngineConfig(slots=128, total_blocks=40_000, ordered=True)
+    settings = {"mode": mode, "step_times": TIMES}
+    free, bound = (
+        run(ClusterConfig(times=TIMES, engine=roomy, batch="auto", batch_settings=settings, promises=promises), given)
+        for promises in ({}, {"*": (100.0, 0.5)})
+    )
+    assert np.median([r.ttft_s for r in bound.requests]) < 2 * np.median([r.ttft_s for r in free.requests])
 
 
 def test_a_policy_of_another_family_is_refused_by_name() -> None:
@@ -379,9 +373,9 @@ def test_views_handed_to_policies_are_those_of_waiting_requests() -> None:
 def test_a_wait_in_the_router_opens_no_refill() -> None:
     given = workload(300, 1000.0, seed=5, prompt="uniform:50:150", output="exponential:60")
 
-    def steps(settings: dict[str, float]) -> list[tuple[object, ...]]:
-        exclusive = {"mode": "exclusive", "step_times": TIMES} | settings
+    def steps(max_wait_s: float) -> list[tuple[object, ...]]:
+        exclusive = {"mode": "exclusive", "step_times": TIMES, "max_wait_s": max_wait_s}
         return history(run(ClusterConfig(times=TIMES, engine=SMALL, batch="auto", batch_settings=exclusive), given))
 
-    assert steps({"max_wait_s": 5.0}) == steps({})
-    assert steps({"max_wait_s": 0.01}) != steps({})
+    assert steps(5.0) == steps(1e6)
+    assert steps(0.01) != steps(1e6)

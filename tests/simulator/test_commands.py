@@ -164,7 +164,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     assert order.class_targets_s == {name: promise.ttft_s for name, promise in live.promises().items()}
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
-    told = AutoConfig(**simulated.batch_settings, itl_budgets_s=(None, None, None))
+    told = AutoConfig(**simulated.batch_settings)
     assert told == settings.auto_config(None)
 
 
@@ -216,9 +216,12 @@ def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
     given = predicted(labelled, "noise:0.44", rng)
     targets = {"chat": Target(ttft_s=0.5, tpot_s=0.02), "batch": Target(ttft_s=10.0, tpot_s=1.0)}
     engine = EngineConfig(slots=16, total_blocks=300, max_batch_tokens=1024)
-    whole = system("sluice", engine_profile("Llama-3.1-8B@l40s"), engine, 2, targets)
-    numbers = summary(simulated(whole, given))
-    assert not [name for name in FEATURES if summary(simulated(without(name, whole), given)) == numbers]
+    idle = set(FEATURES)
+    for promised in (targets, None):  # phases are for requests that were promised nothing
+        whole = system("sluice", engine_profile("Llama-3.1-8B@l40s"), engine, 2, promised)
+        numbers = summary(simulated(whole, given))
+        idle = {name for name in idle if summary(simulated(without(name, whole), given)) == numbers}
+    assert not idle
 
 
 def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> None:

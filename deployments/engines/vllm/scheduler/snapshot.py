@@ -37,8 +37,8 @@ class Snapshot(NamedTuple):
     Attributes:
         chunks: running requests in the middle of their prompt.
         idle_slots: slots held by sessions that wait for input and by requests whose last token is in flight.
-        most: requests that the engine has room for, those that stand in no batch counted once: these sessions and requests,
-            and where a cache has come or is on its way.
+        most: requests that the engine has room for, those that stand in no batch counted once: these sessions and
+            requests, and where a cache has come or is on its way.
     """
 
     state: BatchState
