@@ -48,7 +48,7 @@ def system(
                 "max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock"
             )
         engine = replace(engine, ordered=True)
-        defaults = _told(targets or {}) | {"batch": "auto", "order": "deadline"}
+        defaults = _told(targets or {}, profile) | {"batch": "auto", "order": "deadline"}
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
     return ClusterConfig(
@@ -56,14 +56,15 @@ def system(
     )
 
 
-def _told(targets: Mapping[str, Target]) -> dict[str, Any]:
+def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, Any]:
     """Order, batch and router as the live system sets them up for what is promised."""
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
     order: dict[str, Any] = {"class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names}}
     if EVERY_CLASS in targets:
         order["default_target_s"] = min(targets[EVERY_CLASS].ttft_s, NO_HURRY_S)
     return {
-        "batch_settings": {"classes": len(names) + 1},
+        # A live engine measures them when it starts.
+        "batch_settings": {"classes": len(names) + 1, "step_times": profile.times},
         "order_settings": order,
         "router": RouterConfig(credit_s=credit_s(targets), class_names=names, promises=True),
         "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},

@@ -159,13 +159,14 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     classes = {"chat": {"ttft_s": 0.5, "tpot_s": 0.03}, "batch": {"ttft_s": 60.0, "tpot_s": 1.0}}
     targets = {name: Target(ttft_s=each["ttft_s"], tpot_s=each["tpot_s"]) for name, each in classes.items()}
     live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
-    simulated = system("sluice", engine_profile("Llama-3.1-8B@l40s"), EngineConfig(), 1, targets)
+    profile = engine_profile("Llama-3.1-8B@l40s")
+    simulated = system("sluice", profile, EngineConfig(), 1, targets)
     order = DeadlineConfig(**simulated.order_settings)
     assert order.class_targets_s == {name: promise.ttft_s for name, promise in live.promises().items()}
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
     told = AutoConfig(**simulated.batch_settings)
-    assert told == settings.auto_config(None)
+    assert told == settings.auto_config(profile.times)
 
 
 def plan(path: Path, *argv: str) -> Any:
@@ -217,8 +218,11 @@ def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
     targets = {"chat": Target(ttft_s=0.5, tpot_s=0.02), "batch": Target(ttft_s=10.0, tpot_s=1.0)}
     engine = EngineConfig(slots=16, total_blocks=300, max_batch_tokens=1024)
     idle = set(FEATURES)
-    for promised in (targets, None):  # phases are for requests that were promised nothing
-        whole = system("sluice", engine_profile("Llama-3.1-8B@l40s"), engine, 2, promised)
+    profile = engine_profile("Llama-3.1-8B@l40s")
+    mixed = replace(profile.times.mixed, prefill_s=1.5 * profile.times.mixed.prefill_s)
+    dear = replace(profile, times=replace(profile.times, mixed=mixed), clock=None)
+    for on, promised in ((profile, targets), (dear, None)):  # phases are for requests that were promised nothing
+        whole = system("sluice", on, engine, 2, promised)
         numbers = summary(simulated(whole, given))
         idle = {name for name in idle if summary(simulated(without(name, whole), given)) == numbers}
     assert not idle
