@@ -106,13 +106,16 @@ class StepBudget:
         return float(promises_s[~broken].min(initial=inf))
 
     def _size(self, times: StepTimes, state: BatchState, target_s: float) -> int:
-        """Requests that may run: also while decodes alone break a promise, and for whoever is next, so that a batch
-        that grew without one drains to where it can be kept."""
-        if target_s == inf:
-            return state.slots
+        """Requests that may run, as many as keep a step of decodes within the target: also while decodes alone break a
+        promise, and for whoever is next, so that a batch that grew without one drains to where it can be kept. What not
+        even one could keep bounds nothing."""
         running = state.running
-        mean_context = running.computed_tokens / len(running) if len(running) else 0.0
-        return _batch_size(times, mean_context, target_s)
+        context = running.computed_tokens / len(running) if len(running) else 0.0
+        each_s = times.decode.decode_s + times.decode.kv_s * context
+        left_s = target_s - times.decode.overhead_s
+        if left_s < each_s or left_s >= each_s * state.slots:
+            return state.slots
+        return floor(left_s / each_s)
 
     def _prompt_tokens(self, times: StepTimes, state: BatchState, decodes: int, context: int, target_s: float) -> int:
         """As many as keep a step within the target."""
@@ -134,10 +137,3 @@ class StepBudget:
         )
         if predicted_s > 0.0:
             self._errors.append(result.step_s / predicted_s - 1.0)
-
-
-def _batch_size(times: StepTimes, mean_context: float, target_s: float) -> int:
-    """As many as keep a step of decodes within the target."""
-    each_s = times.decode.decode_s + times.decode.kv_s * mean_context
-    left_s = target_s - times.decode.overhead_s
-    return max(1, floor(min(left_s / each_s, 2.0**31))) if each_s > 0.0 else 1 << 31

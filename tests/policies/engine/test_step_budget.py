@@ -79,6 +79,13 @@ def test_a_batch_that_grew_without_a_promise_drains_to_where_the_next_one_is_kep
     assert (plan.max_batch_size, plan.starts, plan.limited_by) == (150, 0, Limit.SLA)
 
 
+def test_a_promise_that_not_even_one_request_could_keep_bounds_nobody() -> None:
+    hopeless = state(*[np.inf] * 200)
+    hopeless = hopeless._replace(waiting=(hopeless.waiting[0]._replace(tpot_s=0.004),))
+    plan = budget().plan(hopeless)
+    assert (plan.max_batch_size, plan.max_prefill_tokens) == (256, None)
+
+
 def test_nor_while_nobody_decodes() -> None:
     assert budget().plan(state(prefilling=2)).max_prefill_tokens is None
 
