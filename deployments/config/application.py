@@ -309,7 +309,8 @@ class EngineSection(Section):
     of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
     credit_s: float | None = Field(default=None, gt=0)
     """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
-    replicas share it. null is the longest `ttft_s` of the classes, .inf sets no bound."""
+    replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets
+    no bound."""
     lora: LoraSection | None = None
     """Adapters served beside the model."""
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -997,7 +998,8 @@ class AppConfig(ModelSection):
         """Seconds of reading that an engine replica may have before it; None sets no bound."""
         if self.mode != "full" or self.gang is not None or self.engine.credit_s == math.inf:
             return None
-        targets_s = [section.ttft_s for section in self.classes.values() if section.ttft_s is not None]
+        classes = [section for section in self.classes.values() if not section.fills_idle]
+        targets_s = [section.ttft_s for section in classes if section.ttft_s is not None]
         return self.engine.credit_s or max(targets_s, default=None)
 
     def credit_lookahead(self, slots: int) -> int:
