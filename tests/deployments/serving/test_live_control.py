@@ -29,7 +29,7 @@ class Replica:
         if self.refuses:
             raise ConfigError("not now")
         settings = self.settings.changed(changes)
-        if unknown := set(settings.class_itl_targets_s) - set(self._classes):
+        if unknown := set(settings.classes) - set(self._classes):
             raise ConfigError(f"no such classes: {unknown}")
         self.settings = settings
         return settings.model_dump(mode="json")
@@ -42,9 +42,9 @@ def store() -> MemoryStateStore:
 
 async def test_all_replicas_take_over_what_one_was_told_and_so_does_a_later_one(store: MemoryStateStore) -> None:
     first, second = Replica(store), Replica(store)
-    assert (await first.live.change({"mode": "mixed", "itl_target_s": 0.05}))["mode"] == "mixed"
+    assert (await first.live.change({"mode": "mixed", "tpot_s": 0.05}))["mode"] == "mixed"
     await second.live.follow()
-    await second.live.change({"itl_target_s": None})
+    await second.live.change({"tpot_s": None})
     await first.live.follow()
     later = Replica(store)
     await later.live.follow()
@@ -78,7 +78,7 @@ async def test_what_is_wrong_is_refused_at_the_door_and_told_to_nobody(
 
 async def test_what_one_engine_alone_refuses_is_said_once(store: MemoryStateStore) -> None:
     first, second = Replica(store, CONFIGURED, "chat"), Replica(store)
-    await first.live.change({"class_itl_targets_s": {"chat": 0.1}})
+    await first.live.change({"classes": ["chat"]})
     with pytest.raises(ConfigError, match="chat"):
         await second.live.follow()
     await second.live.follow()
@@ -87,14 +87,14 @@ async def test_what_one_engine_alone_refuses_is_said_once(store: MemoryStateStor
 
 async def test_what_one_engine_will_never_take_keeps_nothing_else_out(store: MemoryStateStore) -> None:
     first, second = Replica(store, CONFIGURED, "chat"), Replica(store)
-    await first.live.change({"class_itl_targets_s": {"chat": 0.1}})
+    await first.live.change({"classes": ["chat"]})
     await first.live.change({"mode": "mixed"})
     with pytest.raises(ConfigError, match="chat"):
         await second.live.follow()
     assert second.settings.mode == "mixed"
-    await first.live.change({"itl_target_s": 0.05})
+    await first.live.change({"tpot_s": 0.05})
     await second.live.follow()
-    assert second.settings == CONFIGURED.changed({"mode": "mixed", "itl_target_s": 0.05})
+    assert second.settings == CONFIGURED.changed({"mode": "mixed", "tpot_s": 0.05})
 
 
 async def test_what_an_engine_refused_is_taken_over_once_it_can_be(
@@ -110,12 +110,12 @@ async def test_what_an_engine_refused_is_taken_over_once_it_can_be(
     assert second.settings == CONFIGURED, "not at every heartbeat"
     monkeypatch.setattr(live_control, "RETRY_S", 0.0)
     second.refuses = True
-    await first.live.change({"itl_target_s": 0.05})  # something else is asked for at once
+    await first.live.change({"tpot_s": 0.05})  # something else is asked for at once
     with pytest.raises(ConfigError, match="not now"):
         await second.live.follow()
     second.refuses = False
     await second.live.follow()
-    assert second.settings == first.settings == CONFIGURED.changed({"mode": "mixed", "itl_target_s": 0.05})
+    assert second.settings == first.settings == CONFIGURED.changed({"mode": "mixed", "tpot_s": 0.05})
 
 
 async def test_what_the_shared_state_has_lost_it_is_told_again(store: MemoryStateStore) -> None:
@@ -143,14 +143,14 @@ class ChangedMeanwhile(MemoryStateStore):
 async def test_what_was_changed_while_it_was_lost_is_not_written_over() -> None:
     store = ChangedMeanwhile(time.monotonic)
     replica = Replica(store)
-    await replica.live.change({"mode": "mixed", "itl_target_s": 0.05})
+    await replica.live.change({"mode": "mixed", "tpot_s": 0.05})
     store._settings.clear()
     store.meanwhile = {"mode": b'"exclusive"'}
     await replica.live.follow()
     later = Replica(store)
     for each in (replica, later):
         await each.live.follow()
-        assert each.settings == CONFIGURED.changed({"mode": "exclusive", "itl_target_s": 0.05})
+        assert each.settings == CONFIGURED.changed({"mode": "exclusive", "tpot_s": 0.05})
 
 
 class Away(MemoryStateStore):
@@ -172,7 +172,7 @@ async def test_what_the_others_cannot_be_told_does_not_stay_here(store: MemorySt
     replica.live._store = away
     before = replica.settings
     with pytest.raises(StateStoreError, match="no answer"):
-        await replica.live.change({"mode": "exclusive", "max_batch_size": 3, "itl_target_s": 0.05})
+        await replica.live.change({"mode": "exclusive", "max_batch_size": 3, "tpot_s": 0.05})
     assert replica.settings == before
     away.hangs = True
     changing = asyncio.create_task(replica.live.change({"mode": "exclusive"}))
