@@ -49,7 +49,14 @@ def of_split() -> list[Row]:
 
 def shared() -> list[Row]:
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
-    return _exposed(shared_exposition(Snapshot(lanes={("standard", 0): 1}, replicas={"r": load}, routers=1)))
+    snapshot = Snapshot(
+        lanes={("standard", 0): 1},
+        replicas={"r": load},
+        routers=1,
+        late={("standard", "passed"): 1},
+        owed={"standard": 1},
+    )
+    return _exposed(shared_exposition(snapshot))
 
 
 def of_engines() -> list[Row]:

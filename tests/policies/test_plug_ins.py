@@ -107,14 +107,7 @@ def state(*, decoding: int = 0, reading: int = 0, waiting: int = 0) -> BatchStat
 def test_a_class_is_made_with_its_settings_and_asked_as_ours_are() -> None:
     policy = build_of(Family.BATCH, "theirs.policies:Fixed", {"size": 3})
     assert policy.plan(state(decoding=1, waiting=5)).starts == 2
-    assert policy.batch_size(state()) == 8, "all slots, where it says nothing"
     assert build_of(Family.BATCH, "theirs.policies:Fixed", {}).plan(state(waiting=9)).max_batch_size == 4
-
-
-def test_a_batch_size_of_its_own_is_what_it_offers() -> None:
-    assert CheckedBatchPolicy("theirs.policies:Answers", {"offers": 5}).batch_size(state()) == 5
-    with pytest.raises(PolicyError, match=r"theirs\.policies:Answers\.batch_size.*got 0"):
-        CheckedBatchPolicy("theirs.policies:Answers", {"offers": 0}).batch_size(state())
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ class _Refusing(FlexibleArgumentParser):
     def _meant(self, message: str) -> str:
         """Of an option that there is not, the one that is most like it."""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        meant = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else ()
+        meant = difflib.get_close_matches(unknown[1], self._options(), n=1) if unknown else ()
         return f"; did you mean {meant[0]}?" if meant else ""
+
+    def _options(self) -> list[str]:
+        """All that there are, as its usage names them."""
+        return re.findall(r"--[a-z][\w-]*", self.format_usage())
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """After `--help`."""

@@ -34,6 +34,9 @@ class Adapting(FakeEngine):
     async def load_adapters(self) -> None:
         await self._adapt()
 
+    async def measure(self, seconds: float) -> None:
+        """It takes no time."""
+
     def shutdown(self) -> None:
         self.ended = True
         self.process.kill()

@@ -136,22 +136,13 @@ class TestOnPaper:
         ]
         assert plans[0].starts == plans[1].starts < 60
 
-    def test_what_it_offers_is_for_requests_of_the_class_at_hand(self) -> None:
-        policy = taught([20] * 100, class_index=0, classes=2)
-        teach(policy, [2000] * 100, class_index=1)
-        state = make_state(ages=[10] * 4, waiting=60, capacity=20_000, class_index=1)
-        cap = policy.plan(state).max_batch_size
-        assert 4 < cap == policy.batch_size(state) < 20
-        assert policy.batch_size(make_state(ages=[], waiting=0, capacity=20_000)) > 100
-
     def test_without_samples_everybody_is_taken_to_live_a_little_longer(self) -> None:
         policy = ForecastAdmission(ForecastAdmissionConfig(), step_times=lambda: TIMES)
         state = make_state(ages=[40] * 4, waiting=200, capacity=4 * 164 + 20 * 124 + 100)
         plan = policy.plan(state)  # of half a token in a block of one, 24 are 12 more
         assert (plan.starts, plan.limited_by) == (20, Limit.MEMORY)
-        assert policy.batch_size(state) == 24
         room = make_state(ages=[], waiting=20, capacity=20_000)
-        assert (policy.plan(room).limited_by, policy.batch_size(room)) == (Limit.SLOTS, 160)
+        assert policy.plan(room).limited_by is Limit.SLOTS
 
     def test_it_does_not_go_beyond_the_forecast_before_it_is_known_what_a_prompt_costs(self) -> None:
         known: list[StepTimes] = []
@@ -216,7 +207,6 @@ class TestOnPaper:
         policy = taught([200] * 100)
         idle = make_state(ages=[], waiting=50, capacity=1520, shared=-600)
         assert policy.plan(idle).starts == 3
-        assert policy.batch_size(idle) == 3
 
     def test_a_cache_that_came_before_its_request_starts_is_counted_once(self) -> None:
         policy = taught([200] * 100)
