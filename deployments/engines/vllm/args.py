@@ -1,5 +1,6 @@
 """The arguments of `vllm serve`, parsed, checked, and made into vLLM's configuration: on routers and on replicas."""
 
+import argparse
 import difflib
 import hashlib
 import re
@@ -41,7 +42,7 @@ class _Refusing(FlexibleArgumentParser):
 
     def _options(self) -> list[str]:
         """All that there are, as its usage names them."""
-        return re.findall(r"--[a-z][\w-]*", self.format_usage())
+        return re.findall(r"--[a-z][\w-]*", argparse.ArgumentParser.format_usage(self))
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """After `--help`."""
