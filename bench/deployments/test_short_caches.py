@@ -100,7 +100,8 @@ def measured(engine: VirtualEngine) -> Run:
         return float((last - first) / (last_s - first_s))
 
     steady = tokens_per_s(ends[REQUESTS // 4], ends[19 * REQUESTS // 20])
-    return Run(steady, tokens_per_s(0.0, ends[FIRST - 1]), engine.preempted)
+    began_s = min(answer.asked_s for answer in engine.answers.values())
+    return Run(steady, tokens_per_s(began_s, ends[FIRST - 1]), engine.preempted)
 
 
 @pytest.fixture(scope="module")
