@@ -109,7 +109,8 @@ class Sluice:
         """The one that takes new connections, which is no child of the application's when its actor was killed."""
         for found in psutil.net_connections("tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (self.port,) and found.pid:
-                return psutil.Process(found.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has gone meanwhile
+                    return psutil.Process(found.pid)
         return None
 
     @property

@@ -1,11 +1,10 @@
 """What the scheduler plug-in counts, as plain numbers and words that cross a process boundary."""
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import Any
 
 from policies.engine.auto import Auto
-from policies.types import BatchPolicy, BatchState, Limit, Phase, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, Phase, StepPlan, StepResult
 
 _QUANTILES = (0.5, 0.9, 0.99)
 
@@ -26,13 +25,6 @@ class Telemetry:
         self._plan = plan
         self._plans += 1
         self.overhead_s += overhead_s
-
-    @property
-    def memory_cap(self) -> float:
-        """Requests that memory let run by the last plan; inf where it held nobody back. What it holds back may fit into
-        another replica."""
-        plan = self._plan
-        return plan.max_batch_size if plan is not None and plan.limited_by is Limit.MEMORY else inf
 
     def spent(self, overhead_s: float) -> None:
         self.overhead_s += overhead_s

@@ -808,6 +808,22 @@ def test_sessions_that_wait_for_input_with_states_of_their_own_are_offered_one_s
     assert engine.scheduler.planner.snapshot().state.slots == 64, "a batch has none of them"
 
 
+def test_what_memory_held_back_is_not_offered_before_more_have_run() -> None:
+    engine = run_closed(VirtualEngine({"mode": "mixed"}, slots=64, blocks=120), workload(200), clients=64)
+    held = offer(engine)
+    assert held < 48, "also once nobody is there"
+    for number in range(held + 4):
+        engine.add(f"short{number}", 10, 3)
+        engine.step()
+    engine.run()
+    for number in range(held + 4):
+        engine.add(f"tiny{number}", 1, 3)
+    engine.step()
+    engine.step()
+    assert offer(engine) > held
+    engine.run()
+
+
 def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None:
     slow = StepTimes(
         prefill=StepCoefficients(overhead_s=0.005, prefill_s=1e-4),
