@@ -79,6 +79,7 @@ class PromisedQueue(Generic[T]):
         self._late_patience_s = late_patience_s
         self._sorted: list[Waiting[T]] = []  # the head at the end
         self._numbers = count(1)
+        self._yielded: set[Waiting[T]] = set()
         self._late_tokens = 0.0  # that late ones may start
         self._impatient = False  # whether one of them has waited for too long
         self.changed = False  # since the last split
@@ -119,6 +120,7 @@ class PromisedQueue(Generic[T]):
 
     def pop(self) -> Waiting[T]:
         head = self._sorted.pop()
+        self._yielded.discard(head)
         share = _LATE_SHARE if self._impatient else 0.0
         self._late_tokens += (share if head.rank is not Rank.DUE else share - 1.0) * head.unread_tokens
         self.changed = True
@@ -131,13 +133,13 @@ class PromisedQueue(Generic[T]):
         self._insert(head)
 
     def remove(self, waiting: Waiting[T]) -> None:
-        self._sorted.remove(waiting)
+        self._take(waiting)
+        self._yielded.discard(waiting)
         self.changed = True
 
     def split(self, now_s: float, seconds_per_token: float, tokens_ahead: int) -> Split:
         """Judge who can still be in time, and sort by it. Returns who cannot, by place in order of deadlines."""
-        judged = [one for one in self._sorted if one.deadline_s < inf and (one.rank is Rank.IN_TIME or one.yields)]
-        judged = sorted(judged, key=_deadline)[:_MOST_SPLIT]
+        judged = self._judged()
         found = split(
             [one.deadline_s for one in judged],
             [one.unread_tokens for one in judged],
@@ -147,12 +149,29 @@ class PromisedQueue(Generic[T]):
         )
         for place, one in enumerate(judged):
             one.yields = place in found.yielded
-            one.rank = Rank.LATE if one.yields or place in found.late else Rank.IN_TIME
-            one.sorted_in()
-        self._sorted.sort(key=_backwards)
+            rank = Rank.LATE if one.yields or place in found.late else Rank.IN_TIME
+            (self._yielded.add if one.yields else self._yielded.discard)(one)
+            if rank is not one.rank:
+                self._take(one)
+                one.rank = rank
+                self._insert(one)
         self._let_late_start(now_s)
         self.changed = False
         return found
+
+    def _judged(self) -> list[Waiting[T]]:
+        """Those that could be in time, and those that yielded, by deadline."""
+        judged = list(self._yielded)
+        for one in reversed(self._sorted):
+            if one.rank > Rank.IN_TIME or len(judged) >= _MOST_SPLIT:
+                break
+            if one.rank is Rank.IN_TIME:
+                judged.append(one)
+        return sorted(judged, key=_deadline)
+
+    def _take(self, waiting: Waiting[T]) -> None:
+        """Out of its place."""
+        del self._sorted[bisect_left(self._sorted, _backwards(waiting), key=_backwards)]
 
     def _let_late_start(self, now_s: float) -> None:
         """The oldest late one goes next where it has waited too long and the share of late ones has come up."""
@@ -163,6 +182,7 @@ class PromisedQueue(Generic[T]):
         elif self._late_tokens >= self._sorted[at].unread_tokens:
             oldest = self._sorted.pop(at)
             oldest.rank, oldest.yields = Rank.DUE, False
+            self._yielded.discard(oldest)
             self._insert(oldest)
 
     def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
