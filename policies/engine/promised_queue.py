@@ -19,8 +19,8 @@ from policies.engine.lateness import Split, split
 
 T = TypeVar("T")
 
-# Requests that a split looks at: reading as many takes longer than any promise of a first token.
-_MOST_SPLIT = 1024
+# Requests that a split looks at: behind as many, who is next does not depend on the rest, and it takes a millisecond.
+_MOST_SPLIT = 256
 # Of the prompt tokens that start, those of late ones once these have lost their patience: what is given to who has
 # missed its promise is taken from who could keep it.
 _LATE_SHARE = 0.1
