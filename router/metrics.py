@@ -7,12 +7,14 @@ apart by the label `router`: one scrape behind a load balancer sees the whole se
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from router.clock import Clock
-from router.state_store import Snapshot
+from router.state_store import ReplicaLoad, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 # left out.
 PROCESS_FRESH_S = 5.0
 MAX_PROCESS_BYTES = 1_000_000
+_Labels = TypeVar("_Labels", bound=tuple[object, ...])
 _FAMILY = b"\n# HELP "  # a line of its own: labels and help have no line breaks
 
 
@@ -111,12 +114,8 @@ class RouterMetrics:
             "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
         )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
-        self.longest_wait_s = Gauge(
-            "waiting_seconds_max",
-            "How long the one has waited for a replica that waits longest now.",
-            ("slo_class",),
-            namespace=self._namespace,
-            registry=self.registry,
+        self.longest_wait_s = self._gauge(
+            "waiting_seconds_max", "How long the one has waited for a replica that waits longest now."
         )
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(
@@ -157,6 +156,9 @@ class RouterMetrics:
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, namespace=self._namespace, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, ("slo_class",), namespace=self._namespace, registry=self.registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("slo_class",)
@@ -210,69 +212,41 @@ class SplitMetrics:
 
 def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = None, pool: str = "") -> bytes:
     """The state shared by all routers, as gauges; `pool` and `labels` as in RouterMetrics."""
-    namespace = f"sluice_{pool}" if pool else "sluice"
     registry = CollectorRegistry()
-    lanes = Gauge(
-        "queue_length",
-        "Requests waiting, by class and bin.",
-        ("slo_class", "bin"),
-        namespace=namespace,
-        registry=registry,
-    )
-    for (slo_class, bin_index), waiting in snapshot.lanes.items():
-        lanes.labels(slo_class, bin_index).set(waiting)
-    queue_work = Gauge("queue_work_seconds", "Predicted work that waits.", namespace=namespace, registry=registry)
-    queue_work.set(snapshot.waiting_s)
-    overtaken = Gauge(
-        "overtaken_seconds_max",
-        "How much later than a request another arrived that started before it, the longest so far.",
-        namespace=namespace,
-        registry=registry,
-    )
-    overtaken.set(snapshot.overtaken_s)
-    late = Counter(
-        "late_requests",
-        "Requests moved behind those in time: their deadline had passed, or reading their prompt would pass it.",
-        ("slo_class", "reason"),
-        namespace=namespace,
-        registry=registry,
-    )
-    for (slo_class, reason), count in snapshot.late.items():
-        late.labels(slo_class, reason).inc(count)
-    owed = Counter(
-        "owed_starts",
-        "Starts of requests that had waited behind those in time for too long.",
-        ("slo_class",),
-        namespace=namespace,
-        registry=registry,
-    )
-    for slo_class, count in snapshot.owed.items():
-        owed.labels(slo_class).inc(count)
-    running = Gauge("replica_running", "Slots in use.", ("replica",), namespace=namespace, registry=registry)
-    credit = Gauge("replica_credit", "Slots on offer.", ("replica",), namespace=namespace, registry=registry)
-    work = Gauge("replica_work_seconds", "Predicted work.", ("replica",), namespace=namespace, registry=registry)
-    unread = Gauge(
-        "replica_unread_tokens",
-        "Prompt tokens that it was given and has not read.",
-        ("replica",),
-        namespace=namespace,
-        registry=registry,
-    )
-    slowness = Gauge(
-        "replica_slowness",
-        "Busy seconds for one predicted second.",
-        ("replica",),
-        namespace=namespace,
-        registry=registry,
-    )
-    for replica_id, load in snapshot.replicas.items():
-        slowness.labels(replica_id).set(load.slowness)
-        running.labels(replica_id).set(load.running)
-        credit.labels(replica_id).set(load.credit)
-        unread.labels(replica_id).set(load.unread_tokens)
-        work.labels(replica_id).set(load.outstanding_s)
-    Gauge("routers", "Routers alive.", namespace=namespace, registry=registry).set(snapshot.routers)
+    namespace = f"sluice_{pool}" if pool else "sluice"
+
+    def gauge(name: str, meaning: str, values: Mapping[_Labels, float], *names: str) -> None:
+        family = Gauge(name, meaning, names, namespace=namespace, registry=registry)
+        for key, value in values.items():
+            (family.labels(*key) if names else family).set(value)
+
+    def counter(name: str, meaning: str, counts: Mapping[_Labels, float], *names: str) -> None:
+        family = Counter(name, meaning, names, namespace=namespace, registry=registry)
+        for key, count in counts.items():
+            family.labels(*key).inc(count)
+
+    gauge("queue_length", "Requests waiting, by class and bin.", snapshot.lanes, "slo_class", "bin")
+    gauge("queue_work_seconds", "Predicted work that waits.", {(): snapshot.waiting_s})
+    overtaken = "How much later than a request another arrived that started before it, the longest so far."
+    gauge("overtaken_seconds_max", overtaken, {(): snapshot.overtaken_s})
+    late = "Requests moved behind those in time: their deadline had passed, or reading their prompt would pass it."
+    counter("late_requests", late, snapshot.late, "slo_class", "reason")
+    owed = "Starts of requests that had waited behind those in time for too long."
+    counter("owed_starts", owed, {(name,): count for name, count in snapshot.owed.items()}, "slo_class")
+    for name, meaning, value_of in _OF_REPLICAS:
+        gauge(name, meaning, {(each,): value_of(load) for each, load in snapshot.replicas.items()}, "replica")
+    gauge("routers", "Routers alive.", {(): snapshot.routers})
     return page(registry, labels or {})
+
+
+# Name, meaning and value of what each replica has in the shared state.
+_OF_REPLICAS: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
+    ("replica_running", "Slots in use.", attrgetter("running")),
+    ("replica_credit", "Slots on offer.", attrgetter("credit")),
+    ("replica_work_seconds", "Predicted work.", attrgetter("outstanding_s")),
+    ("replica_unread_tokens", "Prompt tokens that it was given and has not read.", attrgetter("unread_tokens")),
+    ("replica_slowness", "Busy seconds for one predicted second.", attrgetter("slowness")),
+)
 
 
 def merge(pages: Iterable[bytes]) -> bytes:

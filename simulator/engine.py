@@ -16,10 +16,12 @@ from policies.checks import require_at_least
 from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError
+from policies.router.credit import MemoryBound
 from policies.types import (
     BatchPolicy,
     BatchState,
     FinishedRequest,
+    Limit,
     Paced,
     Phase,
     RequestView,
@@ -123,6 +125,7 @@ class Engine:
         self.config = config
         self.policy = policy
         self.totals = EngineTotals()
+        self.memory = MemoryBound()
         self._times = times
         self._on_finished = on_finished
         self._batch = Batch(config.slots, config.total_blocks, config.block_size)
@@ -231,7 +234,9 @@ class Engine:
             self._waiting.split(now_s, pace, self._batch.unread_tokens)
             self._views = None
         state = self._state(now_s)
-        self._standing = StandingPlan(self.policy.plan(state), state)
+        plan = self.policy.plan(state)
+        self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by is Limit.MEMORY)
+        self._standing = StandingPlan(plan, state)
         return self._standing
 
     def _seconds(self, step: _Step) -> float:

@@ -9,10 +9,10 @@ only matter to gang batches.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from policies.errors import ConfigError
+from policies.router.credit import longest_promise_s
 from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
@@ -62,19 +62,14 @@ def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, An
     order: dict[str, Any] = {"class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names}}
     if EVERY_CLASS in targets:
         order["default_target_s"] = min(targets[EVERY_CLASS].ttft_s, NO_HURRY_S)
+    credit_s = longest_promise_s(target.ttft_s for target in targets.values())
     return {
         # A live engine measures them when it starts.
         "batch_settings": {"classes": len(names) + 1, "step_times": profile.times},
         "order_settings": order,
-        "router": RouterConfig(credit_s=credit_s(targets), class_names=names, promises=True),
+        "router": RouterConfig(credit_s=credit_s, class_names=names, promises=True),
         "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},
     }
-
-
-def credit_s(targets: Mapping[str, Target]) -> float:
-    """The longest promise of a first token: what takes longer to read could not be in time in any case, and waits where
-    all replicas share it."""
-    return max((target.ttft_s for target in targets.values() if target.ttft_s < inf), default=NO_HURRY_S)
 
 
 def _batch(**settings: Any) -> Callable[[ClusterConfig], ClusterConfig]:

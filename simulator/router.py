@@ -12,6 +12,7 @@ from math import inf
 from policies.checks import require_at_least, require_positive
 from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
 from policies.router.autoscale import FleetState
+from policies.router.credit import late_uncounted, lookahead
 from policies.router.multi_bin import MultiBin
 from policies.router.order import Order
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
@@ -19,10 +20,6 @@ from policies.types import ReplicaView, StepTimes
 from simulator.core import Event
 from simulator.engine import Engine
 from simulator.requests import Request
-
-# A replica is given an eighth more than its slots: an engine that can choose who is next keeps more promises where
-# slots are short, and a quarter brings no more.
-LOOKAHEAD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,6 @@ class RouterConfig:
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
         promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
-        reserves: whether replicas are reserved for classes, so that each class queues by itself.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -48,7 +44,6 @@ class RouterConfig:
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
     promises: bool = False
-    reserves: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
@@ -127,7 +122,7 @@ class Router:
     def _enqueue(self, request: Request) -> None:
         request.work_s = self._work.request_work_s(self._empty_view, request.view())
         request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
-        queue = self._queues.setdefault(request.slo_class if self.config.reserves else None, PromisedQueue())
+        queue = self._queues.setdefault(request.slo_class, PromisedQueue())
         promised = self.config.promises
         unread_tokens = request.view().prefill_tokens
         deadline_s = request.deadline_s if promised else inf
@@ -185,7 +180,8 @@ class Router:
         has_enough = pace is not None and pace * unread >= (self.config.credit_s or 0.0)
         if has_enough or (late and unread):
             return 0
-        return slots + slots // LOOKAHEAD + min(engine.late, 4 * slots) - engine.holds
+        offered = int(min(slots, engine.memory.requests)) + lookahead(slots)
+        return offered + late_uncounted(engine.late, slots) - engine.holds
 
     def _put_on(self, request: Request, replica_id: str) -> None:
         view = self._views[replica_id]

@@ -43,6 +43,7 @@ from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
+from policies.router.credit import longest_promise_s, lookahead
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
 from policies.router.order import Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
@@ -68,10 +69,6 @@ DEMO_ARGS = (
     # So small a model, left free to, would fill a JSON answer with blanks.
     "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
-
-# A replica is given so much of its slots besides: in simulations with slots as the bottleneck an eighth gave all there
-# was to gain.
-LOOKAHEAD = 8
 
 
 class Section(BaseModel):
@@ -1000,14 +997,14 @@ class AppConfig(ModelSection):
             return None
         classes = [section for section in self.classes.values() if not section.fills_idle]
         targets_s = [section.ttft_s for section in classes if section.ttft_s is not None]
-        return self.engine.credit_s or max(targets_s, default=None)
+        return self.engine.credit_s or longest_promise_s(targets_s)
 
     def credit_lookahead(self, slots: int) -> int:
         """Requests offered to an engine replica beyond so many slots."""
         given = self.engine.credit_lookahead
         if given is not None:
             return given
-        return slots // LOOKAHEAD if self.credit_s is not None else 0
+        return lookahead(slots) if self.credit_s is not None else 0
 
     def promises(self) -> dict[str, Promise]:
         """By class."""

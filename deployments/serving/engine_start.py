@@ -28,7 +28,7 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
     try:
         async with asyncio.timeout(config.engine.start_timeout_s) as limit:
             engine = await _build(config, role)
-            await _make_ready(engine)
+            await _make_ready(engine, config.scheduler_settings(role))
             return engine
     except asyncio.CancelledError:
         _kill_engine_cores()
@@ -47,30 +47,29 @@ async def _build(config: AppConfig, role: Role) -> Any:
     args = parse_vllm_args(config.engine_argv(role))
     if config.gang is None:
         check_build(config.engine.num_gpus)
-        return await _vllm(args, config.scheduler_settings(role))
+        return await _vllm(args)
     from deployments.engines.transformers.engine import TransformersEngine
 
     return await asyncio.to_thread(TransformersEngine, args, config.gang, asyncio.get_running_loop())
 
 
-async def _vllm(args: Namespace, scheduler: SchedulerSettings | None) -> Any:
+async def _vllm(args: Namespace) -> Any:
     from deployments.engines.vllm.engine import VllmEngine
 
     try:
-        engine = await asyncio.to_thread(VllmEngine, args)
+        return await asyncio.to_thread(VllmEngine, args)
     except RuntimeError as error:  # it says "see above", and above is the log of this process
         why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
         raise EngineStartError(f"the engine did not start: {why or error}") from error
-    if scheduler is not None and scheduler.measures:
-        await engine.measure(scheduler.measure_s)
-    return engine
 
 
-async def _make_ready(engine: Any) -> None:
+async def _make_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
     """An answer may never come where the engine hangs; the caller's deadline is for that."""
     try:
         await engine.status()  # from now on it knows what it would admit
         await engine.load_adapters()
+        if scheduler is not None and scheduler.measures:
+            await engine.measure(scheduler.measure_s)
     except Exception as error:  # of whatever kind: nobody will hear of this engine, so nobody else would end it
         await asyncio.to_thread(engine.shutdown)
         raise EngineStartError(

@@ -66,9 +66,8 @@ def running_late(running: RunningRequests, now_s: float, decode_step_s: float) -
     An answer without a prediction is taken to become twice as long as it is.
     """
     made = np.maximum(running.output_tokens - 1, 0)
-    predicted = np.where(np.isnan(running.predicted_output_tokens), 0.0, running.predicted_output_tokens)
-    unknown = np.isnan(running.predicted_output_tokens)
-    left = np.where(unknown, running.output_tokens, np.maximum(predicted - running.output_tokens, 1.0))
+    predicted = running.predicted_output_tokens
+    left = np.where(np.isnan(predicted), running.output_tokens, np.fmax(predicted - running.output_tokens, 1.0))
     elapsed_s = np.nan_to_num(now_s - running.first_token_s)
     with np.errstate(invalid="ignore"):
         missed_first = (running.first_token_s > running.deadline_s) | (

@@ -15,7 +15,7 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeVar
 
-from policies.engine.lateness import Split, split
+from policies.engine.lateness import split
 
 T = TypeVar("T")
 
@@ -137,8 +137,8 @@ class PromisedQueue(Generic[T]):
         self._yielded.discard(waiting)
         self.changed = True
 
-    def split(self, now_s: float, seconds_per_token: float, tokens_ahead: int) -> Split:
-        """Judge who can still be in time, and sort by it. Returns who cannot, by place in order of deadlines."""
+    def split(self, now_s: float, seconds_per_token: float, tokens_ahead: int) -> None:
+        """Judge who can still be in time, and sort by it."""
         judged = self._judged()
         found = split(
             [one.deadline_s for one in judged],
@@ -157,7 +157,6 @@ class PromisedQueue(Generic[T]):
                 self._insert(one)
         self._let_late_start(now_s)
         self.changed = False
-        return found
 
     def _judged(self) -> list[Waiting[T]]:
         """Those that could be in time, and those that yielded, by deadline."""

@@ -20,10 +20,10 @@ from deployments.engines.vllm.args import engine_config, lora_requests, parse_vl
 from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
 from deployments.engines.vllm.measurement import loads, measure
 from policies.errors import ConfigError
+from policies.router.credit import late_uncounted
 
 logger = logging.getLogger(__name__)
 
-MOST_LATE = 4
 DEAD_LOOK_S = 1.0  # between two looks whether an engine core that was asked something still lives
 
 
@@ -63,9 +63,9 @@ class VllmEngine:
     @property
     def slots(self) -> int:
         """Requests that it may be given: its slots, and those that wait there and are late, by its last status: they
-        stand in nobody's way. Of these no more than some times the slots count, for they take memory."""
+        stand in nobody's way."""
         slots = int(self._config.scheduler_config.max_num_seqs)
-        return min(slots, self._admits or slots) + min(self._late, MOST_LATE * slots)
+        return min(slots, self._admits or slots) + late_uncounted(self._late, slots)
 
     @property
     def max_model_len(self) -> int:

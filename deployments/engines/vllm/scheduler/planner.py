@@ -7,7 +7,6 @@ asked again.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,10 +18,8 @@ from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker,
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry
 from policies.engine.standing_plan import StandingPlan
+from policies.router.credit import MemoryBound
 from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult
-
-# What memory lets run follows a lighter load by so much for each time that more run than it was taken to let.
-_GROWTH = 1.25
 
 
 class Planner:
@@ -30,8 +27,7 @@ class Planner:
 
     Attributes:
         policy: what is asked.
-        memory_cap: requests that memory lets run, by when it last held somebody back, and somewhat more than have run
-            since: what is held back here may fit into another replica. inf before.
+        memory: requests that memory lets run.
         queue: the scheduler's waiting queue while this plans.
     """
 
@@ -47,7 +43,7 @@ class Planner:
     ) -> None:
         """phases_work: whether prefill and decode can be kept apart."""
         self.policy = policy
-        self.memory_cap = inf
+        self.memory = MemoryBound()
         self._scheduler, self._phases_work, self._on_step = scheduler, phases_work, on_step
         self._telemetry: Telemetry = scheduler.telemetry
         self._whole_budget: int = scheduler.max_num_scheduled_tokens
@@ -132,10 +128,8 @@ class Planner:
         snapshot = self._taker.take(self._now_s, in_flight=self._account.in_flight)
         self._chunks, self._context_tokens = snapshot.chunks, snapshot.mean_context_tokens
         plan = self.policy.plan(snapshot.state)
-        if plan.limited_by is Limit.MEMORY:
-            self.memory_cap = plan.max_batch_size
-        elif (running := snapshot.state.running_count) > self.memory_cap:
-            self.memory_cap = _GROWTH * running
+        by_memory = plan.limited_by is Limit.MEMORY
+        self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=by_memory)
         if plan.phase is not Phase.MIXED and not self._phases_work:
             plan = plan._replace(phase=Phase.MIXED, steps=1)
         # A plan asks for one request at least, also where idle ones hold every slot.

@@ -108,7 +108,7 @@ class SluiceScheduler(AsyncScheduler):
         return {
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
-            "batch_size": int(min(self._slots(self.settings), self.planner.memory_cap, snapshot.most)),
+            "batch_size": int(min(self._slots(self.settings), self.planner.memory.requests, snapshot.most)),
             **self.planner.unread(),
             **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),

@@ -1,0 +1,49 @@
+"""How many requests a replica is given, before the rest waits where all replicas share it.
+
+Three bounds: slots, less those that memory does not let run; an eighth more, for an engine that can choose
+who is next keeps more promises where slots are short (a quarter brought no more in simulation); and the seconds that
+reading takes. Late requests that wait in an engine stand in nobody's way, and are not counted.
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+_LOOKAHEAD = 8
+# Late requests take memory all the same: no more of them than so many times the slots are left out of the count.
+_MOST_LATE = 4
+# What memory lets run follows a lighter load by so much for each time that more run than it was taken to let.
+_GROWTH = 1.25
+
+
+def lookahead(slots: int) -> int:
+    """Requests beyond the slots."""
+    return slots // _LOOKAHEAD
+
+
+def late_uncounted(late: int, slots: int) -> int:
+    """Of those late that wait in an engine."""
+    return min(late, _MOST_LATE * slots)
+
+
+def longest_promise_s(ttft_s: Iterable[float]) -> float | None:
+    """Seconds that reading may take: what takes longer than the longest promise of a first token is late in any case.
+    None where there is no promise."""
+    return max((each for each in ttft_s if each < inf), default=None)
+
+
+class MemoryBound:
+    """Requests that memory lets an engine run, as its plans have shown: what it holds back may fit elsewhere.
+
+    Attributes:
+        requests: inf before memory has held anybody back.
+    """
+
+    def __init__(self) -> None:
+        self.requests: float = inf
+
+    def planned(self, running: int, cap: int, *, by_memory: bool) -> None:
+        """A plan for a batch of so many: its cap, and whether memory made it."""
+        if by_memory:
+            self.requests = cap
+        elif running > self.requests:
+            self.requests = _GROWTH * running
