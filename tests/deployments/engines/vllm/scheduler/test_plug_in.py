@@ -577,7 +577,7 @@ def test_a_policy_of_the_user_s_own_plans_every_step(depth: int) -> None:
     status = engine.scheduler.status()
     assert (status["policy"], status["limited_by"]) == (POLICY, "memory")
     assert len(engine.scheduler.running) == status["max_batch_size"] == 5, "ten blocks each, of the half of 119"
-    assert engine.scheduler.status()["batch_size"] == 32, "it does not say, and offers all slots"
+    assert engine.scheduler.status()["batch_size"] == 5, "what memory holds back is not offered"
     engine.run()
     check_answers(engine)
     stock = VirtualEngine({"mode": "stock"}, depth=depth, blocks=120)
