@@ -109,10 +109,17 @@ def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_that_ray_serve_gives_no_more_time_free_their_slots(sluice: Sluice, stream: bool) -> None:
-    """The header is Ray Serve's; its own `request_timeout_s` ends requests by the same lines."""
+    """The header is Ray Serve's; its own `request_timeout_s` ends requests by the same lines.
+
+    On a busy machine the time may be over between the two choices of one request, so either may never be queued.
+    """
+
+    def ended(outcome: str) -> float:
+        return total(sluice, "sluice_requests_total", f'outcome="{outcome}"')
+
     wait_until(lambda: all_slots_are_free(sluice), 120, "nothing runs")
-    before = total(sluice, "sluice_requests_total", 'outcome="cancelled"')
-    headers = {"X-Request-Timeout-Seconds": "0.4"}
+    cancelled, whole = ended("cancelled"), ended("length")
+    headers = {"X-Request-Timeout-Seconds": "1.5"}
     body = {"model": "sluice-demo", "max_tokens": 1900, "ignore_eos": True, "n": 2, "stream": stream}
     for path, asked in (
         ("completions", {"prompt": "A story:"}),
@@ -122,9 +129,8 @@ def test_answers_that_ray_serve_gives_no_more_time_free_their_slots(sluice: Slui
             answer = httpx.post(f"{sluice.url}/v1/{path}", json=body | asked, headers=headers, timeout=60)
             assert (answer.status_code, stream) in ((408, False), (200, True))
     wait_until(lambda: all_slots_are_free(sluice), 10, "all slots are free again")
-    wait_until(
-        lambda: total(sluice, "sluice_requests_total", 'outcome="cancelled"') == before + 4, 60, "none ran to its end"
-    )
+    wait_until(lambda: ended("cancelled") >= cancelled + 2, 60, "each was begun, and ended early")
+    assert ended("length") == whole
 
 
 def test_greedy_token_ids_equal_those_of_plain_vllm(
