@@ -198,16 +198,17 @@ class ChatConnection(asyncio.Protocol):
 
 
 class ChatClient:
-    """One client of the closed loop; reconnects when the server has closed the connection. `url` is plain http."""
+    """One request at a time; reconnects when the server has closed the connection. `url` is plain http."""
 
-    def __init__(self, url: str, timeout_s: float, path: str = CHAT_PATH) -> None:
+    def __init__(self, url: str, timeout_s: float, path: str = CHAT_PATH, slo_class: str | None = None) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "LoadConfig checks the url"
         self._host, self._port = parts.hostname, parts.port or 80
         self._timeout_s = timeout_s
         self._connection = ChatConnection()
+        asked = "" if slo_class is None else f"X-Sluice-Class: {slo_class}\r\n"
         self._head = (
-            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{asked}"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         ).encode()
 

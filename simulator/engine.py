@@ -13,7 +13,7 @@ from math import inf
 from typing import Protocol
 
 from policies.checks import require_at_least
-from policies.engine.promised_queue import PromisedQueue, Waiting
+from policies.engine.promised_queue import PromisedQueue, Waiting, head_fits
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError
 from policies.router.credit import MemoryBound
@@ -132,6 +132,7 @@ class Engine:
         self._waiting: PromisedQueue[Request] = PromisedQueue()
         self._views: tuple[RequestView, ...] | None = ()
         self._standing: StandingPlan | None = None
+        self._held: list[Request] = []  # prompts in progress that wait for others
         self._step: _Step | None = None
         self._awake = False
         self._stopped = False
@@ -229,15 +230,33 @@ class Engine:
         return step
 
     def _planned(self, now_s: float) -> StandingPlan:
-        pace = self.seconds_per_prompt_token
-        if self.config.ordered and pace is not None and self._waiting.changed:
-            self._waiting.split(now_s, pace, self._batch.unread_tokens)
+        pace, held = self.seconds_per_prompt_token, list[Request]()
+        if self.config.ordered and pace is not None and (self._waiting.changed or self._batch.prefilling):
+            held = self._waiting.split(now_s, pace, self._reading())
             self._views = None
         state = self._state(now_s)
         plan = self.policy.plan(state)
+        self._held = held if held and head_fits(state, plan) else []
+        if self._held:
+            plan = plan._replace(steps=1)
         self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by is Limit.MEMORY)
         self._standing = StandingPlan(plan, state)
         return self._standing
+
+    def _reading(self) -> list[Waiting[Request]]:
+        """Prompts in progress, with what is left of them."""
+        rows = ((self._batch.requests[row], left) for row, left in self._batch.prompts_left())
+        return [
+            Waiting(
+                request,
+                arrival_s=request.arrival_s,
+                deadline_s=request.deadline_s,
+                unread_tokens=left,
+                has_begun=request.first_token_s is not None,
+                reads=True,
+            )
+            for request, left in rows
+        ]
 
     def _seconds(self, step: _Step) -> float:
         return self._times.step_s(
@@ -294,6 +313,8 @@ class Engine:
         for row in self._batch.prefilling_rows():
             if budget <= 0 or row >= len(self._batch):
                 break
+            if self._batch.requests[row] in self._held:
+                continue
             while not (tokens := self._compute(step, row, budget)) and row < len(self._batch) - 1:
                 if not step.decodes:
                     self._preempt(step, [self._batch.preempt()])

@@ -5,13 +5,18 @@ the largest so far goes behind). Exact for one machine and equal weights; an eng
 step, and a pool of replicas, are not one machine, so that here it is a heuristic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.types import BoolArray, RunningRequests
+
+# Of the time that others have to spare, what prompts in progress may take: to hold one back for nothing costs it a few
+# steps, and a step that was believed too short costs somebody the promise.
+_SPARE_USED = 0.75
 
 
 class Split(NamedTuple):
@@ -57,6 +62,46 @@ def split(
             ready_s += most * seconds_per_token
             yielded.add(largest)
     return Split(frozenset(late), frozenset(yielded))
+
+
+def in_the_way(
+    deadline_s: Sequence[float],
+    unread_tokens: Sequence[int],
+    reading: Collection[int],
+    found: Split,
+    *,
+    now_s: float,
+    seconds_per_token: float,
+    tokens_ahead: int = 0,
+) -> list[int]:
+    """Prompts in progress that, read to their end first, would make somebody late who waits and is due earlier.
+
+    A prompt of a hundred thousand tokens takes seconds, and whoever comes meanwhile may have half a second. Where all
+    can be in time in either order nobody is held back: a cache that is half filled serves nobody.
+
+    Args:
+        deadline_s, unread_tokens, now_s, seconds_per_token, tokens_ahead: as in ``split``.
+        reading: places of the prompts in progress; all others wait.
+        found: what ``split`` said of these.
+
+    Returns:
+        Their places.
+    """
+    behind = found.late | found.yielded
+    held: list[int] = []
+    ready_s, first_s, spare_s = now_s + tokens_ahead * seconds_per_token, 0.0, inf
+    in_time = [place for place in range(len(deadline_s)) if place not in behind]
+    for place in (*in_time, *sorted(behind.intersection(reading))):
+        takes_s = unread_tokens[place] * seconds_per_token
+        if place not in behind:
+            ready_s += takes_s
+        if place not in reading:
+            spare_s = min(spare_s, deadline_s[place] - ready_s)
+        elif first_s + takes_s > _SPARE_USED * spare_s:
+            held.append(place)
+        else:
+            first_s += takes_s
+    return held
 
 
 def running_late(running: RunningRequests, now_s: float, decode_step_s: float) -> BoolArray:

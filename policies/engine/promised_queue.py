@@ -9,13 +9,14 @@ of the prompt tokens that start once one of them has waited for ``late_patience_
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import count
 from math import inf
 from typing import Generic, TypeVar
 
-from policies.engine.lateness import split
+from policies.engine.lateness import in_the_way, split
+from policies.types import BatchState, Phase, StepPlan
 
 T = TypeVar("T")
 
@@ -45,9 +46,10 @@ class Waiting(Generic[T]):
         deadline_s: when its first token is due; inf where none was promised.
         unread_tokens: of its prompt, those that no cache holds.
         yields: it could be in time, but has to let others go first.
+        reads: it does not wait any more: a part of its prompt has been read.
     """
 
-    __slots__ = ("arrival_s", "deadline_s", "item", "number", "order", "rank", "unread_tokens", "yields")
+    __slots__ = ("arrival_s", "deadline_s", "item", "number", "order", "rank", "reads", "unread_tokens", "yields")
 
     def __init__(
         self,
@@ -58,10 +60,11 @@ class Waiting(Generic[T]):
         unread_tokens: int = 0,
         has_begun: bool = False,
         fills_idle: bool = False,
+        reads: bool = False,
     ) -> None:
         self.item = item
         self.arrival_s, self.deadline_s, self.unread_tokens = arrival_s, deadline_s, unread_tokens
-        self.yields = False
+        self.yields, self.reads = False, reads
         self.number = 0
         self.order: tuple[float, ...] = ()
         self.rank = Rank.UNPROMISED if deadline_s == inf else Rank.IN_TIME
@@ -137,26 +140,46 @@ class PromisedQueue(Generic[T]):
         self._yielded.discard(waiting)
         self.changed = True
 
-    def split(self, now_s: float, seconds_per_token: float, tokens_ahead: int) -> None:
-        """Judge who can still be in time, and sort by it."""
-        judged = self._judged()
-        found = split(
-            [one.deadline_s for one in judged],
-            [one.unread_tokens for one in judged],
-            now_s=now_s,
-            seconds_per_token=seconds_per_token,
-            tokens_ahead=tokens_ahead,
-        )
-        for place, one in enumerate(judged):
-            one.yields = place in found.yielded
-            rank = Rank.LATE if one.yields or place in found.late else Rank.IN_TIME
-            (self._yielded.add if one.yields else self._yielded.discard)(one)
-            if rank is not one.rank:
-                self._take(one)
-                one.rank = rank
-                self._insert(one)
+    def split(self, now_s: float, seconds_per_token: float, reading: Sequence[Waiting[T]] = ()) -> list[T]:
+        """Judge who can still be in time, and sort by it.
+
+        Args:
+            reading: prompts in progress, with what is left of them.
+
+        Returns:
+            Which of these would make others late, and had better wait for them.
+        """
+        jobs = sorted([*self._judged(), *(one for one in reading if one.rank is not Rank.BEGUN)], key=_deadline)
+        deadline_s, tokens = [one.deadline_s for one in jobs], [one.unread_tokens for one in jobs]
+        ahead = sum([one.unread_tokens for one in reading if one.rank is Rank.BEGUN])
+        found = split(deadline_s, tokens, now_s=now_s, seconds_per_token=seconds_per_token, tokens_ahead=ahead)
+        in_progress = [place for place, one in enumerate(jobs) if one.reads] if reading else []
+        for place, one in enumerate(jobs):
+            if not one.reads:
+                self._judge(one, late=place in found.late, yields=place in found.yielded)
         self._let_late_start(now_s)
         self.changed = False
+        if not in_progress:
+            return []
+        held = in_the_way(
+            deadline_s,
+            tokens,
+            in_progress,
+            found,
+            now_s=now_s,
+            seconds_per_token=seconds_per_token,
+            tokens_ahead=ahead,
+        )
+        return [jobs[place].item for place in held]
+
+    def _judge(self, waiting: Waiting[T], *, late: bool, yields: bool) -> None:
+        waiting.yields = yields
+        (self._yielded.add if yields else self._yielded.discard)(waiting)
+        rank = Rank.LATE if yields or late else Rank.IN_TIME
+        if rank is not waiting.rank:
+            self._take(waiting)
+            waiting.rank = rank
+            self._insert(waiting)
 
     def _judged(self) -> list[Waiting[T]]:
         """Those that could be in time, and those that yielded, by deadline."""
@@ -186,6 +209,14 @@ class PromisedQueue(Generic[T]):
 
     def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
         return waiting.rank is Rank.LATE and now_s - waiting.arrival_s > self._late_patience_s
+
+
+def head_fits(state: BatchState, plan: StepPlan) -> bool:
+    """Whether the next step may start whoever is next: else to hold a prompt back would serve nobody."""
+    starts = plan.phase is not Phase.DECODE and plan.starts >= 1 and state.running_count < plan.max_batch_size
+    if not state.waiting or not starts:
+        return False
+    return state.waiting[0].prefill_tokens <= state.free_tokens
 
 
 def _backwards(waiting: Waiting[T]) -> tuple[float, ...]:

@@ -2,7 +2,8 @@
 
 A plan stands for a bounded number of steps and of departures, which it names itself. It falls at once when something
 happens that no plan reckons with: a preemption, a step that could hold nothing, a prompt in progress beside a phase,
-and, where phases leave slots free on purpose, somebody who comes while nobody else waits.
+somebody who comes while a prompt is in progress that may be held back for them, and, where phases leave slots free on
+purpose, somebody who comes while nobody else waits.
 """
 
 from policies.types import BatchState, Phase, StepPlan
@@ -18,7 +19,8 @@ class StandingPlan:
         self._starts_left = plan.starts
         self._departures = state.departed + plan.departures
         # In a phase of decodes a lone arrival is read at once, one more behind a queue changes nothing.
-        self._awaits_arrivals = plan.phase is Phase.DECODE and state.waiting_count <= state.free_slots
+        lone = plan.phase is Phase.DECODE and state.waiting_count <= state.free_slots
+        self._awaits_arrivals = lone or state.prefilling_count > 0
 
     def stands(self, *, departed: int, prompts_in_progress: bool) -> bool:
         """Whether another step may be taken by it; if so, that step is counted.

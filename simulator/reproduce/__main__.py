@@ -36,9 +36,10 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "equal-lengths": what_pays.equal_lengths,
     "goodput": goodput.goodput,
     "goodput-features": goodput.leave_out,
+    "goodput-long-prompts": goodput.long_prompts,
 }
 # Repetitions of those that need more than the others, whose requests are all at once or many.
-_RUNS = {"goodput": goodput.RUNS, "goodput-features": goodput.RUNS}
+_RUNS = {"goodput": goodput.RUNS, "goodput-features": goodput.RUNS, "goodput-long-prompts": goodput.RUNS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,6 +37,7 @@ REQUESTS = 1500
 _FILE_COLUMNS = {"arrival_s", "prompt_tokens", "output_tokens", "slo_class"}
 # Far below 1 % of the requests, and the studied models' contexts hold it.
 _MAX_PROMPT_TOKENS = 16_000
+_LONG_PROMPT_TOKENS = 100_000
 # As the stock of reference.json. vLLM's default is 0; with a full cache it preempts then, and fewer are in time.
 _WATERMARK = 0.01
 # Our stock and the reference's may differ by so much: fifteen requests of 1500.
@@ -209,6 +210,36 @@ def leave_out(setting: Setting) -> list[str]:
         for name, (whole, *rest) in zip(named, shares, strict=True)
     ]
     return table(("load", "Sluice", *LEAVE_OUT), rows)
+
+
+def long_prompts(setting: Setting) -> list[str]:
+    """Chat at two rates beside a document of 100 000 tokens now and then: the share of the chat that is in time."""
+    cases = [(rate, every) for rate in (10.0, 20.0) for every in (20.0, 10.0, 5.0)]
+    variants = ("stock", "Sluice")
+    jobs = [
+        (VARIANTS[name], partial(_beside_long_prompts, rate, every), seed)
+        for rate, every in cases
+        for name in variants
+        for seed in range(setting.runs)
+    ]
+    shares = np.array(setting.each(_share, jobs)).reshape(len(cases), len(variants), setting.runs).mean(axis=2)
+    named = [f"{rate:g}/s, one every {every:g} s" for rate, every in cases]
+    rows = [(name, *(float(share) for share in row)) for name, row in zip(named, shares, strict=True)]
+    return table(("chat and documents", *variants), rows)
+
+
+def _beside_long_prompts(rate: float, every_s: float, seed: int, replicas: int) -> Workload:
+    """Documents come regularly, and make few of all requests."""
+    chat = TRAFFIC["chat"].drawn(rate * replicas, REQUESTS * replicas, np.random.default_rng(seed))
+    arrivals = np.arange(every_s / 2, chat.arrival_s[-1], every_s / replicas)
+    documents = len(arrivals)
+    return Workload.of(
+        f"{rate:g}/s beside documents",
+        np.concatenate([chat.arrival_s, arrivals]),
+        np.concatenate([chat.prompt_tokens, np.full(documents, _LONG_PROMPT_TOKENS)]),
+        np.concatenate([chat.output_tokens, np.full(documents, 200)]),
+        slo_class=[*(chat.slo_class or ()), *["standard"] * documents],
+    )
 
 
 def _law_table(by_law: Mapping[str, Found]) -> list[str]:

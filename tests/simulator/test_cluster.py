@@ -325,6 +325,26 @@ def test_an_engine_starts_what_waits_by_promises_where_it_is_ordered() -> None:
     assert (first_of_chat(ordered=False), first_of_chat(ordered=True)) == (3, 1)
 
 
+def test_a_long_prompt_in_progress_lets_those_through_that_would_be_late_behind_it() -> None:
+    """It takes 1.5 s by itself; short ones that come meanwhile are due within half a second."""
+    engine = EngineConfig(slots=16, total_blocks=4000, max_batch_tokens=512, ordered=True)
+    promises = {"chat": (0.5, math.inf), "document": (30.0, math.inf)}
+    settings = {"mode": "mixed", "step_times": TIMES}
+    config = ClusterConfig(times=TIMES, engine=engine, batch="auto", batch_settings=settings, promises=promises)
+    given = Workload.of(
+        "chat beside a document",
+        arrival_s=np.array([0.0, 0.1, 0.4, 0.7]),
+        prompt_tokens=np.array([20_000, 100, 100, 100]),
+        output_tokens=np.full(4, 5),
+        slo_class=("document", "chat", "chat", "chat"),
+    )
+    document, *chat = run(config, given).requests
+    assert max(one.ttft_s for one in chat) < 0.5
+    assert document.ttft_s < 5.0
+    _, behind, *_ = run(replace(config, promises={}), given).requests
+    assert behind.ttft_s > 1.0
+
+
 def test_what_a_replica_could_not_read_soon_waits_in_the_router() -> None:
     """As live: there another replica may take it."""
 

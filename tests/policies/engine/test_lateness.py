@@ -1,12 +1,12 @@
 """Who can keep its promise: the split of a queue against brute force, and requests that run."""
 
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.engine.lateness import running_late, split
+from policies.engine.lateness import in_the_way, running_late, split
 from policies.types import RunningRequests
 
 NAN, INF = np.nan, np.inf
@@ -81,3 +81,49 @@ def test_without_a_prediction_an_answer_is_taken_to_become_twice_as_long() -> No
 
 def test_without_a_promise_nobody_is_late() -> None:
     assert not late(1e6, output_tokens=[11], first_token_s=[0.0], tpot_s=[INF], deadline_s=[INF])
+
+
+def held(jobs: list[tuple[float, int, bool]]) -> list[int]:
+    """Places of the prompts in progress that wait; jobs are (due, tokens, whether it is one), at a second a token."""
+    due, tokens = [job[0] for job in jobs], [job[1] for job in jobs]
+    reading = [place for place, job in enumerate(jobs) if job[2]]
+    found = split(due, tokens, now_s=0.0, seconds_per_token=1.0)
+    return in_the_way(due, tokens, reading, found, now_s=0.0, seconds_per_token=1.0)
+
+
+def test_a_long_prompt_in_progress_waits_for_who_would_be_late_behind_it() -> None:
+    assert held([(5.0, 4, False), (100.0, 50, True)]) == [1]
+
+
+def test_it_goes_on_while_all_are_in_time_behind_it() -> None:
+    assert held([(80.0, 4, False), (100.0, 50, True)]) == []
+
+
+def test_it_waits_for_nobody_who_is_due_later_or_late() -> None:
+    assert held([(50.0, 50, True), (54.0, 4, False)]) == []
+    assert held([(5.0, 9, False), (100.0, 50, True)]) == []
+
+
+def test_prompts_in_progress_wait_once_they_are_too_much_together() -> None:
+    assert held([(12.0, 4, False), (100.0, 5, True), (100.0, 5, True)]) == [2]
+
+
+def test_a_prompt_in_progress_that_is_late_waits_for_all_who_are_in_time() -> None:
+    assert held([(1.0, 50, True), (20.0, 4, False)]) == [0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), max_size=2),
+)
+def test_what_is_not_held_may_be_read_first_and_all_who_wait_stay_in_time(
+    waiting: list[tuple[int, int]], reading: list[tuple[int, int]]
+) -> None:
+    jobs = sorted([(*job, False) for job in waiting] + [(*job, True) for job in reading])
+    found = split([job[0] for job in jobs], [job[1] for job in jobs], now_s=0.0, seconds_per_token=1.0)
+    places = held([(float(due), tokens, reads) for due, tokens, reads in jobs])
+    in_time = [place for place in range(len(jobs)) if place not in found.late | found.yielded]
+    first = [place for place, job in enumerate(jobs) if job[2] and place not in places]
+    order = first + [place for place in in_time if place not in first]
+    ready = dict(zip(order, accumulate(jobs[place][1] for place in order), strict=True))
+    assert all(ready[place] <= jobs[place][0] for place in in_time if not jobs[place][2])

@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from math import inf
 
-from policies.engine.promised_queue import PromisedQueue, Waiting
+import pytest
+
+from policies.engine.promised_queue import PromisedQueue, Rank, Waiting, head_fits
+from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
 
 
 def entry(name: str, *, arrival: float = 0.0, due: float = inf, tokens: int = 10, idle: bool = False) -> Waiting[str]:
@@ -26,7 +29,7 @@ def test_groups_follow_each_other() -> None:
         entry("i", idle=True), entry("u"), entry("l", due=1.0, tokens=100), entry("b", due=9.0), entry("a", due=5.0)
     )
     made.put_back(entry("r", due=1.0))
-    made.split(0.0, 0.1, 0)
+    made.split(0.0, 0.1)
     assert names(made) == "rabuli"
 
 
@@ -44,14 +47,14 @@ def test_what_was_put_back_last_goes_first() -> None:
 def test_who_yielded_may_come_back_and_who_is_late_stays_late() -> None:
     yields, late = entry("y", due=10.0, tokens=60), entry("l", due=1.0, tokens=60)
     made = queue(yields, late, entry("a", due=9.0, tokens=50))
-    made.split(0.0, 0.1, 0)
+    made.split(0.0, 0.1)
     assert (yields.yields, late.yields) == (True, False)
     assert names(made) == "ayl"
     assert made.pop().item == "a"
-    made.split(0.0, 0.1, 0)
+    made.split(0.0, 0.1)
     assert names(made) == "yl"
     late.unread_tokens = 1  # it could be in time now, but has been given up
-    made.split(0.0, 0.1, 0)
+    made.split(0.0, 0.1)
     assert names(made) == "yl"
 
 
@@ -61,7 +64,7 @@ def test_late_ones_get_a_tenth_once_they_have_lost_their_patience() -> None:
     for number in range(30):
         now = 50.0 + number
         made.add(entry("a", arrival=now, due=now + 5.0, tokens=100))
-        made.split(now, 0.001, 0)
+        made.split(now, 0.001)
         started += made.pop().item
     # Eleven seconds until its patience is over, and ten prompts of others for its share.
     assert started.index("l") in range(20, 23)
@@ -77,7 +80,7 @@ def test_removed_is_removed() -> None:
 
 def test_what_is_in_time_is_counted_apart() -> None:
     made = queue(entry("a", due=5.0, tokens=7), entry("u", tokens=5), entry("l", due=0.1), entry("i", idle=True))
-    made.split(0.0, 0.1, 0)
+    made.split(0.0, 0.1)
     assert (made.in_time, made.in_time_tokens, len(made)) == (2, 12, 4)
 
 
@@ -85,3 +88,47 @@ def test_the_head_is_put_behind() -> None:
     made = queue(entry("a", arrival=1.0, due=5.0), entry("b", arrival=2.0, due=6.0))
     made.put_behind()
     assert names(made) == "ba"
+
+
+def test_a_prompt_in_progress_is_named_when_it_would_make_others_late() -> None:
+    made = queue(entry("a", due=2.0))
+    long = Waiting("p", arrival_s=0.0, deadline_s=20.0, unread_tokens=50, reads=True)
+    again = Waiting("r", arrival_s=0.0, unread_tokens=50, has_begun=True, reads=True)
+    assert made.split(0.0, 0.1, [long]) == ["p"]
+    assert names(made) == "a"
+    assert made.split(0.0, 0.01, [long]) == []
+    assert made.split(0.0, 0.1, [again]) == []  # it has sent a part of its answer
+    assert entry_of(made, "a").rank is Rank.LATE
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({}, True),
+        ({"phase": Phase.DECODE}, False),
+        ({"starts": 0}, False),
+        ({"max_batch_size": 2}, False),
+        ({"prompt_tokens": 161}, False),
+    ],
+)
+def test_nobody_is_held_back_for_a_head_that_cannot_start(fields: dict[str, object], fits: bool) -> None:
+    head = RequestView(request_id="a", arrival_s=0.0, prompt_tokens=int(str(fields.pop("prompt_tokens", 160))))
+    state = BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(prompt_tokens=[10] * 2, output_tokens=[1] * 2),
+        waiting=(head,),
+        waiting_count=1,
+        slots=8,
+        free_blocks=10,
+        total_blocks=20,
+        block_size=16,
+        max_batch_tokens=512,
+        departed=0,
+    )
+    plan = StepPlan(Phase.MIXED, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512)
+    assert head_fits(state, plan._replace(**fields)) is fits  # type: ignore[arg-type]
+    assert not head_fits(state._replace(waiting=(), waiting_count=0), plan)
+
+
+def entry_of(made: PromisedQueue[str], name: str) -> Waiting[str]:
+    return next(one for one in made if one.item == name)

@@ -8,11 +8,15 @@ from policies.engine.standing_plan import StandingPlan
 from policies.types import BatchState, Limit, Phase, RunningRequests, StepPlan
 
 
-def standing(phase: Phase = Phase.MIXED, *, running: int = 4, waiting: int = 0, **fields: object) -> StandingPlan:
+def standing(
+    phase: Phase = Phase.MIXED, *, running: int = 4, waiting: int = 0, left: int = 0, **fields: object
+) -> StandingPlan:
     plan = StepPlan(phase=phase, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, **fields)  # type: ignore[arg-type]
     state = BatchState(
         now_s=0.0,
-        running=RunningRequests.of(prompt_tokens=[10] * running, output_tokens=[1] * running),
+        running=RunningRequests.of(
+            prompt_tokens=[10] * running, output_tokens=[1] * running, prefill_tokens_left=[left] + [0] * (running - 1)
+        ),
         waiting=(),
         waiting_count=waiting,
         slots=8,
@@ -76,3 +80,10 @@ def test_its_starts_are_used_up_over_all_its_steps() -> None:
 
 def test_in_a_phase_of_decodes_nobody_starts() -> None:
     assert standing(Phase.DECODE, starts=0).cap(4) == 0
+
+
+@pytest.mark.parametrize(("left", "stands"), [(0, 9), (5, 1)])
+def test_an_arrival_ends_it_while_a_prompt_is_in_progress(left: int, stands: int) -> None:
+    plan = standing(steps=9, waiting=3, left=left)
+    plan.arrived()
+    assert steps_taken(plan) == stands

@@ -6,7 +6,7 @@ asked again.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,6 +17,7 @@ from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry
+from policies.engine.promised_queue import head_fits
 from policies.engine.standing_plan import StandingPlan
 from policies.router.credit import MemoryBound
 from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult
@@ -62,6 +63,7 @@ class Planner:
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
         self._now_s: float = scheduler.clock.now()
         self._planned: StepPlan | None = None  # of the step that is being scheduled
+        self._held: list[Request] = []  # prompts in progress that wait for others
 
     def adopt(self, policy: BatchPolicy, settings: SchedulerSettings, slots: int) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
@@ -118,16 +120,20 @@ class Planner:
         budget = plan.budget(decodes) if self._cuts_prompts else self._whole_budget
         scheduler.max_num_scheduled_tokens = min(budget, self._whole_budget)
         if plan.phase is Phase.PREFILL:
-            self._stagger_decodes()
+            self._leave_out(request for request in scheduler.running if not request.is_prefill_chunk)
+        self._leave_out(self._held)
         self._telemetry.planned(plan, time.perf_counter() - began)
         return throttle
 
     def _asked(self) -> StandingPlan:
         """The policy's plan; mixed where phases cannot be kept apart, which another's policy does not know."""
-        self._split()
+        held = self._split()
         snapshot = self._taker.take(self._now_s, in_flight=self._account.in_flight)
         self._chunks, self._context_tokens = snapshot.chunks, snapshot.mean_context_tokens
         plan = self.policy.plan(snapshot.state)
+        self._held = held if held and head_fits(snapshot.state, plan) else []
+        if self._held:
+            plan = plan._replace(steps=1)
         by_memory = plan.limited_by is Limit.MEMORY
         self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=by_memory)
         if plan.phase is not Phase.MIXED and not self._phases_work:
@@ -138,10 +144,12 @@ class Planner:
         state = snapshot.state._replace(departed=self._taker.departed)
         return StandingPlan(plan._replace(max_batch_size=size), state)
 
-    def _split(self) -> None:
-        """Sort the queue by who can still be in time, where it has changed."""
-        if self._pace is not None and self.queue.promised.changed:
-            self.queue.promised.split(self._now_s, self._pace, _unread_tokens(self._chunks))
+    def _split(self) -> list[Request]:
+        """Sort the queue by who can still be in time, where that may have changed. Returns which prompts in progress
+        had better wait for others."""
+        if self._pace is None or not (self.queue.promised.changed or self._chunks):
+            return []
+        return self.queue.promised.split(self._now_s, self._pace, self._taker.reading(self._chunks, self._now_s))
 
     def _hold_back(self) -> bool:
         """Let nobody start or go on with a prompt."""
@@ -149,12 +157,11 @@ class Planner:
         self._scheduler.prefill_capacity_bound = False  # else vLLM puts off nothing while its queue is long
         return True
 
-    def _stagger_decodes(self) -> None:
-        """Running decodes are not eligible before the next step, which is how vLLM staggers them in pipelines."""
+    def _leave_out(self, requests: Iterable[Request]) -> None:
+        """They are not eligible before the next step, which is how vLLM staggers decodes in pipelines."""
         next_step = self._scheduler.current_step + 2  # schedule() counts this one first
-        for request in self._scheduler.running:
-            if request.next_decode_eligible_step < next_step and not request.is_prefill_chunk:
-                request.next_decode_eligible_step = next_step
+        for request in requests:
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, next_step)
 
     def paused(self) -> None:
         """Steps are taken that nobody planned."""

@@ -184,6 +184,21 @@ class SnapshotTaker:
             fills_idle=known.told.fills_idle,
         )
 
+    def reading(self, chunks: Sequence[Request], now_s: float) -> list[Waiting[Request]]:
+        """Prompts in progress, with what is left of them."""
+        known = [(request, self.known(request, now_s)) for request in chunks]
+        return [
+            Waiting(
+                request,
+                arrival_s=one.arrived_s,
+                deadline_s=one.deadline_s,
+                unread_tokens=request.num_tokens - request.num_computed_tokens,
+                has_begun=one.told.resumed or not isnan(one.first_token_s),
+                reads=True,
+            )
+            for request, one in known
+        ]
+
     def _hit_tokens(self, request: Request) -> int:
         """Of its prompt, those that vLLM's cache holds. Changes nothing there."""
         cache = self._scheduler.kv_cache_manager

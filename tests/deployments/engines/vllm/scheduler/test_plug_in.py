@@ -488,6 +488,27 @@ def test_the_waiting_queue_goes_by_deadline() -> None:
     assert sorted(engine.answers, key=lambda name: engine.answers[name].times_s[0]) == ["soon", "middle", "late"]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_in_progress_waits_for_a_short_one_that_would_be_late(depth: int) -> None:
+    def first_tokens(short_left_s: float) -> tuple[float, float]:
+        engine = VirtualEngine({"mode": "mixed"}, budget=128, depth=depth, blocks=512).measure()
+        for name, left_s in (("long", 60.0), ("short", short_left_s)):
+            engine.add(
+                name, 1900 if name == "long" else 100, 5, extra_args=RequestMetadata(ttft_left_s=left_s).as_extra_args()
+            )
+            for _ in range(3):
+                engine.step()
+        engine.run()
+        check_answers(engine)
+        long, short = (engine.answers[name].times_s[0] for name in ("long", "short"))
+        return long, short
+
+    long_s, short_s = first_tokens(short_left_s=0.1)
+    assert short_s < long_s
+    patient_long_s, patient_short_s = first_tokens(short_left_s=60.0)
+    assert patient_long_s < patient_short_s
+
+
 def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
     settings = {"mode": "exclusive", "refill": 12, "max_wait_s": 0.3}
     new = run_closed(VirtualEngine(settings), workload(150), clients=40)
