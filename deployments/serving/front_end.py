@@ -73,7 +73,6 @@ class FrontEnd:
             StateStoreError: the shared state cannot be reached.
         """
         with heavy_imports():
-            from vllm import __version__ as vllm_version
             from vllm.entrypoints.launchers.api_server.app_state import init_app_state
             from vllm.entrypoints.launchers.app import build_app
 
@@ -83,6 +82,7 @@ class FrontEnd:
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
             from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
 
+        vllm_version = ENGINE_VERSION.removeprefix("vllm-")
         self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
         self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
