@@ -9,12 +9,19 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from predictor.learned import LearnedPredictor
 
+# Name and meaning, by attribute of `Accuracy`.
 _GAUGES = {
-    "hit_fraction": "Requests put into the right bin.",
-    "reference_hit_fraction": "Requests that the class's histogram would have put into the right bin.",
-    "bias": "Mean ln(predicted / actual) of lengths; positive is too long.",
-    "advantage": "Error of the class's histogram minus the predictor's, in nats; positive is better.",
-    "coverage_fraction": "Answers within the interval that should hold 80 %.",
+    "hit_fraction": ("hit_ratio", "Requests put into the right bin."),
+    "reference_hit_fraction": (
+        "reference_hit_ratio",
+        "Requests that the class's histogram would have put into the right bin.",
+    ),
+    "bias": ("bias", "Mean ln(predicted / actual) of lengths; positive is too long."),
+    "advantage": (
+        "advantage",
+        "Error of the class's histogram minus the predictor's, in nats; positive is better.",
+    ),
+    "coverage_fraction": ("coverage_ratio", "Answers within the interval that should hold 80 %."),
 }
 
 
@@ -38,8 +45,8 @@ class PredictorMetrics:
         for key, (_, is_on) in accuracies.items():
             believed.add_metric(key, is_on)
         yield believed
-        for name, help_text in _GAUGES.items():
+        for attribute, (name, help_text) in _GAUGES.items():
             family = GaugeMetricFamily(f"sluice_predictor_{name}", help_text, labels=("model", "slo_class"))
             for key, (accuracy, _) in accuracies.items():
-                family.add_metric(key, getattr(accuracy, name))
+                family.add_metric(key, getattr(accuracy, attribute))
             yield family

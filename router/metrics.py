@@ -10,13 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import Metric
 
 from router.clock import Clock
+from router.key_metrics import KeyMetrics
 from router.state_store import ReplicaLoad, Snapshot
 
 logger = logging.getLogger(__name__)
+
+# They say when a counter was made, and of what is counted elsewhere that is when the page is.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -78,6 +91,7 @@ class ClassMetrics:
         self.itl_s = metrics.itl_s.labels(slo_class)
         self.longest_wait_s = metrics.longest_wait_s.labels(slo_class)
         self.e2e_s = metrics.e2e_s.labels(slo_class)
+        self.prompt_tokens = metrics.prompt_tokens.labels(slo_class)
         self.output_tokens = metrics.output_tokens.labels(slo_class)
 
 
@@ -95,6 +109,7 @@ class RouterMetrics:
         self._labels, self._process = labels or {}, process
         self._namespace = f"sluice_{pool}" if pool else "sluice"
         self._of_class: dict[str, ClassMetrics] = {}
+        self.keys = KeyMetrics(self._namespace, self._labels)
         self.requests = self._counter(
             "requests",
             "Requests ended, by outcome: stop, length, repetition, cancelled, error, refused.",
@@ -115,7 +130,7 @@ class RouterMetrics:
         )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
         self.longest_wait_s = self._gauge(
-            "waiting_seconds_max", "How long the one has waited for a replica that waits longest now."
+            "waiting_max_seconds", "How long the one has waited for a replica that waits longest now."
         )
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(
@@ -125,6 +140,11 @@ class RouterMetrics:
         )
         self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
         self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
+        self.prompt_tokens = self._counter(
+            "prompt_tokens",
+            "Prompt tokens of ended requests that a replica was given, those in its cache included.",
+            "slo_class",
+        )
         self.output_tokens = self._counter("output_tokens", "Tokens generated.", "slo_class")
         self.predictor_fallbacks = self._counter(
             "predictor_fallbacks", "Requests classified without a prediction.", "slo_class"
@@ -175,11 +195,18 @@ class RouterMetrics:
         for slo_class, metrics in self._of_class.items():
             metrics.longest_wait_s.set(longest_s.get(slo_class, 0.0))
 
+    def note_build(self, versions: Mapping[str, str]) -> None:
+        """Once: of what this router runs on, by name."""
+        build = Info(
+            "build", "Versions of what this router runs on.", namespace=self._namespace, registry=self.registry
+        )
+        build.info(dict(versions))
+
     def note_retry(self, slo_class: str, later_s: float) -> None:
         self.retry_error_s.labels(slo_class).observe(later_s)
 
     def exposition(self) -> bytes:
-        return page(self.registry, self._labels) + self._process()
+        return page(self.registry, self._labels) + self.keys.page() + self._process()
 
 
 class SplitMetrics:
@@ -228,7 +255,7 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
     gauge("queue_length", "Requests waiting, by class and bin.", snapshot.lanes, "slo_class", "bin")
     gauge("queue_work_seconds", "Predicted work that waits.", {(): snapshot.waiting_s})
     overtaken = "How much later than a request another arrived that started before it, the longest so far."
-    gauge("overtaken_seconds_max", overtaken, {(): snapshot.overtaken_s})
+    gauge("overtaken_max_seconds", overtaken, {(): snapshot.overtaken_s})
     late = "Requests moved behind those in time: their deadline had passed, or reading their prompt would pass it."
     counter("late_requests", late, snapshot.late, "slo_class", "reason")
     owed = "Starts of requests that had waited behind those in time for too long."

@@ -110,6 +110,7 @@ class Entry(Generic[RequestT]):
         replica_id: where it goes or runs, None before.
         connection: the one over which it was sent, None before.
         planned_key: its deadline key by the policies, where requests are served in another order.
+        prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
         encoded: as it will be sent at once; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
@@ -124,6 +125,7 @@ class Entry(Generic[RequestT]):
     metrics: ClassMetrics
     timing: RequestTiming
     waiting_since_s: float
+    prompt_tokens: int
     queueing: bool = True
     replica_id: str | None = None
     connection: ReplicaConnection | None = None
@@ -232,13 +234,14 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         waiting = sum(count for (name, _), count in self.snapshot.lanes.items() if name == slo_class)
         return credit + max(0, self._door.max_waiting(slo_class) - waiting)
 
-    def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
+    def check_room(self, slo_class: str, requests: int, timing: RequestTiming, tenant: Tenant | None = None) -> None:
         """Before so many requests of one client are made: whether all of them could queue.
 
         Raises:
             AdmissionError: there is less `room`; counted as one refusal.
             StateStoreError: it `is_cut_off`; counted as one error.
         """
+        timing.key = tenant.name if tenant else ""
         if self.is_cut_off:
             self._note_end(slo_class, 0, timing, "error")
             raise StateStoreError("the shared state does not answer")
@@ -297,7 +300,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
-        timing.promise = promise
+        timing.promise, timing.key = promise, tenant.name if tenant else ""
         foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
         if size.request_id in self._entries:
@@ -307,11 +310,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
-        ticket = replace(classified.ticket, api_key=tenant.name if tenant else "")
+        ticket = replace(classified.ticket, api_key=timing.key)
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
-        entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now())
+        entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now(), size.prompt_tokens)
         entry.planned_key, entry.foresight = classified.planned_key, foresight
         entry.encoded = self._encode(self._as_sent(entry))
         entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
@@ -792,6 +795,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_end(self, slo_class: str, bin_index: int, timing: RequestTiming, outcome: str) -> None:
         timing.outcome = outcome
         self._metrics.requests.labels(slo_class, str(bin_index), outcome).inc()
+        if timing.key:
+            self._metrics.keys.ended(timing.key, outcome)
         if (kept := timing.kept) is not None:
             self._metrics.slo_requests.labels(slo_class, *("met" if each else "missed" for each in kept)).inc()
 
@@ -810,12 +815,22 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _count(self, entry: Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
-        entry.metrics.output_tokens.inc(entry.timing.output_tokens)
+        self._note_usage(entry)
         self._settle_up(entry.bill, entry.timing)
         if outcome in WHOLE:
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
             is_cut = outcome == "length"
             self._classifier.observe(entry.slo_class, entry.timing.output_tokens, entry.foresight, is_cut=is_cut)
+
+    def _note_usage(self, entry: Entry[RequestT]) -> None:
+        """Once it has ended. What never came to a replica took nothing."""
+        if entry.timing.assigned_s is None:
+            return
+        prompt_tokens, output_tokens = entry.prompt_tokens, entry.timing.output_tokens
+        entry.metrics.prompt_tokens.inc(prompt_tokens)
+        entry.metrics.output_tokens.inc(output_tokens)
+        if entry.timing.key:
+            self._metrics.keys.took(entry.timing.key, prompt_tokens, output_tokens)
 
     # In the background
 

@@ -18,14 +18,15 @@ class RequestTiming:
     """One engine request: seconds on the router's clock, None until it happened.
 
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
-    promise is what its client was promised, once it is submitted. outcome is how it ended, as it is counted: stop,
-    length, repetition, cancelled, error or refused. unserved is why, when it was admitted and waited in vain.
-    request_id is the engine's, once it is queued.
+    promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
+    is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
+    was admitted and waited in vain. request_id is the engine's, once it is queued.
     """
 
     received_s: float
     submitted_s: float
     promise: Promise = NO_PROMISE
+    key: str = ""
     assigned_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

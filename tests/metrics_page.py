@@ -8,11 +8,14 @@ tests/test_metrics_page.py holds that the page is up to date.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from deployments.serving import engine_metrics
+from predictor.metrics import PredictorMetrics
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
 
@@ -27,6 +30,10 @@ are worth an alert, and [runbook](runbook.md) what to do then. All samples have 
 those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`. With `engine.prefill`
 those of each router and those that are shared are there a second time for the replicas that only read prompts, as
 `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's or the process's.
+
+A request is one answer of an engine: `n` answers to a prompt are `n` requests, and its tokens count `n` times. Tokens
+are counted when their request has ended. API keys are told apart by their names, which everybody reads who may read
+`/metrics`.
 """
 _FAMILY = re.compile(r"^# HELP (\w+) (.*)\n# TYPE \w+ (\w+)\n(?:\w+(?:{(.*)})? .*)?", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="')
@@ -40,7 +47,30 @@ class Row(NamedTuple):
 
 
 def of_router() -> list[Row]:
-    return _declared(vars(RouterMetrics()).values())
+    metrics = RouterMetrics()
+    return sorted([*_declared(vars(metrics).values()), *_of_build(metrics)])
+
+
+def _of_build(metrics: RouterMetrics) -> list[Row]:
+    metrics.note_build(dict.fromkeys(("version", "vllm", "ray"), "0"))
+    return [row for row in _exposed(metrics.exposition()) if row.name == "sluice_build_info"]
+
+
+def of_keys() -> list[Row]:
+    keys = RouterMetrics().keys
+    keys.ended("name", "stop")
+    keys.took("name", 1, 1)
+    return _exposed(keys.page())
+
+
+def of_predictor() -> list[Row]:
+    accuracy = SimpleNamespace(hit_fraction=0, reference_hit_fraction=0, bias=0, advantage=0, coverage_fraction=0)
+    told: Any = SimpleNamespace(
+        asking=SimpleNamespace(outcomes={"answered": 1}), accuracies=lambda: {("model", "standard"): (accuracy, True)}
+    )
+    registry = CollectorRegistry()
+    registry.register(PredictorMetrics(told))
+    return _exposed(generate_latest(registry))
 
 
 def of_split() -> list[Row]:
@@ -93,6 +123,8 @@ def _exposed(text: bytes) -> list[Row]:
 def page() -> str:
     sections = {
         "Of each router": of_router(),
+        "Of each router, where requests have API keys": of_keys(),
+        "Of each router, with the learned predictor": of_predictor(),
         "Of routers, where prefill and decode may be on different replicas": of_split(),
         "Shared by all routers": shared(),
         "Of each engine replica": of_engines(),

@@ -58,7 +58,8 @@ BESIDES = {
     "vllm.utils.argparse_utils.FlexibleArgumentParser": "load_config_file",
     "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks num_gpu_blocks",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator get_block_ids watermark_blocks",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": """
+        block_pool coordinator enable_caching get_block_ids log_stats prefix_cache_stats usage watermark_blocks""",
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": """
         _free_request _holds_kv_blocks _inflight_prefills _update_after_schedule _update_from_kv_xfer_finished
         _update_request_as_session _update_request_with_output add_request deferred_waiting
@@ -88,6 +89,7 @@ BESIDES = {
     "vllm.v1.kv_cache_interface.KVCacheSpec": "max_memory_usage_bytes page_size_bytes",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "first_spec",
     "vllm.v1.metrics.stats.PrefillStats": "num_cached_tokens",
+    "vllm.v1.metrics.stats.PrefixCacheStats": "hits queries",
     "vllm.v1.request.Request": """
         arrival_time drop_stale_output is_prefill_chunk kv_transfer_params max_tokens next_decode_eligible_step
         num_computed_tokens num_output_placeholders num_output_tokens num_prompt_tokens num_stale_output_tokens

@@ -52,7 +52,7 @@ class KeyEntry(BaseModel):
     FIXED: ClassVar = frozenset[str]()  # all of it is read again
 
     name: str = Field(min_length=1, max_length=64)
-    """Whose key it is; it stands in logs."""
+    """Whose key it is; it stands in logs and metrics."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """The SHA-256 of the key, in hexadecimal; `sluice keys new` prints it."""
     default_class: str | None = None

@@ -14,6 +14,7 @@ _GAUGES = {
     "waiting": "Requests in the engine's own queue; short as long as routers bind late.",
     "free_blocks": "Free KV blocks.",
     "total_blocks": "KV blocks.",
+    "kv_cache_usage_ratio": "KV blocks in use, of all; those that are kept for prefixes alone are free.",
     "kv_cache_tokens": "Tokens that the cache of a gang batch may hold.",
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
     "max_batch_size": "Cap of the last step.",
@@ -23,13 +24,15 @@ _GAUGES = {
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast, below 0 where less is.",
     "kv_held": "Ended requests whose KV cache another replica may still fetch.",
-    "overhead_us_per_step": "Microseconds that planning adds to a step.",
 }
 _COUNTERS = {
     "preemptions": "Requests that lost their cache.",
+    "prefix_cache_query_tokens": "Tokens of starting requests, looked up in the prefix cache; without those preempted.",
+    "prefix_cache_hit_tokens": "Tokens of starting requests that the prefix cache held, of those looked up.",
     "finished": "Requests that ended.",
     "phase_switches": "Changes of phase.",
-    "busy_s": "Seconds of steps.",
+    "busy_seconds": "Seconds of steps.",
+    "planning_seconds": "Seconds that planning added to steps.",
     "batches": "Gang batches.",
     "decode_steps": "Decode steps of gang batches.",
     "row_steps": "Rows computed in decode steps of gang batches.",
@@ -84,7 +87,9 @@ class _Collected:
         fit = GaugeMetricFamily(
             "sluice_engine_step_seconds", "Fitted step times.", labels=("replica", "kind", "coefficient")
         )
-        lengths = GaugeMetricFamily("sluice_engine_output_tokens", "Answers' lengths.", labels=("replica", "quantile"))
+        lengths = GaugeMetricFamily(
+            "sluice_engine_output_tokens", "Answers' lengths, as planned with.", labels=("replica", "percentile")
+        )
         failures = CounterMetricFamily(
             "sluice_relay_background_failures", "Background tasks of its relay that failed.", labels=("replica", "task")
         )
@@ -94,8 +99,8 @@ class _Collected:
             for kind, form in status.get("step_times", {}).items():
                 for coefficient, seconds in form.items():
                     fit.add_metric((replica_id, kind, coefficient), seconds)
-            for quantile, tokens in status.get("output_tokens", {}).items():
-                lengths.add_metric((replica_id, quantile), tokens)
+            for percentile, tokens in status.get("output_tokens", {}).items():
+                lengths.add_metric((replica_id, percentile), tokens)
             for task, count in status.get("background_failures", {}).items():
                 failures.add_metric((replica_id, task), count)
         return [steps, fit, lengths, failures]

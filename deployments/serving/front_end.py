@@ -6,9 +6,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import ray
 import redis.asyncio as redis
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
@@ -80,6 +82,8 @@ class FrontEnd:
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
             from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
 
+        vllm_version = ENGINE_VERSION.removeprefix("vllm-")
+        self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
         self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
         self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())

@@ -27,11 +27,15 @@ def _all(text: str, kind: str) -> dict[str, Manifest]:
 def _metric_names() -> set[str]:
     metrics = RouterMetrics()
     metrics.of("standard")
+    metrics.note_build({"version": "0"})
+    metrics.keys.ended("team", "stop")
+    metrics.keys.took("team", 1, 1)
     SplitMetrics(metrics.registry)
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
-    numbers = dict.fromkeys((*moved, "free_blocks", "total_blocks", "preemptions"), 1)
+    cache = ("kv_cache_usage_ratio", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
+    numbers = dict.fromkeys((*moved, *cache, "preemptions"), 1)
     status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory"}
     text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
@@ -63,12 +67,22 @@ def test_the_dashboard_asks_for_one_model_at_a_time_where_one_is_chosen() -> Non
 @pytest.mark.parametrize(
     "metric",
     [
-        "sluice_engine_free_blocks", "sluice_engine_preemptions_total", "sluice_engine_limited_by",
+        "sluice_engine_kv_cache_usage_ratio", "sluice_engine_preemptions_total", "sluice_engine_limited_by",
         "sluice_replica_slowness", "sluice_e2e_seconds_bucket", "sluice_ttft_seconds_bucket",
-        "sluice_itl_seconds_bucket",
+        "sluice_itl_seconds_bucket", "sluice_engine_prefix_cache_hit_tokens_total",
     ],
 )  # fmt: skip
 def test_the_dashboard_shows_what_explains_a_slow_answer(metric: str) -> None:
+    dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
+    assert any(metric in target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["sluice_prompt_tokens_total", "sluice_output_tokens_total", "sluice_key_prompt_tokens_total",
+     "sluice_key_output_tokens_total", "sluice_build_info"],
+)  # fmt: skip
+def test_the_dashboard_shows_who_takes_what(metric: str) -> None:
     dashboard = json.loads((CHART / "files/dashboards/sluice.json").read_text())
     assert any(metric in target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
 

@@ -259,8 +259,8 @@ async def test_live_accuracy_is_on_the_metrics_page() -> None:
     labels = {"model": "m", "slo_class": "standard"}
     assert registry.get_sample_value("sluice_predictor_questions_total", {"outcome": "answered"}) == 4
     assert registry.get_sample_value("sluice_predictor_believed", labels) == 1
-    assert registry.get_sample_value("sluice_predictor_hit_fraction", labels) == 1.0
-    assert registry.get_sample_value("sluice_predictor_reference_hit_fraction", labels) == 0.0
+    assert registry.get_sample_value("sluice_predictor_hit_ratio", labels) == 1.0
+    assert registry.get_sample_value("sluice_predictor_reference_hit_ratio", labels) == 0.0
     assert registry.get_sample_value("sluice_predictor_bias", labels) == pytest.approx(0.0)
 
 

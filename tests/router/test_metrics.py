@@ -77,6 +77,23 @@ def test_shared_state_is_shown_by_bin_and_replica() -> None:
     assert sample(page, "sluice_routers") == 3
 
 
+def test_no_page_says_when_a_counter_was_made() -> None:
+    """Of what is counted elsewhere that would be when the page was."""
+    metrics = RouterMetrics(labels={"router": "a"})
+    metrics.of("standard").ttft_s.observe(0.1)
+    metrics.requests.labels("standard", "0", "stop").inc()
+    shared = shared_exposition(Snapshot(late={("standard", "passed"): 1}, owed={"standard": 1}))
+    assert sample(shared, "sluice_late_requests_total", slo_class="standard") == 1
+    assert b"_created" not in metrics.exposition() + shared
+
+
+def test_the_versions_that_a_router_runs_on_are_labels() -> None:
+    metrics = RouterMetrics(labels={"router": "a"})
+    assert b"build_info" not in metrics.exposition()
+    metrics.note_build({"version": "1.2.3", "vllm": "0.32.0"})
+    assert sample(metrics.exposition(), "sluice_build_info", router="a", version="1.2.3", vllm="0.32.0") == 1
+
+
 def test_a_draining_replica_has_no_credit_rather_than_less_than_none() -> None:
     assert ReplicaLoad(slots=0, running=3, outstanding_s=1.0).credit == 0
 
@@ -127,7 +144,7 @@ def test_what_has_grown_beyond_measure_is_left_out_with_a_word(
     counted: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", logger="router.metrics")
-    for number in range(10_000):
+    for number in range(15_000):
         counted.labels(f"{number:040}").inc()
     assert ProcessPage({"router": "a"}, Clock())() == b""
     assert "left out" in caplog.text

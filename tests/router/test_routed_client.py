@@ -39,6 +39,7 @@ from router.state_store import Assignment, ReplicaInfo, Snapshot
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.gate import Gate
+from tests.router.test_key_metrics import counts as page_counts
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -664,13 +665,13 @@ async def test_who_can_be_in_time_goes_before_who_is_late(service: Service) -> N
     answers = [await front_end.ask(request(), name) for name in ("patient", "soon", "standard", "offline", "later")]
     await until(lambda: replica.engine.held == 1)
     await asyncio.sleep(TARGETS_S["soon"])
-    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") > 0.1)
+    await until(lambda: front_end.count("waiting_max_seconds", slo_class="soon") > 0.1)
     replica.engine.resume()
     await service.finish(answers)
     starts_s = [answer.timing.assigned_s or 0.0 for answer in answers]
     assert sorted(range(5), key=starts_s.__getitem__) == [0, 2, 4, 1, 3]
     assert (await service.store.snapshot()).late == {("soon", "passed"): 1}
-    await until(lambda: front_end.count("waiting_seconds_max", slo_class="soon") == 0.0)
+    await until(lambda: front_end.count("waiting_max_seconds", slo_class="soon") == 0.0)
 
 
 async def test_what_goes_on_after_a_loss_starts_before_all_that_wait(service: Service) -> None:
@@ -1619,6 +1620,53 @@ async def test_a_router_that_leaves_settles_what_its_answers_took(service: Servi
     await leaving.close()
     await owes(service, PROMPT_TOKENS + 200)
     assert staying.client.room("standard") > 0
+
+
+def usage(front_end: FrontEnd, key: str) -> tuple[float, float]:
+    """Prompt and output tokens of a key so far."""
+    found = page_counts(front_end.metrics.keys.page())
+    return found.get(("sluice_key_prompt_tokens_total", key), 0), found.get(("sluice_key_output_tokens_total", key), 0)
+
+
+async def test_tokens_of_prompts_and_answers_are_counted_by_class_and_by_key(service: Service) -> None:
+    await service.replica()
+    front_end = await service.front_end()
+    mine = [await front_end.ask(request(20), tenant=Tenant(name="mine")) for _ in range(2)]
+    others = [await front_end.ask(request(30), tenant=Tenant(name="other")), await front_end.ask(request(40))]
+    await service.finish([*mine, *others])
+    assert front_end.count("prompt_tokens_total", slo_class="standard") == 4 * PROMPT_TOKENS
+    assert front_end.count("output_tokens_total", slo_class="standard") == 20 + 20 + 30 + 40
+    assert usage(front_end, "mine") == (2 * PROMPT_TOKENS, 40)
+    assert usage(front_end, "other") == (PROMPT_TOKENS, 30)
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["resumed", "replayed"])
+async def test_a_request_that_was_moved_counts_its_client_s_prompt_once(service: Service, replays: bool) -> None:
+    victim = await service.replica(step_s=0.01)
+    front_end = await service.front_end()
+    answer = await front_end.ask(request(60, replays=replays), tenant=Tenant(name="t"))
+    await until(lambda: len(answer.tokens) > 5)
+    await victim.die()
+    await service.replica()
+    await service.finish([answer])
+    assert front_end.count("prompt_tokens_total", slo_class="standard") == PROMPT_TOKENS
+    assert usage(front_end, "t") == (PROMPT_TOKENS, 60)
+
+
+async def test_what_is_refused_or_never_came_to_a_replica_took_no_tokens(service: Service) -> None:
+    front_end, tenant = await service.front_end(max_waiting=1), Tenant(name="t")
+    waits = await front_end.ask(request(), tenant=tenant)
+    with pytest.raises(AdmissionError, match="max_key_share"):
+        await front_end.ask(request(), tenant=tenant)
+    await until(lambda: front_end.client.room("standard") == 0)
+    with pytest.raises(AdmissionError, match="room for 0 of 1"):
+        front_end.client.check_room("standard", 1, RequestTiming(received_s=0.0, submitted_s=0.0), tenant)
+    await front_end.client.cancel([waits.asked.request_id], "cancelled")
+    assert front_end.count("prompt_tokens_total", slo_class="standard") == 0
+    assert page_counts(front_end.metrics.keys.page()) == {
+        ("sluice_key_requests_total", "t", "refused"): 2,
+        ("sluice_key_requests_total", "t", "cancelled"): 1,
+    }
 
 
 async def test_a_key_that_floods_is_refused_alone_and_told_when_its_own_work_is_done(service: Service) -> None:

@@ -28,6 +28,7 @@ def register_plugin() -> None:
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
     compile_grammars_side_by_side()
+    count_prefix_hits()
     gc.freeze()  # vLLM collects garbage around loading the model: what is imported by now is none
     take_all_cores()
     if delay_us := os.environ.get(NIXL_DELAY_ENV):
@@ -53,6 +54,19 @@ def compile_grammars_side_by_side() -> None:
             manager.executor = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
 
     StructuredOutputManager.__init__ = start_with_threads
+
+
+def count_prefix_hits() -> None:
+    """vLLM counts them where it logs statistics, which our cores do not: it would make them at every step and start the
+    counts anew. So nobody takes these away, and they go on from the engine's start."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    start = KVCacheManager.__init__
+
+    def start_with_counts(manager: Any, *args: Any, **settings: Any) -> None:
+        start(manager, *args, **{**settings, "log_stats": True})
+
+    KVCacheManager.__init__ = start_with_counts
 
 
 def _end_with(sentinel: int) -> None:

@@ -292,7 +292,7 @@ class RoutedAsyncLLM(AsyncLLM):
             return
         timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
         try:
-            self._routed.check_room(context.slo_class, n, timing)
+            self._routed.check_room(context.slo_class, n, timing, context.tenant)
         except (AdmissionError, StateStoreError) as error:
             context.timings.append(timing)
             raise _as_answer(error, context) from error

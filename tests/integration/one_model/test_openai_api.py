@@ -175,9 +175,13 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
         "sluice_queue_wait_seconds_count", "sluice_ttft_seconds_bucket", "sluice_itl_seconds_sum",
         "sluice_e2e_seconds_count", "sluice_replica_credit", "sluice_replica_running", "sluice_routers",
         "sluice_predictor_fallbacks_total", "sluice_engine_running", "sluice_engine_mode", "sluice_engine_batch_size",
+        "sluice_prompt_tokens_total", "sluice_build_info", "sluice_engine_kv_cache_usage_ratio",
+        "sluice_engine_prefix_cache_query_tokens_total", "sluice_engine_prefix_cache_hit_tokens_total",
     }  # fmt: skip
     # An engine that finds no time to answer is missing on the page.
     wait_until(lambda: expected <= names(), 60, f"these are on the page: {expected}")
+    none = [name for name in names() if name.startswith("sluice_key_") or name.endswith("_created")]
+    assert none == [], "there are no keys, and a page does not say when a counter was made"
 
 
 def test_whichever_router_answers_its_page_shows_what_both_processes_count(sluice: Sluice) -> None:

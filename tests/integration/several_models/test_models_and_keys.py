@@ -2,10 +2,12 @@
 
 import json
 import time
+from importlib.metadata import version
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.application import Sluice, is_loopback
 from tests.integration.several_models.models import GANGS, KEY, NIGHT_KEY, SCALED, TIGHT
@@ -58,6 +60,72 @@ def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     wait_until(lambda: answered_questions(models, SCALED) == before + 1, 60, "the prompt is counted")
     holder.chat.completions.create(model=SCALED, messages=[{"role": "user", "content": "Which?"}], max_tokens=3)
     wait_until(lambda: answered_questions(models, SCALED) == before + 2, 60, "the chat is counted")
+
+
+def counted(sluice: Sluice, name: str, **labels: str) -> float:
+    """All series of this name and these labels together."""
+    page = "\n".join(sluice.metrics()) + "\n"
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def token_counts(sluice: Sluice, model: str) -> tuple[float, ...]:
+    """Prompt and output tokens of a model, in all and of the first key."""
+    kinds = ("prompt", "output")
+    in_all = [counted(sluice, f"sluice_{kind}_tokens_total", model=model) for kind in kinds]
+    return *in_all, *(counted(sluice, f"sluice_key_{kind}_tokens_total", model=model, key="all") for kind in kinds)
+
+
+@pytest.mark.parametrize("model", [TIGHT, SCALED, GANGS])
+def test_tokens_on_the_metrics_page_are_those_that_answers_say(models: Sluice, model: str) -> None:
+    """In all and by key."""
+    holder, chat = client(models, KEY), [{"role": "user", "content": "Name a river."}]
+    time.sleep(PUBLISHED_S)
+    before = token_counts(models, model)
+    requests = counted(models, "sluice_key_requests_total", model=model, key="all")
+    *_, last = holder.completions.create(
+        model=model, prompt="Rivers are", max_tokens=9, stream=True, stream_options={"include_usage": True}
+    )
+    whole = [
+        holder.completions.create(model=model, prompt="A story of three bears:", max_tokens=12),
+        holder.chat.completions.create(model=model, messages=chat, max_tokens=7),
+    ]
+    usages = [last.usage, *(answer.usage for answer in whole)]
+    took = (sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
+    assert min(took) > len(usages)
+    expected = tuple(old + new for old, new in zip(before, took * 2, strict=True))
+    wait_until(lambda: token_counts(models, model) == expected, 60, f"the tokens are counted: {before} and {took}")
+    assert counted(models, "sluice_key_requests_total", model=model, key="all") == requests + len(usages)
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache_and_counted_there(models: Sluice) -> None:
+    holder, block_tokens = client(models, KEY), 32
+    prompt = "The prefix cache of an engine knows a prompt that it has read before. " * 6
+
+    def counts() -> tuple[float, float]:
+        names = (f"sluice_engine_prefix_cache_{kind}_tokens_total" for kind in ("query", "hit"))
+        queries, hits = (counted(models, name, model=TIGHT) for name in names)
+        return queries, hits
+
+    time.sleep(PUBLISHED_S)
+    queries, hits = counts()
+    answers = [holder.completions.create(model=TIGHT, prompt=prompt, max_tokens=1) for _ in range(2)]
+    (tokens,) = {answer.usage.prompt_tokens for answer in answers if answer.usage}
+    assert tokens > 2 * block_tokens
+    held = (tokens - 1) // block_tokens * block_tokens
+    wait_until(lambda: counts() == (queries + 2 * tokens, hits + held), 60, f"{held} tokens of {tokens} are hits")
+
+
+def test_the_metrics_page_says_what_runs_and_how_full_it_is(models: Sluice) -> None:
+    for model in (TIGHT, SCALED, GANGS):
+        assert (
+            counted(models, "sluice_build_info", model=model, version=version("sluice-serve"), ray=version("ray")) == 1
+        )
+    assert 0 <= counted(models, "sluice_engine_kv_cache_usage_ratio", model=TIGHT) <= 1
+    busy_s, planning_s = (
+        counted(models, f"sluice_engine_{what}_seconds_total", model=TIGHT) for what in ("busy", "planning")
+    )
+    assert busy_s > planning_s > 0
 
 
 def test_with_a_predictor_too_nothing_listens_beyond_loopback(models: Sluice) -> None:

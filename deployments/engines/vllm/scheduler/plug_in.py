@@ -212,13 +212,16 @@ def core_status(core: Any) -> dict[str, Any]:
     """Engine-core utility `sluice_status`: counts of any scheduler, and what ours has to say."""
     scheduler = core.scheduler
     running, waiting = scheduler.get_request_counts()
-    pool = scheduler.kv_cache_manager.block_pool
+    cache = scheduler.kv_cache_manager
     counts = {
         "running": running,
         "waiting": waiting,
-        "free_blocks": pool.get_num_free_blocks(),
-        "total_blocks": pool.num_gpu_blocks,
+        "free_blocks": cache.block_pool.get_num_free_blocks(),
+        "total_blocks": cache.block_pool.num_gpu_blocks,
+        "kv_cache_usage_ratio": cache.usage,
     }
+    if cache.enable_caching and (hits := cache.prefix_cache_stats) is not None:
+        counts |= {"prefix_cache_query_tokens": hits.queries, "prefix_cache_hit_tokens": hits.hits}
     if scheduler.connector is not None:
         counts["kv_held"] = len(scheduler.requests) - running - waiting
     if not isinstance(scheduler, SluiceScheduler):

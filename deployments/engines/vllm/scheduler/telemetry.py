@@ -15,7 +15,7 @@ class Telemetry:
     def __init__(self) -> None:
         self._plan: StepPlan | None = None
         self._steps = dict.fromkeys(("prefill", "decode", "mixed", "empty"), 0)
-        self._plans = self._preemptions = self._finished = self._switches = 0
+        self._preemptions = self._finished = self._switches = 0
         self._busy_s = 0.0
         self.overhead_s = 0.0
 
@@ -23,7 +23,6 @@ class Telemetry:
         if self._plan is not None and self._plan.phase is not plan.phase:
             self._switches += 1
         self._plan = plan
-        self._plans += 1
         self.overhead_s += overhead_s
 
     def spent(self, overhead_s: float) -> None:
@@ -47,8 +46,8 @@ class Telemetry:
             "phase_switches": self._switches,
             "preemptions": self._preemptions,
             "finished": self._finished,
-            "busy_s": self._busy_s,
-            "overhead_us_per_step": 1e6 * self.overhead_s / self._plans if self._plans else 0.0,
+            "busy_seconds": self._busy_s,
+            "planning_seconds": self.overhead_s,
         }
 
     def of_policy(self, policy: BatchPolicy, state: BatchState) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from deployments.http.promises import Promises
 from deployments.serving.router import Router
 from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
 from policies.router.promise import NO_PROMISE
+from router.admission import Tenant
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import free, request_bodies
@@ -52,7 +53,8 @@ class Routed:
         self.asked: list[Any] = []
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
 
-    def check_room(self, slo_class: str, requests: int, timing: RequestTiming) -> None:
+    def check_room(self, slo_class: str, requests: int, timing: RequestTiming, tenant: Tenant | None = None) -> None:
+        timing.key = tenant.name if tenant else ""
         if self.checks_until_cut_off == 0:
             timing.outcome = "error"
             raise StateStoreError("Redis is away")
