@@ -4,6 +4,7 @@ Source: 001, Algorithm 2, corrected: the search reaches both of its bounds (ERRA
 after every update (1.11), and while the value does not bind it learns nothing upward but what was measured (1.12). It
 brackets with x * target / latency: for any latency a + c*x with a, c >= 0 the answer lies between x and that, on either
 side. So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
+What was believed to be safe gives way in steps that grow by four: one noisy window must not halve a batch.
 
 What x really used proves safe is evidence whether the value binds or not: routers that are offered the value itself as
 room never make a queue, so that it would not be seen to bind for ever. Used comes from the load, so a low load proves
@@ -33,7 +34,7 @@ class LatencySearch:
         self._target_s, self._tolerance_s = target_s, target_s * _TOLERANCE_FRACTION
         self.value = min(max(initial, minimum), maximum)
         self.low, self.high = minimum, maximum
-        self._probe = 1
+        self._probe = self._drop = 1
 
     def update(self, latency_s: float, used: float, *, binding: bool) -> None:
         """Move after one window of measurements.
@@ -57,18 +58,21 @@ class LatencySearch:
             return  # already on the way down to a value that may do
         self._probe = 1
         self.high = self._clamped(min(bound, self.high))
-        if self.low > self.high:
-            self.low = self._minimum  # what was safe once is not any more
+        if self.low > self.high:  # what was safe once is not any more, or this window was an unlucky one
+            self.low = self._clamped(self.high - self._drop)
+            self._drop *= 4
         self.value = (self.low + self.high) // 2
 
     def _on_target(self, used: float) -> None:
         """Keep the value near what is used, so that a load that could not fill it does not overshoot later."""
+        self._drop = 1
         half = max(1, self._stride // 2)
         self.low, self.high = self._clamped(used - half), self._clamped(ceil(used) + half)
         self.value = min(max(self.value, self.low), self.high)
 
     def _fast(self, bound: float) -> None:
         """Halve the interval, but go at most a stride beyond what is safe; reopen a closed one in doubling steps."""
+        self._drop = 1
         self.low = self._clamped(bound)
         if self.high <= self.low:
             self.high = self._clamped(self.low + self._probe)

@@ -1,5 +1,7 @@
 """The latency search keeps its invariants whatever it is told, and finds the answer of any linear plant."""
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +56,27 @@ def test_on_any_linear_plant_it_ends_within_one_of_the_answer(
     # A request more or less may jump over the dead band: then it alternates between the two neighbours.
     assert search.value == 1 or base + slope * (search.value - 1) <= 0.052
     assert search.value == 512 or base + slope * (search.value + 1) >= 0.048
+
+
+@pytest.mark.parametrize("fixed_share", [0.0, 0.4, 0.8])
+def test_noise_of_a_fifth_in_each_step_moves_it_by_less_than_a_third(fixed_share: float) -> None:
+    """The answer is 100; windows are of 16 steps."""
+    rng, search = np.random.default_rng(0), make_search()
+    seen = []
+    for _ in range(400):
+        exact_s = 0.05 * (fixed_share + (1.0 - fixed_share) * search.value / 100)
+        search.update(exact_s * rng.lognormal(-0.02, 0.2, 16).mean(), search.value, binding=True)
+        seen.append(search.value)
+    assert min(seen[50:]) >= 67 and max(seen[50:]) <= 133
+    assert np.mean(seen[50:]) == pytest.approx(100, abs=5)
+
+
+def test_it_finds_a_latency_that_has_doubled_within_a_dozen_windows() -> None:
+    search = make_search()
+    for window in range(52):
+        exact_s = 0.05 * (0.4 + 0.6 * search.value / (100 if window < 40 else 50))
+        search.update(exact_s, search.value, binding=True)
+    assert search.value == pytest.approx(50, abs=4)
 
 
 def test_a_fast_system_that_is_not_full_teaches_nothing() -> None:
