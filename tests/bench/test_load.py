@@ -53,9 +53,9 @@ async def write_in_pieces(request: web.Request, stream: bytes, piece_bytes: int)
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
+async def serving(handler: Handler, path: str = "/v1/chat/completions") -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", handler)
+    app.router.add_post(path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
