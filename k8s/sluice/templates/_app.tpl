@@ -24,9 +24,70 @@
 {{- toJson $args -}}
 {{- end -}}
 
+{{/* Moves what changes live out of .args into .live, as .keys names it; a section of nothing else is as one that is not there. */}}
+{{- define "sluice.moveLive" -}}
+{{- range $name, $inside := .keys -}}
+{{- if hasKey $.args $name -}}
+{{- $value := get $.args $name -}}
+{{- if not (kindIs "map" $inside) -}}
+{{- $_ := set $.live $name $value -}}
+{{- $_ := unset $.args $name -}}
+{{- else if kindIs "map" $value -}}
+{{- $live := dict -}}
+{{- include "sluice.moveLive" (dict "args" $value "live" $live "keys" $inside) -}}
+{{- if $live -}}
+{{- $_ := set $.live $name $live -}}
+{{- end -}}
+{{- if not $value -}}
+{{- $_ := unset $.args $name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Replicas of their own stay in args, with the classes that they serve and the default one, which must be among them. */}}
+{{- define "sluice.keepOwnReplicas" -}}
+{{- $kept := dict -}}
+{{- range $name, $class := .live.classes | default dict -}}
+{{- if and (kindIs "map" $class) (hasKey $class "own_replicas") -}}
+{{- if $class.own_replicas -}}
+{{- $_ := set $kept $name (dict "own_replicas" $class.own_replicas) -}}
+{{- end -}}
+{{- $_ := unset $class "own_replicas" -}}
+{{- end -}}
+{{- end -}}
+{{- if $kept -}}
+{{- $default := .live.default_class | default .defaultClass -}}
+{{- if not (hasKey $kept $default) -}}
+{{- $_ := set $kept $default dict -}}
+{{- end -}}
+{{- $_ := set .args "classes" $kept -}}
+{{- $_ := set .args "default_class" $default -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.serveConfig" -}}
-{{- $application := dict "name" "sluice" "route_prefix" "/" "import_path" "deployments.app:build" -}}
-{{- $_ := set $application "args" (include "sluice.appArgs" . | fromJson) -}}
+{{- $args := include "sluice.appArgs" . | fromJson -}}
+{{- $of := .Files.Get "files/live-keys.json" | fromJson -}}
+{{- $live := dict -}}
+{{- include "sluice.moveLive" (dict "args" $args "live" $live "keys" $of.keys) -}}
+{{- include "sluice.keepOwnReplicas" (dict "args" $args "live" $live "defaultClass" $of.default_class) -}}
+{{- $others := list -}}
+{{- $any := false -}}
+{{- range $model := $args.more_models | default list -}}
+{{- $own := dict -}}
+{{- include "sluice.moveLive" (dict "args" $model "live" $own "keys" (pick $of.keys "engine")) -}}
+{{- $others = append $others $own -}}
+{{- $any = or $any (not (empty $own)) -}}
+{{- end -}}
+{{- if $any -}}
+{{- $_ := set $live "more_models" $others -}}
+{{- end -}}
+{{- $application := dict "name" "sluice" "route_prefix" "/" "import_path" "deployments.app:build" "args" $args -}}
+{{- if $live -}}
+{{- $_ := set $application "deployments" (list (dict "name" "Router" "user_config" $live)) -}}
+{{- end -}}
 {{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
 {{- dict "proxy_location" "EveryNode" "http_options" $http "applications" (list $application) | toPrettyJson -}}
 {{- end -}}
