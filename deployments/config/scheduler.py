@@ -3,7 +3,8 @@
     vllm serve MODEL --scheduler-cls deployments.vllm_scheduler.SluiceScheduler \\
         --additional-config '{"sluice": {"mode": "auto"}}'
 
-vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in live control.
+vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in `user_config` of
+the routers, or live control.
 """
 
 from collections.abc import Mapping

@@ -272,6 +272,9 @@ LIVE: dict[str, Any] = {
     "engine": {"credit_s": 0.05, "scheduler": {"mode": "mixed", "max_batch_size": 7}},
 }
 
+WRONG = {"router": {"silence_s": 30}, "model": "other"}
+WHY_WRONG = "router.silence_s: cannot change while engines serve"
+
 
 def test_live_settings_change_under_load_and_neither_restart_nor_lose_anything(running: Running) -> None:
     before = running.serving()
@@ -292,8 +295,8 @@ def test_live_settings_change_under_load_and_neither_restart_nor_lose_anything(r
         wait_until(lambda: running.engine()["max_unread_tokens"] < reads_ahead / 2, START_TIMEOUT_S, "its credit too")
         traffic.wait_for_whole_streams(4)
 
-        running.reconfigure({"router": {"silence_s": 30}, "model": "other"})
-        running.wait_for(LIVE, refused="router.silence_s: cannot change while engines serve")
+        running.reconfigure(WRONG)
+        running.wait_for(LIVE, refused=WHY_WRONG)
         assert running.asked("gold").status_code == 200, "what was in force is still"
 
         running.reconfigure({})
@@ -303,6 +306,26 @@ def test_live_settings_change_under_load_and_neither_restart_nor_lose_anything(r
         traffic.wait_for_whole_streams(4)
     assert [stream for stream in traffic.streams if stream.why_not] == [] and traffic.answers == {200}
     assert running.serving() == before
+
+
+def test_a_router_that_starts_beside_a_wrong_user_config_goes_by_the_one_in_force(running: Running) -> None:
+    running.reconfigure(LIVE)
+    running.wait_for(LIVE)
+    before = running.serving()
+    running.reconfigure(WRONG)
+    running.wait_for(LIVE, refused=WHY_WRONG)
+    killed = psutil.Process(running.status()["answered_by"]["pid"])
+    killed.kill()
+
+    def another_answers() -> bool:
+        return _answers(f"{running.url}/health") and bool(running.status()["answered_by"]["pid"] != killed.pid)
+
+    wait_until(another_answers, START_TIMEOUT_S, "another router has come")
+    running.wait_for(LIVE, refused=WHY_WRONG)
+    assert running.asked("gold").status_code == 200
+    after = running.serving()
+    assert after.keys() ^ before.keys() and killed.pid not in after.values()
+    assert set(before.values()) - {killed.pid} <= set(after.values()), "the engine is the same"
 
 
 def test_another_engine_comes_beside_the_one_that_serves(running: Running) -> None:

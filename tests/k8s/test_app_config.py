@@ -87,6 +87,15 @@ def test_replicas_of_a_class_of_its_own_start_with_args(helm4: Helm4) -> None:
     assert (changed.classes["gold"].ttft_s, changed.more_models[0].engine.scheduler.ttft_s) == (0.3, 1)
 
 
+def test_a_policy_of_ones_own_starts_with_the_names_of_all_classes(helm4: Helm4) -> None:
+    """It was told how many there are, and their indices follow from their names."""
+    classes = {"gold": {"ttft_s": 0.3}, "standard": {"ttft_s": 3, "own_replicas": 0}}
+    app = {"classes": classes, "engine": {"scheduler": {"policy": "mine:Policy"}}}
+    found = application(helm4.render({"app": app}))
+    assert found["args"]["classes"] == {"gold": {}, "standard": {}}
+    assert found["deployments"][0]["user_config"]["classes"]["gold"] == {"ttft_s": 0.3}
+
+
 def test_engines_start_with_what_their_start_goes_by(helm4: Helm4) -> None:
     """Plain vLLM loads no plug-in, only `auto` measures, and a policy of one's own may need its settings."""
     order = {"policy": "deadline", "policy_args": {"default_target_s": 2}}

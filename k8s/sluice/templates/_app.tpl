@@ -46,15 +46,17 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Replicas of their own stay in args, with the classes that they serve and the default one, which must be among them. */}}
-{{- define "sluice.keepOwnReplicas" -}}
+{{/* What engines start with stays in args: replicas of their own, with the classes that they serve, and the names of all
+classes where a policy of one's own counts them. And the default class, which must be among them. */}}
+{{- define "sluice.keepClasses" -}}
 {{- $kept := dict -}}
 {{- range $name, $class := .live.classes | default dict -}}
-{{- if and (kindIs "map" $class) (hasKey $class "own_replicas") -}}
-{{- if $class.own_replicas -}}
-{{- $_ := set $kept $name (dict "own_replicas" $class.own_replicas) -}}
-{{- end -}}
+{{- if kindIs "map" $class -}}
+{{- $own := $class.own_replicas | default 0 -}}
 {{- $_ := unset $class "own_replicas" -}}
+{{- if or $own $.counted -}}
+{{- $_ := set $kept $name (ternary (dict "own_replicas" $own) dict (ne ($own | int) 0)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if $kept -}}
@@ -72,10 +74,11 @@
 {{- $of := .Files.Get "files/live-keys.json" | fromJson -}}
 {{- $live := dict -}}
 {{- include "sluice.moveLive" (dict "args" $args "live" $live "keys" $of.keys) -}}
-{{- include "sluice.keepOwnReplicas" (dict "args" $args "live" $live "defaultClass" $of.default_class) -}}
+{{- $counted := (($args.engine).scheduler).policy -}}
 {{- $others := list -}}
 {{- $any := false -}}
 {{- range $model := $args.more_models | default list -}}
+{{- $counted = or $counted (($model.engine).scheduler).policy -}}
 {{- $own := dict -}}
 {{- include "sluice.moveLive" (dict "args" $model "live" $own "keys" (pick $of.keys "engine")) -}}
 {{- $others = append $others $own -}}
@@ -84,6 +87,7 @@
 {{- if $any -}}
 {{- $_ := set $live "more_models" $others -}}
 {{- end -}}
+{{- include "sluice.keepClasses" (dict "args" $args "live" $live "counted" $counted "defaultClass" $of.default_class) -}}
 {{- $application := dict "name" "sluice" "route_prefix" "/" "import_path" "deployments.app:build" "args" $args -}}
 {{- if $live -}}
 {{- $_ := set $application "deployments" (list (dict "name" "Router" "user_config" $live)) -}}

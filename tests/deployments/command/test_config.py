@@ -72,6 +72,9 @@ def test_a_key_that_is_none_gets_the_nearest() -> None:
     assert "lists those at the top" in refused("explain", "xyzzy")
 
 
+FIXED = {"name": "Router", "user_config": {"router": {"replicas": 2}}}
+
+
 def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "check_args", lambda _: pytest.fail("vLLM is asked"))
     ours = {"import_path": config.IMPORT_PATH}
@@ -79,6 +82,7 @@ def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch
         ({"engine": {"replica": 2}}, "did you mean engine.replicas?"),
         ({"applications": [ours | {"args": {"model": "m", "ttft_ms": 1}}]}, "classes.NAME.ttft_s"),
         ({"applications": [ours]}, "model: is needed"),
+        ({"applications": [ours | {"args": {"model": "m"}, "deployments": [FIXED]}]}, "router.replicas: cannot change"),
         ({"applications": [{"import_path": "mine:app"}]}, "none of its applications"),
         ({"applications": None}, "none of its applications"),
         ([1], "must hold a mapping"),
