@@ -63,6 +63,7 @@ class FrontEnd:
         self._grammars: Grammars | None = None
         self._in_force: tuple[Any, AppConfig] | None = None  # a user_config, and what it makes of the configuration
         self._told: tuple[Any, AppConfig] | None = None  # of these, in the shared state
+        self._telling = asyncio.Lock()
         self.name, self.names = config.public_name, config.served_names
         self.router_id = uuid.uuid4().hex[:12]
         process = ProcessPage({"router": self.router_id}, MonotonicClock()) if speaks_for_process else bytes
@@ -99,7 +100,7 @@ class FrontEnd:
         self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
-        self._answering.repeat(self._tell, "live settings")
+        self._answering.repeat(self.tell, "live settings")
         self._llm = RoutedAsyncLLM(
             args,
             self.routed,
@@ -121,7 +122,7 @@ class FrontEnd:
         return app
 
     def adopt(self, user_config: Any, config: AppConfig) -> None:
-        """Go by a configuration with other live settings from now on, and tell its engines.
+        """Go by a configuration with other live settings from now on; engines go by it once they are told.
 
         Args:
             user_config: by which it is another, of all models.
@@ -148,18 +149,23 @@ class FrontEnd:
         """
         return await LiveSettings(self._store, self._begun).user_config()
 
-    async def _tell(self) -> None:
-        """What is in force, or again what the shared state has lost of it."""
-        if (in_force := self._in_force) is None:
-            return
-        user_config, config = in_force
-        groups = [(self._store, EngineTerms.of(self._begun, config, "decode"))]
-        if self._begun.engine.prefill is not None:
-            groups.append((self._prefill_store, EngineTerms.of(self._begun, config, "prefill")))
-        for store, terms in groups:
-            settings = LiveSettings(store, self._begun)
-            await (settings.restore if self._told is in_force else settings.tell)(user_config, terms)
-        self._told = in_force
+    async def tell(self) -> None:
+        """Engines and later routers what is in force, or again what the shared state has lost of it.
+
+        Raises:
+            StateStoreError: it cannot be reached, and is told at a later heartbeat.
+        """
+        async with self._telling:
+            if (in_force := self._in_force) is None:
+                return
+            user_config, config = in_force
+            groups = [(self._store, EngineTerms.of(self._begun, config, "decode"))]
+            if self._begun.engine.prefill is not None:
+                groups.append((self._prefill_store, EngineTerms.of(self._begun, config, "prefill")))
+            for store, terms in groups:
+                settings = LiveSettings(store, self._begun)
+                await (settings.restore if self._told is in_force else settings.tell)(user_config, terms)
+            self._told = in_force
 
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
         """As `RoutedClient.charge`: a key's allowance is one for all models."""

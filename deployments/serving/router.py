@@ -141,6 +141,11 @@ class Router:
         for front_end, each in zip(self._front_ends, config.each_model(), strict=True):
             front_end.adopt(user_config, each)
         self._user_config, self._is_configured = user_config, True
+        for front_end in self._front_ends:
+            try:
+                await front_end.tell()
+            except StateStoreError as error:
+                logger.warning("engines of %s are told when the shared state is back: %s", front_end.name, error)
 
     def _set_routes(self, app: FastAPI) -> None:
         """Ours come first in the list. vLLM's own /metrics shows one process alone, with all paths below."""

@@ -46,11 +46,11 @@ def test_the_schema_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_key_is_explained_with_type_unit_default_and_what_a_change_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    name, meaning, kind, change = said(capsys, "explain", "router.body_timeout_s").splitlines()
-    assert name == "router.body_timeout_s"
-    assert "body may take" in meaning
-    assert kind.strip() == "number above 0, in seconds; default 30.0"
-    assert "redeploy" in change
+    name, meaning, kind, change = said(capsys, "explain", "router.silence_s").splitlines()
+    assert name == "router.silence_s"
+    assert "is taken for dead" in meaning
+    assert kind.strip() == "number above 0, in seconds; default 10.0"
+    assert "restarts engines" in change
     assert "changes live" in said(capsys, "explain", "engine.scheduler.itl_target_s")
     assert "it must be given" in said(capsys, "explain", "model")
 

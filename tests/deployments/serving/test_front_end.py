@@ -137,12 +137,12 @@ def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
 
 async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_was_lost(store: Store) -> None:
     made, prefill_store = answering(store, prefills := Store()), prefills
-    await made._tell()
+    await made.tell()
     assert await made.told_user_config() is None, "not before Ray Serve has said what it is"
     changed = with_live(made._begun, LIVE)
     made.adopt(LIVE, changed)
     for _ in range(2):
-        await made._tell()
+        await made.tell()
         assert await made.told_user_config() == LIVE
         for role, told in (("decode", store), ("prefill", prefill_store)):
             terms = await LiveSettings(told, made._begun).terms()
@@ -154,8 +154,8 @@ async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_w
 async def test_a_router_that_was_changed_before_does_not_overwrite_one_changed_since(store: Store) -> None:
     first, second = (answering(store, Store()) for _ in range(2))
     first.adopt({}, first._begun)
-    await first._tell()
+    await first.tell()
     second.adopt(LIVE, with_live(second._begun, LIVE))
-    await second._tell()
-    await first._tell()
+    await second.tell()
+    await first.tell()
     assert await first.told_user_config() == LIVE

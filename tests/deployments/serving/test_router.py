@@ -17,7 +17,7 @@ from starlette.requests import Request
 from deployments.config.application import AppConfig
 from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
-from policies.errors import ConfigError, SluiceError, StateStoreAccessError
+from policies.errors import ConfigError, SluiceError, StateStoreAccessError, StateStoreError
 from router.metrics import RouterMetrics
 from tests.deployments.bodies import free
 from tests.waiting import PATIENCE_S
@@ -131,7 +131,8 @@ async def test_a_router_that_redis_refuses_says_so_before_it_starts_anything(rou
 class Reconfigured(FrontEnd):
     """Goes by what it is given, and knows what other routers have told."""
 
-    names, max_model_len, takes_media, charge = ("m",), 2048, False, staticmethod(free)
+    name, names, max_model_len, takes_media, charge = "m", ("m",), 2048, False, staticmethod(free)
+    tellings, is_away = 0, False
 
     def __init__(self, told: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -146,6 +147,11 @@ class Reconfigured(FrontEnd):
 
     def adopt(self, user_config: object, config: AppConfig) -> None:
         self.in_force.append(config)
+
+    async def tell(self) -> None:
+        self.tellings += 1
+        if self.is_away:
+            raise StateStoreError("no answer")
 
     async def status(self) -> dict[str, Any]:
         return {}
@@ -179,6 +185,15 @@ async def test_a_user_config_is_in_force_for_requests_from_then_on_and_goes_agai
     await router.reconfigure(None, rank=None)
     assert router._served.promises.of(Headers(), None, may_tighten=True).slo_class == "standard"
     assert not router._bodies.is_too_large(2049)
+
+
+async def test_it_is_told_before_it_counts_as_taken_unless_the_shared_state_is_away(router: Any) -> None:
+    """A router that dies right after that leaves it to those that start."""
+    front_end = await started(router, {})
+    assert front_end.tellings == 1
+    front_end.is_away = True
+    await router.reconfigure({"router": {"max_wait_s": 9}}, rank=None)
+    assert (front_end.tellings, (await page(router))["refused"]) == (2, None)
 
 
 async def test_a_wrong_one_leaves_in_force_what_is_and_is_shown(router: Any) -> None:
