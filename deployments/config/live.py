@@ -86,7 +86,7 @@ def _with_own_replicas(config: AppConfig, classes: Any, refused: list[str]) -> A
         refused += [_cannot_change(f"classes.{name}.{key}") for key in fixed]
     own = {name: section.own_replicas for name, section in config.classes.items() if section.own_replicas}
     refused += [
-        f"classes: {name} has own_replicas by args, and must be among them" for name in own.keys() - classes.keys()
+        f"classes: {name} has own_replicas by args, and must be among them" for name in own if name not in classes
     ]
     kept = {name: own.get(name, 0) for name, section in classes.items() if isinstance(section, Mapping)}
     return {**classes, **{name: {**classes[name], "own_replicas": replicas} for name, replicas in kept.items()}}

@@ -55,9 +55,8 @@ class LiveControl:
         if self._settings is None:
             return
         settings = self._settings.changed(live)
-        if settings in (self._settings, self._other) and (
-            settings == self._settings or time.monotonic() < self._again_s
-        ):
+        is_refused = settings == self._other and time.monotonic() < self._again_s
+        if settings == self._settings or is_refused:
             return
         self._other, self._again_s = settings, time.monotonic() + RETRY_S
         await self._control(dict(live))

@@ -116,19 +116,17 @@ class Router:
             try:
                 await self._go_by(given)
                 self._refused = None
-            except ConfigError as error:
-                self._refused = str(error)
-                logger.error("serving goes by the user_config of before: %s", error)
+            except Exception as error:  # of whatever kind
+                self._refused = str(error) or repr(error)
+                logger.exception("serving goes by the user_config of before")
                 if not self._is_configured:
                     await self._lifetime.start(self._go_by_last_taken(error))
-            except BaseException:
-                if not self._is_configured:
-                    await self._lifetime.end()
-                raise
 
-    async def _go_by_last_taken(self, error: ConfigError) -> None:
-        """By routers that began with the same settings. Raises the error where there were none."""
-        if (found := await self._front_ends[0].told_user_config()) is None:
+    async def _go_by_last_taken(self, error: Exception) -> None:
+        """By routers that began with the same settings. Raises the error where there were none, or it is no matter of
+        settings."""
+        found = await self._front_ends[0].told_user_config() if isinstance(error, ConfigError) else None
+        if found is None:
             raise error
         await self._go_by(found)
 

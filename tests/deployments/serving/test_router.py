@@ -208,6 +208,13 @@ async def test_a_wrong_one_leaves_in_force_what_is_and_is_shown(router: Any) -> 
     assert (await page(router))["refused"] is None
 
 
+async def test_what_goes_wrong_unforeseen_costs_no_router_either(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    await started(router, {})
+    monkeypatch.setattr("deployments.serving.router.with_live", lambda *_: {}["a fault"])
+    await router.reconfigure({"router": {"max_wait_s": 9}}, rank=None)
+    assert await page(router) == {"in_force": {}, "refused": "'a fault'"}
+
+
 async def test_one_that_starts_with_a_wrong_one_goes_by_what_others_of_its_kind_have_taken(router: Any) -> None:
     front_end = await started(router, WRONG, told={"router": {"max_wait_s": 9}})
     assert front_end.in_force[-1].router.max_wait_s == 9
