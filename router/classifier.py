@@ -110,9 +110,9 @@ class Classifier:
         buckets: PromptBuckets | None = None,
         late_patience_s: float = 60.0,
     ) -> None:
-        self._late_patience_s = late_patience_s
-        self._mode, self._fills_idle = mode, frozenset(fills_idle)
-        self._predictor, self._bins, self._buckets, self._order = predictor, bins, buckets, order
+        self._mode = mode
+        self._predictor, self._bins, self._buckets = predictor, bins, buckets
+        self.adopt(order=order, fills_idle=fills_idle, late_patience_s=late_patience_s)
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
         self._prefixes, self._prefix_tie_s = prefixes, prefix_tie_s
@@ -124,6 +124,10 @@ class Classifier:
         # Of routers that bin otherwise, as before and after a redeploy, each kind keeps to edges of its own.
         self._shape = f"{bins.config} {None if buckets is None else buckets.config}"
         self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
+
+    def adopt(self, *, order: Order | None, fills_idle: Collection[str], late_patience_s: float) -> None:
+        """For tickets from now on."""
+        self._order, self._fills_idle, self._late_patience_s = order, frozenset(fills_idle), late_patience_s
 
     @property
     def bin_edges(self) -> tuple[float, ...]:

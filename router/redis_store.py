@@ -39,6 +39,7 @@ CALL_TIMEOUT_S = 5.0
 # What a call raises when Redis is away. RuntimeError is uvloop's, of a write to a connection that has just broken.
 AWAY = (RedisError, OSError, RuntimeError)
 CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
+SETTINGS_S = 7 * 86400  # for which those of a configuration are kept that nobody has told again
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 # What Redis 7, and 6, say of commands inside a script. An error of no kind of its own.
 _NOT_IN_SCRIPTS = "ACL failure in script|user executing the script can't"
@@ -358,19 +359,24 @@ class RedisStateStore:
         return total, [_length_decoder.decode(raw) for raw in unseen]
 
     async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
-        fields: dict[Any, Any] = {f"{configured}:{name}": value for name, value in changes.items()}
-        await self._guard(lambda: cast(Awaitable[Any], self._redis.hset(self._key("settings"), mapping=fields)))
+        key, fields = self._key(f"settings:{configured}"), cast(dict[Any, Any], changes)
+        async with self._redis.pipeline() as pipeline:
+            pipeline.hset(key, mapping=fields)
+            pipeline.expire(key, SETTINGS_S)
+            await self._guard(pipeline.execute)
 
     async def restore_settings(self, configured: str, settings: Mapping[str, bytes]) -> None:
+        key = self._key(f"settings:{configured}")
         async with self._redis.pipeline() as pipeline:
             for name, value in settings.items():
-                pipeline.hsetnx(self._key("settings"), f"{configured}:{name}", value)
+                pipeline.hsetnx(key, name, value)
+            pipeline.expire(key, SETTINGS_S)
             await self._guard(pipeline.execute)
 
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
-        found = await self._guard(lambda: cast(Awaitable[Any], self._redis.hgetall(self._key("settings"))))
-        fields = ((*field.decode().split(":", 1), value) for field, value in found.items())
-        return {name: value for kind, name, value in fields if kind == configured}
+        key = self._key(f"settings:{configured}")
+        found = await self._guard(lambda: cast(Awaitable[Any], self._redis.hgetall(key)))
+        return {name.decode(): value for name, value in found.items()}
 
     async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
         key = self._key(f"metrics:{router_id}")

@@ -203,6 +203,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             await self._background.close()
             raise StateStoreError(f"no subscription to notices within {self._config.silence_s} s") from error
 
+    def adopt(self, door: Door, config: RoutedClientConfig) -> None:
+        """Go by other limits from now on; how often it beats stays."""
+        self._door, self._config = door, config
+
     async def close(self) -> None:
         await self._background.close()
         self._connections.close()

@@ -4,12 +4,14 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from deployments.command.args_check import check_args
 from deployments.command.settings import read_settings, with_defaults
 from deployments.config.application import AppConfig, checked
+from deployments.config.live import ROUTER, with_live
 from deployments.config.reference import Key, all_keys, below, find, nearest, schema
 from deployments.http.keys import KeyEntry
 from policies.errors import ConfigError
@@ -33,8 +35,9 @@ values of the chart, which sets some of it itself ([k8s/sluice/README.md](../k8s
 any name, `[]` for each item of a list. `sluice config check FILE` checks a file, vLLM's arguments included;
 `sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
 
-What "changes" says: `restart` wants a redeploy, which starts engines anew; `live` changes while they serve, by
-[live control](scheduler.md#watch-it-and-change-it).
+What "changes" says: `live` changes while engines serve, where it stands in `user_config` of the deployment `Router`
+([how](operate.md#change-settings-without-a-restart)). `restart` stands under `args` alone, where any change restarts
+engines.
 """
 _KEYS = """
 ## Entries of `keys.file`
@@ -80,7 +83,16 @@ def _applications(path: Path) -> Iterator[AppConfig]:
     ours = [each for each in found or () if isinstance(each, dict) and each.get("import_path") == IMPORT_PATH]
     if not ours:
         raise ConfigError(f"{path}: none of its applications has import_path: {IMPORT_PATH}")
-    yield from (checked(each.get("args") or {}) for each in ours)
+    yield from map(_application, ours)
+
+
+def _application(found: dict[str, Any]) -> AppConfig:
+    """By its `args`, and what lies over them."""
+    config = checked(found.get("args") or {})
+    for deployment in found.get("deployments") or ():
+        if isinstance(deployment, dict) and deployment.get("name") == ROUTER:
+            config = with_live(config, deployment.get("user_config"))
+    return config
 
 
 def run_explain(options: argparse.Namespace) -> None:
@@ -106,7 +118,7 @@ def _about(key: Key) -> Iterator[str]:
     if key.type == "section":
         return
     yield f"{key.type}{key.in_unit}; {_default(key)}"
-    yield "changes live" if key.is_live else "a change wants a redeploy, which starts engines anew"
+    yield "changes live, in user_config of Router" if key.is_live else "a change restarts engines"
 
 
 def _default(key: Key) -> str:

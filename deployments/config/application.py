@@ -20,7 +20,7 @@ from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,7 @@ from pydantic import (
 
 from deployments.config.messages import ARGUMENTS, what_is_wrong
 from deployments.config.profile import calibrated
+from deployments.config.reference import AllBut
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.errors import ConfigError
@@ -72,9 +73,13 @@ DEMO_ARGS = (
 
 
 class Section(BaseModel):
-    """Refuses what it does not know; its errors do not show what was given, which may hold a password."""
+    """Refuses what it does not know; its errors do not show what was given, which may hold a password.
+
+    FIXED: fields whose change restarts engines; deployments/config/live.py changes the others.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
+    FIXED: ClassVar[Container[str]] = AllBut()
 
 
 class ScalingSection(Section):
@@ -116,6 +121,13 @@ class RouterAutoscalingSection(ScalingSection):
 
 class RouterSection(Section):
     """The deployment that speaks HTTP."""
+
+    FIXED: ClassVar[Container[str]] = AllBut(
+        {
+            "max_body_bytes", "max_buffered_bytes", "body_timeout_s", "max_engine_requests", "max_prompt_logprobs",
+            "grammar_timeout_s", "max_wait_s", "late_patience_s",
+        }
+    )  # fmt: skip
 
     replicas: int = Field(default=1, ge=1)
     """One front end handles about 13 000 tokens/s per core: several for each fast GPU."""
@@ -281,6 +293,8 @@ class PrefillSection(Section):
 class EngineSection(Section):
     """The deployment that runs the model."""
 
+    FIXED: ClassVar[Container[str]] = AllBut({"credit_s"})
+
     kind: Literal["vllm", "transformers"] = "vllm"
     """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
     gang: GangSection = GangSection()
@@ -386,6 +400,8 @@ class BinsSection(Section):
 class ClassSection(Section):
     """A service class."""
 
+    FIXED: ClassVar[Container[str]] = frozenset({"own_replicas"})
+
     ttft_s: Seconds | None = 1.0
     """Target for the first token, from the arrival of the HTTP request: who is due earlier starts earlier. None has no
     target, and goes behind all that have one."""
@@ -438,6 +454,8 @@ class KeysSection(Section):
 
 class OrderSection(Section):
     """Order of waiting requests: whose first token is due earlier starts earlier."""
+
+    FIXED: ClassVar[Container[str]] = AllBut({"policy_args"})
 
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
@@ -765,6 +783,8 @@ class ModelSection(Section):
 class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
+    FIXED: ClassVar[Container[str]] = AllBut({"classes", "default_class", "service_tiers"})
+
     more_models: tuple[ModelSection, ...] = ()
     """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
     has them at the top; everything else is shared."""
@@ -952,11 +972,14 @@ class AppConfig(ModelSection):
 
     def scheduler_settings(self, role: Role = "decode") -> SchedulerSettings | None:
         """Of an engine replica; None where it runs vLLM's own scheduler, or none."""
+        settings = self.plug_in_settings(role)
+        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
+        return settings if planned or self.engine.prefill is not None else None
+
+    def plug_in_settings(self, role: Role) -> SchedulerSettings:
+        """Of an engine replica, if it has loaded the plug-in."""
         prefill = self.engine.prefill
         settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
-        planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
-        if prefill is None and not planned:
-            return None
         return settings.changed({"classes": sorted({*self.classes, *settings.classes})})
 
     def _transfer_argv(self, prefill: PrefillSection, role: Role) -> list[str]:
@@ -999,12 +1022,12 @@ class AppConfig(ModelSection):
         targets_s = [section.ttft_s for section in classes if section.ttft_s is not None]
         return self.engine.credit_s or longest_promise_s(targets_s)
 
-    def credit_lookahead(self, slots: int) -> int:
-        """Requests offered to an engine replica beyond so many slots."""
+    def credit_lookahead(self, slots: int, credit_s: float | None) -> int:
+        """Requests offered to an engine replica beyond so many slots, where `credit_s` is in force."""
         given = self.engine.credit_lookahead
         if given is not None:
             return given
-        return lookahead(slots) if self.credit_s is not None else 0
+        return lookahead(slots) if credit_s is not None else 0
 
     def promises(self) -> dict[str, Promise]:
         """By class."""

@@ -38,6 +38,18 @@ _BOUNDS = {
 _TYPES = {"boolean": "true or false", "null": "null", "array": "list", "object": "mapping"}
 
 
+class AllBut(frozenset[str]):
+    """All names but these."""
+
+    def __contains__(self, name: object) -> bool:
+        return not super().__contains__(name)
+
+
+def is_live(section: type[BaseModel], name: str) -> bool:
+    """Whether a field changes while engines serve: `FIXED` of its section names those that do not."""
+    return name not in getattr(section, "FIXED", ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One key, or one section.
@@ -50,7 +62,7 @@ class Key:
         default: in JSON, as it is in force at this place; "" for a section that is always there.
         is_needed: it has no default.
         unit: "" where it has none.
-        is_live: live control changes it; any other change restarts engines.
+        is_live: it changes while engines serve; any other change restarts them.
     """
 
     path: str
@@ -114,7 +126,7 @@ def _keys(root: type[BaseModel], model: type[BaseModel], prefix: str, defaults: 
             is_needed=field.is_required(),
             unit=_unit(name, value),
             meaning=value["description"],
-            is_live=name not in getattr(model, "FIXED", (name,)),
+            is_live=is_live(model, name),
         )
         if held is not None and not issubclass(root, held):  # else as at the top
             yield from _keys(root, held, f"{path}{joint}", default if isinstance(default, held) else None)

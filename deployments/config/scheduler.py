@@ -3,7 +3,8 @@
     vllm serve MODEL --scheduler-cls deployments.vllm_scheduler.SluiceScheduler \\
         --additional-config '{"sluice": {"mode": "auto"}}'
 
-vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in live control.
+vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in `user_config` of
+the routers, or live control.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,8 @@ class SchedulerSettings(BaseModel):
     """What each engine step may do, and who decides it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    FIXED: ClassVar = frozenset({"policy", "policy_args"})  # live control changes the others
+    # The others change while an engine runs. What it is measured for it has begun with.
+    FIXED: ClassVar = frozenset({"policy", "policy_args", "measure_s"})
 
     mode: Mode = "auto"
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets
@@ -71,7 +73,7 @@ class SchedulerSettings(BaseModel):
     a profile; 0 leaves it out, and `auto` then stays with mixed steps until it has seen what prefills cost alone."""
     policy: str | None = None
     """A class of your own that plans every step, `package.module:Class`, or another of policies/registry.py by name;
-    null is Sluice's. See docs/write-a-policy.md. It cannot change live."""
+    null is Sluice's. See docs/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 
@@ -143,16 +145,23 @@ class SchedulerSettings(BaseModel):
             speculates=speculates,
         )
 
-    def build_policy(self, *, learned: BatchPolicy | None, phases: bool, speculates: bool = False) -> BatchPolicy:
-        """A policy with these settings, and with what one of the same classes and the same `policy` has learned.
+    def build_policy(
+        self, *, learned: BatchPolicy | None, before: Self, phases: bool, speculates: bool = False
+    ) -> BatchPolicy:
+        """A policy with these settings, and with what `learned`, one of the same `policy` by the settings of before,
+        has learned of each class.
 
         Raises:
-            ConfigError: the profile cannot be used, or there are not as many classes as were learned about.
+            ConfigError: the profile cannot be used.
         """
         if self.policy is not None:
             return self.chosen_policy(self.policy) if learned is None else learned
-        assert learned is None or isinstance(learned, Auto)
-        return Auto(self.auto_config(self.known_step_times(), phases=phases, speculates=speculates), learned)
+        config = self.auto_config(self.known_step_times(), phases=phases, speculates=speculates)
+        if learned is None:
+            return Auto(config)
+        assert isinstance(learned, Auto)
+        index = {name: at for at, name in enumerate(before.class_names)}
+        return Auto(config, learned, known_as=[index.get(name) for name in self.class_names])
 
     def chosen_policy(self, name: str) -> BatchPolicy:
         """A new policy of that name or class. Raises ConfigError: there is none, or it refuses `policy_args`."""

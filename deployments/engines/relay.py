@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -160,6 +160,11 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self._failures: Counter[str] = Counter()  # nobody scrapes a replica: routers ask for them with its status
         self._background = BackgroundTasks(self._count_failure)
+
+    def adopt(self, *, credit_s: float | None, credit_lookahead: int) -> None:
+        """As in `RelayConfig`, from now on; the shared state hears of it with the next heartbeat."""
+        self._config = replace(self._config, credit_s=credit_s, credit_lookahead=credit_lookahead)
+        self._prompts.credit_s = credit_s
 
     @property
     def slots(self) -> int:

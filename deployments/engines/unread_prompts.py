@@ -18,7 +18,7 @@ class UnreadPrompts:
         """Args:
         credit_s: enough is what takes so long to read; None sets no bound.
         """
-        self._credit_s = credit_s
+        self.credit_s = credit_s
         self._unread: dict[str, int] = {}
         self._read: set[str] = set()  # since the shared state was told
         self._tokens = 0  # of all that are unread
@@ -63,9 +63,9 @@ class UnreadPrompts:
     @property
     def max_unread_tokens(self) -> int | None:
         """Where the engine has enough; None where nothing says so."""
-        if self._credit_s is None or not self._token_s:
+        if self.credit_s is None or not self._token_s:
             return None
-        most = self._credit_s / self._token_s
+        most = self.credit_s / self._token_s
         return max(1, math.floor(most)) if math.isfinite(most) else None
 
     def report(self) -> Reading:

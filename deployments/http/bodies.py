@@ -55,9 +55,13 @@ class RequestBodies:
             not whole yet is given up: whoever sends slowly, or much, gives way.
         timeout_s: from the first byte of a body to its last.
         """
-        self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
+        self.adopt(limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)
         self._incoming: set[_Incoming] = set()
         self.buffered_bytes = 0
+
+    def adopt(self, limits: RequestLimits, *, max_buffered_bytes: int, timeout_s: float) -> None:
+        """Other limits, for what comes from now on."""
+        self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
 
     @property
     def too_large(self) -> BodyError:

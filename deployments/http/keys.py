@@ -149,6 +149,15 @@ class KeyRing:
         """Whether a request needs a key: where a source of keys is configured."""
         return self._file is not None or self._environment is not None or self._redis is not None
 
+    async def use_classes(self, classes: Collection[str]) -> None:
+        """From now on the application has these. Raises as `reload`; on ConfigError all stays as it was."""
+        before, self._classes = self._classes, frozenset(classes)
+        try:
+            await self.reload()
+        except ConfigError:
+            self._classes = before
+            raise
+
     def find(self, key: str) -> Tenant | None:
         """Looked up by its hash: how long that takes tells of the hash, from which no key can be had."""
         return self._tenants.get(digest(key))

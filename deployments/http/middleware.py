@@ -108,7 +108,11 @@ def _with_cause_logged(handler: Callable[[Request, Exception], Any]) -> Callable
 
 
 class SluiceMiddleware:
-    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
+    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream.
+
+    Attributes:
+        promises: what requests from now on are promised.
+    """
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class SluiceMiddleware:
         charge: takes tokens out of a key's allowance, or raises AdmissionError.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self._promises = promises
+        self.promises = promises
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -202,7 +206,7 @@ class SluiceMiddleware:
             PromiseError: what it asks for is malformed, or not for its key.
         """
         may_tighten = not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)
-        promised = self._promises.of(headers, context.tenant, tier, may_tighten=may_tighten)
+        promised = self.promises.of(headers, context.tenant, tier, may_tighten=may_tighten)
         context.slo_class, context.promise = promised.slo_class, promised.promise
         context.service_tier = promised.service_tier
 

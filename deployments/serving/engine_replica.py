@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig, Role
+from deployments.config.live import EngineTerms
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import nixl_env, set_up_gpu_engine
 from deployments.process.logs import log_as_json
@@ -19,6 +20,7 @@ from deployments.serving.autoscaling import Stats, fleet_stats
 from deployments.serving.engine_start import started_engine
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.live_control import LiveControl
+from deployments.serving.live_settings import LiveSettings
 from deployments.serving.redis_server import redis_ready
 from policies.errors import ConfigError, ReplicaLostError
 from router.redis_store import RedisStateStore, check_access, connect
@@ -104,12 +106,14 @@ class EngineReplica:
         self._connect(redis_url)
         settings = self._config.scheduler_settings(self._role)
         self._live_control = LiveControl(self._store, settings, self._engine.control)
+        self._live_settings = LiveSettings(self._store, self._config)
+        self._terms = EngineTerms.of(self._config, self._config, self._role)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
         check = None if self._config.engine.prefill is None else self._check_pairs
         # Whoever has loaded a model does not throw it away for a moment without Redis.
         await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
-        self._relay.repeat(self._live_control.follow, "live control")
+        self._relay.repeat(self._follow, "live control")
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
 
     def _connect(self, redis_url: str) -> None:
@@ -120,6 +124,22 @@ class EngineReplica:
         decode = RedisStateStore(redis, self._config.namespace(version))
         prefill = RedisStateStore(redis, self._config.prefill_namespace(version))
         self._store, self._others = (prefill, decode) if self._role == "prefill" else (decode, prefill)
+
+    async def _follow(self) -> None:
+        """What routers were told of this model, and what schedulers were.
+
+        Raises:
+            StateStoreError: the shared state does not answer.
+            Exception: the engine refuses it; all but its scheduler's settings is in force.
+        """
+        terms = await self._live_settings.terms() or self._terms
+        if terms != self._terms:
+            self._terms = terms
+            self._relay.adopt(credit_s=terms.credit_s, credit_lookahead=self._credit_lookahead())
+        await self._live_control.follow(terms.scheduler or {})
+
+    def _credit_lookahead(self) -> int:
+        return self._config.credit_lookahead(self._engine.slots, self._terms.credit_s) if self._role == "decode" else 0
 
     async def _check_pairs(self) -> None:
         """To be called once the other group can see this replica.
@@ -148,11 +168,11 @@ class EngineReplica:
                 kv_layout=self._engine.kv_layout,
             ),
             config=RelayConfig(
-                credit_lookahead=config.credit_lookahead(self._engine.slots) if self._role == "decode" else 0,
+                credit_lookahead=self._credit_lookahead(),
                 heartbeat_s=config.router.heartbeat_s,
                 hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
-                credit_s=config.credit_s if self._role == "decode" else None,
+                credit_s=self._terms.credit_s,
                 prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
             ),
         )
@@ -178,6 +198,6 @@ class EngineReplica:
         try:
             async with asyncio.timeout(timeout_s):
                 # What is taken until then has as long again, and what waits now waits no longer than max_wait_s.
-                await self._relay.drain(min(timeout_s / 2, self._config.router.max_wait_s))
+                await self._relay.drain(min(timeout_s / 2, self._terms.max_wait_s))
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")

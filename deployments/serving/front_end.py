@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig, PrefillSection, least_replicas
+from deployments.config.live import EngineTerms
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import vllm_logs_as_json
 from deployments.serving.engine_metrics import engine_exposition
+from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
@@ -58,6 +61,11 @@ class FrontEnd:
         speaks_for_process: its page has what this process counts besides: one of several models' has.
         """
         self._config, self._redis, self._predictor = config, client, predictor
+        self._begun = config
+        self._grammars: Grammars | None = None
+        self._in_force: tuple[Any, AppConfig] | None = None  # a user_config, and what it makes of the configuration
+        self._told: tuple[Any, AppConfig] | None = None  # of these, in the shared state
+        self._telling = asyncio.Lock()
         self.name, self.names = config.public_name, config.served_names
         self.router_id = uuid.uuid4().hex[:12]
         process = ProcessPage({"router": self.router_id}, MonotonicClock()) if speaks_for_process else bytes
@@ -96,6 +104,7 @@ class FrontEnd:
         self.routed = self._routed_client(learned, VllmCodec(resumes=not has_logits_processors(args)))
         resources.push_async_callback(self.routed.close)
         await self.routed.start()
+        self._answering.repeat(self.tell, "live settings")
         self._llm = RoutedAsyncLLM(
             args,
             self.routed,
@@ -103,7 +112,8 @@ class FrontEnd:
             self._config.router.max_prompt_logprobs,
         )
         if not self._config.gang:
-            self._llm.compile_grammars_with(self._grammars(resources))
+            self._grammars = self._made_grammars(resources)
+            self._llm.compile_grammars_with(self._grammars)
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
         tasks = await self._llm.get_supported_tasks()
         fetch_media_from_allowed_addresses(self._config.router.media_networks)
@@ -115,11 +125,57 @@ class FrontEnd:
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
 
+    def adopt(self, user_config: Any, config: AppConfig) -> None:
+        """Go by a configuration with other live settings from now on; engines go by it once they are told.
+
+        Args:
+            user_config: by which it is another, of all models.
+        """
+        self._config, self._in_force = config, (user_config, config)
+        for client in self._clients:
+            client.adopt(self._door(), config.router.build())
+        self._classifier.adopt(
+            order=config.order.build(),
+            fills_idle=self._fills_idle(),
+            late_patience_s=config.router.late_patience_s,
+        )
+        if isinstance(self.routed, SplitClient):
+            self.routed.config = replace(self.routed.config, itl_targets_s=config.itl_targets())
+        self._llm.limit_prompt_logprobs(config.router.max_prompt_logprobs)
+        if self._grammars is not None:
+            self._grammars.timeout_s = config.router.grammar_timeout_s
+
+    async def told_user_config(self) -> Any | None:
+        """That routers of this configuration have last taken; None before the first.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        return await LiveSettings(self._store, self._begun).user_config()
+
+    async def tell(self) -> None:
+        """Engines and later routers what is in force, or again what the shared state has lost of it.
+
+        Raises:
+            StateStoreError: it cannot be reached, and is told at a later heartbeat.
+        """
+        async with self._telling:
+            if (in_force := self._in_force) is None:
+                return
+            user_config, config = in_force
+            groups = [(self._store, EngineTerms.of(self._begun, config, "decode"))]
+            if self._begun.engine.prefill is not None:
+                groups.append((self._prefill_store, EngineTerms.of(self._begun, config, "prefill")))
+            for store, terms in groups:
+                settings = LiveSettings(store, self._begun)
+                await (settings.restore if self._told is in_force else settings.tell)(user_config, terms)
+            self._told = in_force
+
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
         """As `RoutedClient.charge`: a key's allowance is one for all models."""
         await self._answering.charge(tenant, tokens)
 
-    def _grammars(self, resources: AsyncExitStack) -> Grammars:
+    def _made_grammars(self, resources: AsyncExitStack) -> Grammars:
         failures = self.metrics.task_failures
         background = BackgroundTasks(lambda task: failures.labels(task).inc())
         resources.push_async_callback(background.close)
@@ -140,17 +196,19 @@ class FrontEnd:
         options: dict[str, Any] = {
             "router_id": self.router_id,
             "codec": codec,
-            "door": Door({name: section.limits() for name, section in config.classes.items()}),
+            "door": self._door(),
             "clock": MonotonicClock(),
             "config": config.router.build(),
         }
+        self._classifier = self._made_classifier(learned)
         self._answering = RoutedClient[Any, Any](
             store=self._store,
-            classifier=self._classifier(learned),
+            classifier=self._classifier,
             shared_clock=SharedClock(),
             metrics=self.metrics,
             **options,
         )
+        self._clients = [self._answering]
         if config.engine.prefill is None:
             return self._answering
         return self._split_client(config.engine.prefill, codec, options)
@@ -168,6 +226,7 @@ class FrontEnd:
             metrics=RouterMetrics("prefill", self._of_router),
             **options,
         )
+        self._clients.append(reading)
         return SplitClient(
             decoding=self._answering,
             pool=PrefillPool(reading, codec, metrics),
@@ -199,7 +258,13 @@ class FrontEnd:
             return bool(infos)
         return 2 * sum(not info.classes for info in infos) >= least_replicas(self._config.engine)
 
-    def _classifier(self, learned: LearnedPredictor | None) -> Classifier:
+    def _door(self) -> Door:
+        return Door({name: section.limits() for name, section in self._config.classes.items()})
+
+    def _fills_idle(self) -> list[str]:
+        return [name for name, section in self._config.classes.items() if section.fills_idle]
+
+    def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config
         return Classifier(
             predictor=HistogramPredictor(config.bins.window_requests),
@@ -213,7 +278,7 @@ class FrontEnd:
             prefix_tie_s=config.placement.prefix_tie_s,
             mode=config.mode,
             learned=learned,
-            fills_idle=[name for name, section in config.classes.items() if section.fills_idle],
+            fills_idle=self._fills_idle(),
             buckets=config.bins.buckets() if config.gang else None,
             late_patience_s=config.router.late_patience_s,
         )

@@ -1,8 +1,9 @@
 """Live control: settings of the engines' schedulers that change while they serve, for all replicas of a model.
 
 What one replica was told is kept in the shared state, and every other takes it over at its next heartbeat, also one
-that comes later. A shared state that has lost it is told again. It holds for replicas that were configured alike: a
-redeploy with other settings begins with those, and one with the settings of before finds what was changed under them.
+that comes later. A shared state that has lost it is told again. It holds for replicas that are configured alike:
+other settings, by a redeploy or a router's `user_config`, begin anew, and those of before find what was changed under
+them.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -36,12 +38,29 @@ class LiveControl:
         control: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
     ) -> None:
         self._store, self._control = store, control
+        self._one_at_a_time = asyncio.Lock()
+        self._other: SchedulerSettings | None = None  # that this engine was to begin anew with, the last time
+        self._again_s = 0.0
+        self._begin_with(settings)
+
+    def _begin_with(self, settings: SchedulerSettings | None) -> None:
+        self._settings = settings
         self._begun_with = {} if settings is None else settings.model_dump(mode="json")
         self._configured = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
         self._taken_over: dict[str, bytes] = {}
         self._refused: dict[str, bytes] = {}
         self._retry_s = 0.0
-        self._one_at_a_time = asyncio.Lock()
+
+    async def _configure(self, live: Mapping[str, Any]) -> None:
+        if self._settings is None:
+            return
+        settings = self._settings.changed(live)
+        is_refused = settings == self._other and time.monotonic() < self._again_s
+        if settings == self._settings or is_refused:
+            return
+        self._other, self._again_s = settings, time.monotonic() + RETRY_S
+        await self._control(dict(live))
+        self._begin_with(settings)
 
     async def change(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Of this replica at once, and of the others soon; returns the settings in force here.
@@ -63,12 +82,16 @@ class LiveControl:
             self._taken_over |= packed
             return in_force
 
-    async def follow(self) -> None:
+    async def follow(self, live: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Take over what others were told, and tell the shared state what it has lost.
 
-        Raises as `change` does, once in RETRY_S for a change that this engine refuses.
+        Raises as `change` does, once in RETRY_S for what this engine refuses.
+
+        Args:
+            live: settings as they are configured now; begun with anew where one is another than before.
         """
         async with self._one_at_a_time:
+            await self._configure(live)
             told = await self._store.changed_settings(self._configured)
             lost = {name: value for name, value in self._taken_over.items() if name not in told}
             if lost:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from deployments.config.application import AppConfig
+from deployments.config.live import with_live
 from deployments.http.bodies import RequestBodies
 from deployments.http.keys import RELOAD_S, KeyRing
 from deployments.http.limits import RequestLimits
@@ -29,7 +30,7 @@ from deployments.serving.front_end import FrontEnd
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.redis_server import redis_ready
 from deployments.serving.shared_call import SharedCall
-from policies.errors import StateStoreError
+from policies.errors import ConfigError, StateStoreError
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
 from router.metrics import merge
@@ -67,6 +68,10 @@ class Router:
             for number, each in enumerate(config.each_model())
         ]
         self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
+        self._reconfiguring = asyncio.Lock()
+        self._user_config: object = None  # in force
+        self._refused: str | None = None  # why the last one is not
+        self._is_configured = False
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
@@ -84,14 +89,61 @@ class Router:
                 await asyncio.to_thread(app.openapi)
         cors = [_without_cors(app) for app in dict.fromkeys(apps.values())]
         _keep_from_collections()
-        served = SluiceMiddleware(
+        self._bodies = RequestBodies(self._limits(self._config), **_of_bodies(self._config))
+        self._keys = self._key_ring()
+        self._served = SluiceMiddleware(
             ModelSwitch(apps) if len(self._front_ends) > 1 else app,
-            bodies=self._bodies(),
-            promises=Promises(self._config.promises(), self._config.default_class, self._config.class_of_tier),
-            keys=await self._key_ring(),
+            bodies=self._bodies,
+            promises=_promises(self._config),
+            keys=self._keys,
             charge=self._front_ends[0].charge,
         )
-        return CORSMiddleware(served, **cors[0])
+        return CORSMiddleware(self._served, **cors[0])
+
+    async def reconfigure(self, user_config: object, rank: object) -> None:
+        """Ray Serve calls this once the application is built, before a request comes, and whenever the deployment's
+        `user_config` has changed. With `rank` it does so also where there is none.
+
+        It replaces whoever raises here, so that what serves goes on by what is in force; one that starts goes by what
+        others of its kind have taken.
+
+        Raises:
+            ConfigError: at the start, where there is nothing of the kind.
+            StateStoreError: at the start, the shared state cannot be reached.
+        """
+        given = {} if user_config is None else user_config
+        async with self._reconfiguring:
+            try:
+                await self._go_by(given)
+                self._refused = None
+            except Exception as error:  # of whatever kind
+                self._refused = str(error) or repr(error)
+                logger.exception("serving goes by the user_config of before")
+                if not self._is_configured:
+                    await self._lifetime.start(self._go_by_last_taken(error))
+
+    async def _go_by_last_taken(self, error: Exception) -> None:
+        """By routers that began with the same settings. Raises the error where there were none, or it is no matter of
+        settings."""
+        found = await self._front_ends[0].told_user_config() if isinstance(error, ConfigError) else None
+        if found is None:
+            raise error
+        await self._go_by(found)
+
+    async def _go_by(self, user_config: object) -> None:
+        """Raises ConfigError, and StateStoreError at the start; all is as it was then."""
+        config = with_live(self._config, user_config)
+        await self._use_keys(config)
+        self._bodies.adopt(self._limits(config), **_of_bodies(config))
+        self._served.promises = _promises(config)
+        for front_end, each in zip(self._front_ends, config.each_model(), strict=True):
+            front_end.adopt(user_config, each)
+        self._user_config, self._is_configured = user_config, True
+        for front_end in self._front_ends:
+            try:
+                await front_end.tell()
+            except StateStoreError as error:
+                logger.warning("engines of %s are told when the shared state is back: %s", front_end.name, error)
 
     def _set_routes(self, app: FastAPI) -> None:
         """Ours come first in the list. vLLM's own /metrics shows one process alone, with all paths below."""
@@ -105,16 +157,14 @@ class Router:
             *kept,
         ]
 
-    def _bodies(self) -> RequestBodies:
-        """Bounded by the longest context of the models, and for images where one takes them."""
-        section = self._config.router
-        limits = RequestLimits.of_context(
+    def _limits(self, config: AppConfig) -> RequestLimits:
+        """By the longest context of the models, and for images where one takes them."""
+        return RequestLimits.of_context(
             max(front_end.max_model_len for front_end in self._front_ends),
             takes_media=any(front_end.takes_media for front_end in self._front_ends),
-            max_body_bytes=section.max_body_bytes,
-            max_engine_requests=section.max_engine_requests,
+            max_body_bytes=config.router.max_body_bytes,
+            max_engine_requests=config.router.max_engine_requests,
         )
-        return RequestBodies(limits, max_buffered_bytes=section.max_buffered_bytes, timeout_s=section.body_timeout_s)
 
     def check_health(self) -> None:
         """Ray Serve replaces the router for which it raises: one that fails at once would draw all requests to it."""
@@ -125,25 +175,34 @@ class Router:
         """Ray Serve asks for it where routers are scaled."""
         return {"cores": self._cpu_use.cores()}
 
-    async def _key_ring(self) -> KeyRing:
-        """Raises ConfigError when the keys cannot be read at the start; later the old ones stay."""
+    def _key_ring(self) -> KeyRing:
+        """To be read once its classes are known."""
         config = self._config
-        keys = KeyRing(
+        return KeyRing(
             file=config.keys.file,
             environment=self._api_keys,
             client=self._redis if config.keys.redis else None,
             application=config.name,
             classes=config.classes,
         )
-        await keys.reload()
-        if keys.required:
+
+    async def _use_keys(self, config: AppConfig) -> None:
+        """Raises ConfigError when keys name other classes, and whatever keeps them from being read at the start."""
+        try:
+            await self._keys.use_classes(config.classes)
+        except StateStoreError as error:
+            if not self._is_configured:
+                raise
+            logger.warning("keys wait for the shared state: %s", error)
+        if self._is_configured:
+            return
+        if self._keys.required:
             failures = self._front_ends[0].metrics.task_failures
             background = BackgroundTasks(lambda task: failures.labels(task).inc())
-            background.repeat(keys.reload, RELOAD_S, "keys")
+            background.repeat(self._keys.reload, RELOAD_S, "keys")
             self._resources.push_async_callback(background.close)
         else:
             logger.warning("no API keys are configured: whoever reaches this address may use it")
-        return keys
 
     async def _metrics_page(self, request: Request) -> Response:
         return Response(await self._metrics.get(), media_type=PROMETHEUS_TEXT)
@@ -163,10 +222,19 @@ class Router:
         except StateStoreError as error:
             return error_response(503, str(error), "ServiceUnavailable")
         answered_by = {"router": self._front_ends[0].router_id, "pid": os.getpid()}
-        return JSONResponse({**first, "more_models": others, "answered_by": answered_by})
+        user_config = {"in_force": self._user_config, "refused": self._refused}
+        return JSONResponse({**first, "more_models": others, "user_config": user_config, "answered_by": answered_by})
 
     async def __del__(self) -> None:
         await self._lifetime.end()
+
+
+def _promises(config: AppConfig) -> Promises:
+    return Promises(config.promises(), config.default_class, config.class_of_tier)
+
+
+def _of_bodies(config: AppConfig) -> dict[str, Any]:
+    return {"max_buffered_bytes": config.router.max_buffered_bytes, "timeout_s": config.router.body_timeout_s}
 
 
 def _keep_from_collections() -> None:

@@ -6,6 +6,7 @@ could not wait for the end of a cycle, prefill and decode share steps: where the
 the promise, phases cost up to two points of the requests in time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -104,27 +105,35 @@ class Auto:
         phases: exclusive or mixed; its model of step times and its lengths are what others ask for.
     """
 
-    def __init__(self, config: AutoConfig, learned: "Auto | None" = None) -> None:
-        """``learned``: a policy whose statistics this one takes over; it must not be used any more.
+    def __init__(
+        self, config: AutoConfig, learned: "Auto | None" = None, *, known_as: Sequence[int | None] | None = None
+    ) -> None:
+        """
+        Args:
+            learned: a policy whose statistics this one takes over; it must not be used any more.
+            known_as: for each class its index in ``learned``, None for one that is new; None where all are the same.
 
         Raises:
-            ConfigError: ``learned`` has another number of classes.
+            ConfigError: there are not as many classes as are known.
         """
-        if learned is not None and learned.config.classes != config.classes:
-            raise ConfigError(f"the number of classes cannot change, from {learned.config.classes} to {config.classes}")
+        known = len(known_as) if known_as is not None else learned.config.classes if learned else config.classes
+        if known != config.classes:
+            raise ConfigError(f"of {config.classes} classes {known} are known: say with known_as what each was before")
         self.config: AutoConfig = config
         self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
-        self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned)
+        self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned, known_as)
         self.latency: StepBudget | Smallest = self._latency(config)
 
-    def _admission(self, learned: "Auto | None") -> ForecastAdmission | MemoryAware | Stock:
+    def _admission(
+        self, learned: "Auto | None", known_as: Sequence[int | None] | None
+    ) -> ForecastAdmission | MemoryAware | Stock:
         if self.config.admission == "memory_aware":
             return MemoryAware(self.config.memory_aware())
         if self.config.admission == "slots":
             return Stock()
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
         step_times = self.phases.model.recompute_times if self.config.overcommit else None
-        return ForecastAdmission(self.config.forecast(), known, step_times=step_times)
+        return ForecastAdmission(self.config.forecast(), known, known_as=known_as, step_times=step_times)
 
     def _latency(self, config: AutoConfig) -> StepBudget | Smallest:
         if config.itl_target_s is None:

@@ -116,11 +116,12 @@ class ForecastAdmission:
         config: ForecastAdmissionConfig,
         learned: "ForecastAdmission | None" = None,
         *,
+        known_as: Sequence[int | None] | None = None,
         step_times: Callable[[], StepTimes | None] | None = None,
     ) -> None:
         """With ``step_times``, what preemptions cost and bring is weighed up (``Overcommit``); it gives None while it
-        is not known what a prompt costs. learned: one with as many classes, whose lengths this one takes over; it must
-        not be used any more.
+        is not known what a prompt costs. learned: one whose lengths this one takes over; it must not be used any more.
+        known_as: for each class its index there, None for one that is new; None where its classes are the same.
         """
         self.config = config
         self._step_times = step_times
@@ -129,6 +130,8 @@ class ForecastAdmission:
         self._lengths: LengthStatistics = (
             learned._lengths if learned else LengthStatistics(classes=config.classes, window=config.window)
         )
+        if learned and known_as is not None:
+            self._lengths.rearrange(known_as)
         if config.speculates:
             self._lengths.stop_counting_steps()
         self._survival = _SurvivalTable(config.classes, config.horizons)

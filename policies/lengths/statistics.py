@@ -18,6 +18,7 @@ steps are not counted, and the window is treated as a plain list.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple, Self
@@ -337,7 +338,7 @@ class _Window:
     """The last ``size`` departures of one class, oldest overwritten first."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._seen = 0
         self._prompt = np.zeros(size, dtype=np.int64)
         self._output = np.zeros(size, dtype=np.int64)
@@ -348,8 +349,8 @@ class _Window:
         self._sums: MomentSums | None = None  # of these, once somebody has asked
 
     def add(self, finished: FinishedRequest, step: int | None) -> None:
-        row = self._seen % self._size
-        if self._seen >= self._size:
+        row = self._seen % self.size
+        if self._seen >= self.size:
             self._began_at_step = int(self._step[row])
             self.count -= bool(self._ended[row])
         self._prompt[row], self._output[row] = finished.prompt_tokens, finished.output_tokens
@@ -364,7 +365,7 @@ class _Window:
         return self._sums
 
     def table(self, edges: IntArray, running_ages: IntArray, step: int | None) -> LifeTable:
-        held = min(self._seen, self._size)
+        held = min(self._seen, self.size)
         left = np.concatenate((self._output[:held], running_ages))
         ended = np.concatenate((self._ended[:held], np.zeros(len(running_ages), dtype=bool)))
         if step is None or self._began_at_step is None:
@@ -395,6 +396,17 @@ class LengthStatistics:
     def stop_counting_steps(self) -> None:
         """For good: a decode step may bring a request several tokens, so windows are plain lists from now on."""
         self._step = None
+
+    def rearrange(self, known_as: Sequence[int | None]) -> None:
+        """Go on with other classes.
+
+        Args:
+            known_as: for each class the index that it had, None for one that is new. A class that is not among them is
+                forgotten.
+        """
+        size = self._windows[0].size
+        self._windows = tuple(_Window(size) if index is None else self._windows[index] for index in known_as)
+        self._completed = sum(window.count for window in self._windows)
 
     def observe(self, result: StepResult) -> None:
         """Remember who departed with a step, and count it.

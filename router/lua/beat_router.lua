@@ -4,7 +4,7 @@
 -- What no ticket, replica or router holds outlives the last heartbeat by a week: an application may be away for a while,
 -- and each version of its vllm_args has tables of its own.
 redis.call('ZADD', P .. ':routers', now_ms() + tonumber(ARGV[2]), ARGV[1])
-for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'settings', 'started', 'overtaken', 'starts', 'late', 'owed' }) do
+for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'started', 'overtaken', 'starts', 'late', 'owed' }) do
   redis.call('EXPIRE', P .. ':' .. name, 604800) -- a week
 end
 local replicas = redis.call('ZRANGEBYSCORE', P .. ':beats', '-inf', now_ms())

@@ -4,6 +4,7 @@ Its environment is what `sluice env --loopback` prints, as the head of that conf
 """
 
 import copy
+import dataclasses
 import json
 import secrets
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -22,6 +24,7 @@ import yaml
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
+from tests.integration.traffic import Traffic
 from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -99,14 +102,27 @@ def _answers(url: str | urllib.request.Request) -> bool:
 
 
 @pytest.fixture(scope="module")
-def deployed(dashboard: str, ray_env: dict[str, str], http_port: int, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
-    settings = yaml.safe_load(LOCAL.read_text())
+def shipped(http_port: int) -> dict[str, Any]:
+    """The shipped configuration, with one engine: it deploys as two do, in less time."""
+    settings: dict[str, Any] = yaml.safe_load(LOCAL.read_text())
     settings["http_options"]["port"] = http_port
-    (shipped,) = settings["applications"]
-    assert shipped["args"]["engine"]["replicas"] == 2
-    shipped["args"]["engine"]["replicas"] = 1  # deploys as two do, in less time
-    wrong = {**copy.deepcopy(shipped), "name": "wrong", "route_prefix": "/wrong"}
+    engine = settings["applications"][0]["args"]["engine"]
+    assert engine["replicas"] == 2
+    engine["replicas"] = 1
+    return settings
+
+
+@pytest.fixture(scope="module")
+def deployed(
+    dashboard: str,
+    ray_env: dict[str, str],
+    http_port: int,
+    shipped: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> str:
+    """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
+    settings = copy.deepcopy(shipped)
+    wrong = {**copy.deepcopy(settings["applications"][0]), "name": "wrong", "route_prefix": "/wrong"}
     wrong["args"]["engine"]["replicaz"] = 3
     settings["applications"].append(wrong)
     config = tmp_path_factory.mktemp("deployed") / "local.yaml"
@@ -155,6 +171,17 @@ def _applications(dashboard: str, ray_env: dict[str, str]) -> dict[str, Any]:
         return found
 
 
+def _serving(dashboard: str, ray_env: dict[str, str]) -> dict[str, int]:
+    """The process of each replica, once all run."""
+    try:
+        deployments = _applications(dashboard, ray_env)["sluice"]["deployments"].values()
+    except (OSError, LookupError):  # while there is none
+        return {}
+    found = [replica for deployment in deployments for replica in deployment["replicas"]]
+    all_run = all(each["status"] == "HEALTHY" for each in deployments) and {r["state"] for r in found} == {"RUNNING"}
+    return {replica["replica_id"]: replica["pid"] for replica in found} if all_run else {}
+
+
 def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
     def wrong() -> dict[str, Any]:
         found: dict[str, Any] = _applications(dashboard, ray_env)["wrong"]
@@ -166,16 +193,7 @@ def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str,
 
 def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
     def serving() -> dict[str, int]:
-        """The process of each replica, once all run."""
-        try:
-            deployments = _applications(dashboard, ray_env)["sluice"]["deployments"].values()
-        except (OSError, LookupError):  # while there is none
-            return {}
-        found = [replica for deployment in deployments for replica in deployment["replicas"]]
-        all_run = all(each["status"] == "HEALTHY" for each in deployments) and {r["state"] for r in found} == {
-            "RUNNING"
-        }
-        return {replica["replica_id"]: replica["pid"] for replica in found} if all_run else {}
+        return _serving(dashboard, ray_env)
 
     before = wait_until(serving, START_TIMEOUT_S, "all replicas run")
     assert len(before) == 2
@@ -189,3 +207,130 @@ def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str, ray
 def controllers() -> list[psutil.Process]:
     ours = psutil.Process().children(recursive=True)
     return [process for process in ours if any("ServeController" in part for part in command_of(process))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """What runs, redeployed with the same `args`, as `serve deploy` does it."""
+
+    url: str
+    dashboard: str
+    ray_env: dict[str, str]
+    shipped: dict[str, Any]
+
+    def redeploy(self, *deployments: dict[str, Any]) -> None:
+        settings = copy.deepcopy(self.shipped)
+        settings["applications"][0]["deployments"] = list(deployments)
+        request = _with_token(f"{self.dashboard}/api/serve/applications/", self.ray_env)
+        request.data, request.method = json.dumps(settings).encode(), "PUT"
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self.redeploy({"name": "Router", "user_config": user_config})
+
+    def wait_for(self, user_config: dict[str, Any], refused: str | None = None) -> None:
+        def is_there() -> bool:
+            found = self.status()["user_config"]
+            return bool(found["in_force"] == user_config and (refused or "") in (found["refused"] or ""))
+
+        wait_until(is_there, START_TIMEOUT_S, f"{user_config} is in force")
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/sluice/status", timeout=60, trust_env=False).json()
+        return found
+
+    def engine(self) -> dict[str, Any]:
+        (found,) = self.status()["replicas"].values()
+        return dict(found)
+
+    def asked(self, slo_class: str | None = None, **body: Any) -> httpx.Response:
+        asked = {"model": "sluice-demo", "prompt": "Hello", "max_tokens": 2, **body}
+        headers = {} if slo_class is None else {"X-Sluice-Class": slo_class}
+        url = f"{self.url}/v1/completions"
+        return httpx.post(url, json=asked, headers=headers, timeout=START_TIMEOUT_S, trust_env=False)
+
+    def serving(self) -> dict[str, int]:
+        found: dict[str, int] = wait_until(
+            lambda: _serving(self.dashboard, self.ray_env), START_TIMEOUT_S, "all replicas run"
+        )
+        return found
+
+
+@pytest.fixture
+def running(deployed: str, dashboard: str, ray_env: dict[str, str], shipped: dict[str, Any]) -> Running:
+    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+    return Running(deployed, dashboard, ray_env, shipped)
+
+
+LIVE: dict[str, Any] = {
+    "classes": {"gold": {"ttft_s": 0.4, "tpot_s": 2.0}, "batch": {"ttft_s": 60, "fills_idle": True}},
+    "default_class": "gold",
+    "service_tiers": {"flex": "batch"},
+    "router": {"max_body_bytes": 2048, "max_engine_requests": 3},
+    "engine": {"credit_s": 0.05, "scheduler": {"mode": "mixed", "max_batch_size": 7}},
+}
+
+WRONG = {"router": {"silence_s": 30}, "model": "other"}
+WHY_WRONG = "router.silence_s: cannot change while engines serve"
+
+
+def test_live_settings_change_under_load_and_neither_restart_nor_lose_anything(running: Running) -> None:
+    before = running.serving()
+    with Traffic(running, streams=3, tokens=150) as traffic:
+        wait_until(lambda: running.engine()["max_unread_tokens"], START_TIMEOUT_S, "the engine says how fast it reads")
+        reads_ahead = running.engine()["max_unread_tokens"]
+        assert running.engine()["engine"]["mode"] == "auto"
+        assert (running.asked("offline").status_code, running.asked("gold").status_code) == (200, 400)
+
+        running.reconfigure(LIVE)
+        running.wait_for(LIVE)
+        assert (running.asked("offline").status_code, running.asked("gold").status_code) == (400, 200)
+        assert running.asked(service_tier="flex").json()["service_tier"] == "flex"
+        assert running.asked(prompt="x" * 4096).status_code == 413
+        assert "3 is the most" in running.asked(n=4).text
+        wait_until(lambda: running.engine()["engine"]["mode"] == "mixed", START_TIMEOUT_S, "the engine's mode follows")
+        assert running.engine()["engine"]["batch_size"] <= 7
+        wait_until(lambda: running.engine()["max_unread_tokens"] < reads_ahead / 2, START_TIMEOUT_S, "its credit too")
+        traffic.wait_for_whole_streams(4)
+
+        running.reconfigure(WRONG)
+        running.wait_for(LIVE, refused=WHY_WRONG)
+        assert running.asked("gold").status_code == 200, "what was in force is still"
+
+        running.reconfigure({})
+        running.wait_for({})
+        assert (running.asked("offline").status_code, running.asked("gold").status_code) == (200, 400)
+        wait_until(lambda: running.engine()["engine"]["mode"] == "auto", START_TIMEOUT_S, "the engine is as it began")
+        traffic.wait_for_whole_streams(4)
+    assert [stream for stream in traffic.streams if stream.why_not] == [] and traffic.answers == {200}
+    assert running.serving() == before
+
+
+def test_a_router_that_starts_beside_a_wrong_user_config_goes_by_the_one_in_force(running: Running) -> None:
+    running.reconfigure(LIVE)
+    running.wait_for(LIVE)
+    before = running.serving()
+    running.reconfigure(WRONG)
+    running.wait_for(LIVE, refused=WHY_WRONG)
+    killed = psutil.Process(running.status()["answered_by"]["pid"])
+    killed.kill()
+
+    def another_answers() -> bool:
+        return _answers(f"{running.url}/health") and bool(running.status()["answered_by"]["pid"] != killed.pid)
+
+    wait_until(another_answers, START_TIMEOUT_S, "another router has come")
+    running.wait_for(LIVE, refused=WHY_WRONG)
+    assert running.asked("gold").status_code == 200
+    after = running.serving()
+    assert after.keys() ^ before.keys() and killed.pid not in after.values()
+    assert set(before.values()) - {killed.pid} <= set(after.values()), "the engine is the same"
+
+
+def test_another_engine_comes_beside_the_one_that_serves(running: Running) -> None:
+    before = running.serving()
+    running.redeploy({"name": "EngineReplica", "num_replicas": 2})
+    wait_until(lambda: len(running.status()["replicas"]) == 2, START_TIMEOUT_S, "the second engine serves")
+    after = running.serving()
+    assert before.items() < after.items() and len(after) == len(before) + 1

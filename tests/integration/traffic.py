@@ -7,11 +7,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
-from tests.integration.application import Sluice
 from tests.waiting import wait_until
 
 PATIENCE_S = 180.0
@@ -38,10 +37,17 @@ class Probe:
     retry_after: str | None = None
 
 
+class Served(Protocol):
+    """An application, and where it is."""
+
+    @property
+    def url(self) -> str: ...
+
+
 class Traffic:
     """Streams one after another, and small new requests, for the time of the block; then each has ended."""
 
-    def __init__(self, sluice: Sluice, *, streams: int = 6, tokens: int = 300) -> None:
+    def __init__(self, sluice: Served, *, streams: int = 6, tokens: int = 300) -> None:
         self._url, self._clients, self._tokens = f"{sluice.url}/v1/completions", streams, tokens
         self._enough = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

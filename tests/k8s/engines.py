@@ -123,6 +123,22 @@ def application(text: str) -> Manifest:
     return found
 
 
+def settings_of(text: str) -> Manifest:
+    """What the application goes by: `args`, and the user_config of its routers over them."""
+    found = application(text)
+    (user_config,) = (each["user_config"] for each in found.get("deployments", [{"user_config": {}}]))
+    settings: Manifest = _over(found["args"], user_config)
+    return settings
+
+
+def _over(below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {**below, **{name: _over(below.get(name), value) for name, value in above.items()}}
+    if isinstance(above, list) and above and all(isinstance(each, dict) for each in above):
+        return [_over(*pair) for pair in zip(below, above, strict=True)]
+    return above
+
+
 def start_params(service: Manifest) -> dict[str, dict[str, str]]:
     """What `ray start` is told, by group."""
     cluster = service["spec"]["rayClusterConfig"]

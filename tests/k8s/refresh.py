@@ -1,5 +1,5 @@
 """Writes what follows from other files: docs/configuration.md, the part of values.schema.json that is the application's
-configuration, the chart's table of values, and the goldens.
+configuration, the chart's table of values, its list of what changes live, and the goldens.
 
     python -m tests.k8s.refresh
 
@@ -7,7 +7,9 @@ configuration, the chart's table of values, and the goldens.
 holds that these files are up to date.
 """
 
+import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.k8s.engines import CHART, Helm4, documents, start_helm4
 
 SCHEMA = CHART / "values.schema.json"
 TABLE = CHART / "README.md"
+LIVE_KEYS = CHART / "files/live-keys.json"
 PAGE = CHART.parents[1] / "docs" / "configuration.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
@@ -30,6 +33,10 @@ CHART_SETS = {
     "PrefillSection": {"resources"},
     "KeysSection": {"file"},
 }
+# Live, but they also say how engines and routers start: whether a new engine is measured, and whether a policy of one's
+# own can be made. And of engine.prefill.scheduler the defaults depend on whether the section is there. The chart leaves
+# them in `args`.
+OF_THE_START = re.compile(r"(mode|profile|policy_args)$|engine\.prefill\.")
 DROPPED = ("title", "format", "writeOnly")
 ANYTHING: dict[str, Any] = {}  # the schema of pydantic's JsonValue
 APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."
@@ -165,6 +172,21 @@ def table_text() -> str:
     return README_HEAD + "".join(f"| {line} |\n" for line in lines)
 
 
+def live_keys() -> dict[str, Any]:
+    """What the chart gives to routers in place of `args`: true at each key, in the mappings of their sections."""
+    tree: dict[str, Any] = {}
+    for key in reference.all_keys(AppConfig):
+        if key.is_live and "NAME" not in key.path and not OF_THE_START.search(key.path):
+            *sections, name = key.path.split(".")
+            functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, tree)[name] = True
+    return tree
+
+
+def live_keys_text() -> str:
+    default_class = AppConfig.model_fields["default_class"].default
+    return json.dumps({"default_class": default_class, "keys": live_keys()}, indent=2) + "\n"
+
+
 def golden_text(engine: Helm4, file: Path) -> str:
     manifests = documents(engine.render(values_of(file)))
     return "---\n".join(yaml.safe_dump(manifest, width=120) for manifest in manifests)
@@ -174,6 +196,7 @@ def main() -> None:
     PAGE.write_text(config.page())
     SCHEMA.write_text(schema_text())
     TABLE.write_text(table_text())
+    LIVE_KEYS.write_text(live_keys_text())
     with start_helm4() as engine:
         for file in FILES:
             golden(file).parent.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deployments.config.application import AppConfig
-from tests.k8s.engines import CHART, Helm4, RefusedError, application, ray_service
+from tests.k8s.engines import CHART, Helm4, RefusedError, application, ray_service, settings_of
 from tests.k8s.kuberay import ray_service_validator
 from tests.k8s.operator_rules import broken_rules
 
@@ -114,5 +114,5 @@ def test_the_applications_own_defaults_pass_the_schema(helm4: Helm4) -> None:
     for section in ("engine", "keys"):
         allowed = SCHEMA["definitions"][f"app{section.capitalize()}Section"]["properties"]
         app[section] = {key: value for key, value in app[section].items() if key in allowed}
-    args = application(helm4.render({"app": app}))["args"]
+    args = settings_of(helm4.render({"app": app}))
     assert AppConfig.model_validate(args).bins == AppConfig(model="demo").bins

@@ -8,8 +8,10 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config.application import AppConfig
+from deployments.config.live import ROUTER, with_live
+from tests.k8s import refresh
 from tests.k8s.cases import FILES, holds, named, values_of, with_password
-from tests.k8s.engines import Helm4, Manifest, RefusedError, application, ray_service, start_params
+from tests.k8s.engines import Helm4, Manifest, RefusedError, application, ray_service, settings_of, start_params
 from tests.k8s.schemas import templates_of
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -25,9 +27,86 @@ def test_the_application_takes_the_rendered_configuration(rendered: dict[str, st
 
 @every_file
 def test_every_setting_of_values_arrives_unchanged(rendered: dict[str, str], file: Path) -> None:
-    args = application(rendered[file.stem])["args"]
+    settings = settings_of(rendered[file.stem])
     given = values_of(file).get("app", {})
-    assert holds(args, given), (given, args)
+    assert holds(settings, given), (given, settings)
+
+
+@every_file
+def test_routers_take_what_changes_live(rendered: dict[str, str], file: Path) -> None:
+    """As Ray Serve gives it to them, over the `args` with which they start."""
+    found = application(rendered[file.stem])
+    began = AppConfig.model_validate(found["args"])
+    for deployment in found.get("deployments", ()):
+        assert deployment["name"] == ROUTER
+        changed = with_live(began, deployment["user_config"])
+        assert changed == AppConfig.model_validate(settings_of(rendered[file.stem]))
+
+
+LIVE: Manifest = {
+    "classes": {"gold": {"ttft_s": 0.3, "own_replicas": 1}, "standard": {"ttft_s": 3}},
+    "service_tiers": {"priority": "gold"},
+    "router": {"max_wait_s": 30, "late_patience_s": 5},
+    "engine": {"credit_s": 2, "scheduler": {"tpot_s": 0.05, "mode": "mixed"}},
+    "more_models": [{"model": "org/other", "engine": {"scheduler": {"ttft_s": 1}}}, {"model": "org/third"}],
+}
+ROOM = [{"name": "engine", "replicas": 6, "resources": {}}]
+OTHER: Manifest = {
+    "classes": {"gold": {"ttft_s": 0.2, "own_replicas": 1}, "standard": {}, "new": {"fills_idle": True}},
+    "service_tiers": {"priority": "new"},
+    "router": {"max_wait_s": 60},
+    "engine": {"scheduler": {"max_batch_size": 9, "mode": "mixed"}},
+    "more_models": [{"model": "org/other"}, {"model": "org/third", "engine": {"credit_s": 1}}],
+}
+
+
+def test_a_change_of_what_is_live_restarts_no_engine(helm4: Helm4) -> None:
+    """Ray Serve restarts everything where `args` are others."""
+    before, after = (
+        application(helm4.render(with_password({"app": {"model": "demo", **app}, "engineGroups": ROOM})))
+        for app in (LIVE, OTHER)
+    )
+    assert before["args"] == after["args"]
+    assert before["deployments"] != after["deployments"]
+
+
+def test_the_first_live_setting_restarts_no_engine_either(helm4: Helm4) -> None:
+    app = {"router": {"max_wait_s": 9}, "engine": {"scheduler": {"tpot_s": 1}}, "default_class": "offline"}
+    without, with_some = (application(helm4.render({"app": each})) for each in ({}, app))
+    assert without["args"] == with_some["args"] and "deployments" not in without
+    assert with_some["deployments"] == [{"name": "Router", "user_config": app}]
+
+
+def test_replicas_of_a_class_of_its_own_start_with_args(helm4: Helm4) -> None:
+    text = helm4.render(with_password({"app": {"model": "demo", **LIVE}, "engineGroups": ROOM}))
+    args = application(text)["args"]
+    assert args["classes"] == {"gold": {"own_replicas": 1}, "standard": {}}
+    assert AppConfig.model_validate(args).classes["gold"].own_replicas == 1
+    changed = with_live(AppConfig.model_validate(args), application(text)["deployments"][0]["user_config"])
+    assert changed == AppConfig.model_validate(settings_of(text))
+    assert (changed.classes["gold"].ttft_s, changed.more_models[0].engine.scheduler.ttft_s) == (0.3, 1)
+
+
+def test_a_policy_of_ones_own_starts_with_the_names_of_all_classes(helm4: Helm4) -> None:
+    """It was told how many there are, and their indices follow from their names."""
+    classes = {"gold": {"ttft_s": 0.3}, "standard": {"ttft_s": 3, "own_replicas": 0}}
+    app = {"classes": classes, "engine": {"scheduler": {"policy": "mine:Policy"}}}
+    found = application(helm4.render({"app": app}))
+    assert found["args"]["classes"] == {"gold": {}, "standard": {}}
+    assert found["deployments"][0]["user_config"]["classes"]["gold"] == {"ttft_s": 0.3}
+
+
+def test_engines_start_with_what_their_start_goes_by(helm4: Helm4) -> None:
+    """Plain vLLM loads no plug-in, only `auto` measures, and a policy of one's own may need its settings."""
+    order = {"policy": "deadline", "policy_args": {"default_target_s": 2}}
+    app = {"engine": {"scheduler": {"mode": "stock"}}, "order": order}
+    args = application(helm4.render(with_password({"app": {"model": "demo", **app}})))["args"]
+    assert args["engine"]["scheduler"] == {"mode": "stock"} and args["order"] == app["order"]
+
+
+def test_the_list_of_what_changes_live_is_up_to_date() -> None:
+    """After a change of deployments/config: python -m tests.k8s.refresh"""
+    assert refresh.LIVE_KEYS.read_text() == refresh.live_keys_text()
 
 
 @every_file
@@ -85,8 +164,7 @@ def test_too_little_room_for_prefill_is_refused_in_words(helm4: Helm4) -> None:
 
 def test_large_whole_numbers_stay_whole(helm4: Helm4) -> None:
     app = {"model": "demo", "router": {"max_body_bytes": 123456789012}}
-    args = application(helm4.render(with_password({"app": app})))["args"]
-    assert args["router"]["max_body_bytes"] == 123456789012
+    assert settings_of(helm4.render(with_password({"app": app})))["router"]["max_body_bytes"] == 123456789012
 
 
 def test_the_file_of_keys_is_where_routers_find_it(rendered: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.k8s.cases import named, with_password
-from tests.k8s.engines import CHART, Helm4, Manifest, Values, application, documents
+from tests.k8s.engines import CHART, Helm4, Manifest, Values, documents, settings_of
 
 FETCHING: Values = {
     "modelFetch": {"enabled": True},
@@ -43,7 +43,7 @@ def _env(job: Manifest) -> dict[str, str]:
 def test_the_check_gets_what_the_application_will_get(helm4: Helm4, file: str) -> None:
     values = named(file)
     job = next(m for m in documents(helm4.render(values)) if m["metadata"]["name"].endswith("-config-check"))
-    assert json.loads(_env(job)["SLUICE_APP"]) == application(helm4.render(values))["args"]
+    assert json.loads(_env(job)["SLUICE_APP"]) == settings_of(helm4.render(values))
 
 
 def test_what_looks_like_a_variable_in_the_configuration_stays_as_it_is(helm4: Helm4) -> None:

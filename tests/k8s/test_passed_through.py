@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.k8s.cases import FILES, holds, values_of, with_password
-from tests.k8s.engines import CHART, Helm4, Manifest, RefusedError, Values, application, documents, ray_service
+from tests.k8s.engines import CHART, Helm4, Manifest, RefusedError, Values, documents, ray_service, settings_of
 from tests.k8s.schemas import templates_of
 from tests.k8s.test_any_values import SCHEMA, value_of
 
@@ -241,7 +241,7 @@ def test_every_setting_of_the_application_arrives(helm4: Helm4, app: dict[str, A
         "auth": {"apiKeys": {"existingSecret": "keys"}},
     }
     try:
-        args = application(helm4.render(values))["args"]
+        args = settings_of(helm4.render(values))
     except RefusedError:
         return
     assert holds(args, app)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from deployments.config.application import AppConfig
 from tests.k8s import refresh
 from tests.k8s.cases import named, with_password
-from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application
+from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application, settings_of
 from tests.k8s.helm3 import helm3
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -259,7 +259,7 @@ def test_numbers_with_a_point_come_by_set_json() -> None:
     refused = _template("--set", "app.router.num_cpus=0.5")
     assert refused.returncode != 0 and "num_cpus: Invalid type. Expected: number, given: string" in refused.stderr
     taken = _template("--set-json", 'app.classes={"standard": {"ttft_s": 0.4}}')
-    assert application(taken.stdout)["args"]["classes"] == {"standard": {"ttft_s": 0.4}}
+    assert settings_of(taken.stdout)["classes"] == {"standard": {"ttft_s": 0.4}}
 
 
 @pytest.mark.parametrize("mistake", REFUSED)

@@ -276,3 +276,16 @@ async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() ->
     _, lengths = await store.exchange_lengths(0, [], MAX_UNSENT_LENGTHS)
     assert lengths == [FinishedLength("fast", length) for length in (*range(1, MAX_UNSENT_LENGTHS), 7777)]
     await away.close()
+
+
+def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
+    changed = classifier()
+    before = changed.ticket(size(), "slow", "a", 100.0).ticket
+    changed.adopt(
+        order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={}, default_target_s=2.0, work_weight=0.0)),
+        fills_idle=["slow"],
+        late_patience_s=60.0,
+    )
+    after = changed.ticket(size(), "slow", "a", 100.0).ticket
+    assert (before.fills_idle, after.fills_idle) == (False, True)
+    assert before.deadline_key > after.deadline_key == 102.0

@@ -341,7 +341,7 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
         await store.drop_replica(INFO.replica_id)
     await store.remove_router("a")
     left = await left_s()
-    assert {"lengths", "lengths_total", "edges", "settings", "started", "overtaken"} <= left.keys()
+    assert {"lengths", "lengths_total", "edges", "settings:this way", "started", "overtaken"} <= left.keys()
     assert all(0 < seconds <= WEEK_S for seconds in left.values()), left
     await client.expire(f"{store._prefix}:edges", 60)
     await store.beat_router("a", 60.0)

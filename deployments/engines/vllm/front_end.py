@@ -59,7 +59,7 @@ def as_front_end_of_any_model(args: Namespace) -> Namespace:
     return args
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptLogprobs:
     """vLLM's front end makes objects and text of each on its event loop: a hundred thousand take a second, in which no
     stream goes on."""
@@ -264,8 +264,8 @@ class RoutedAsyncLLM(AsyncLLM):
         config = front_end_config(engine_args)
         model = (args.served_model_name or [args.model])[0]
         vocabulary = config.model_config.get_vocab_size()
-        logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
-        core = RoutedEngineCore(routed, model, unsupported, logprobs)
+        self._logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
+        core = RoutedEngineCore(routed, model, unsupported, self._logprobs)
         with _handed_in(core):
             super().__init__(
                 vllm_config=config,
@@ -296,6 +296,11 @@ class RoutedAsyncLLM(AsyncLLM):
         except (AdmissionError, StateStoreError) as error:
             context.timings.append(timing)
             raise _as_answer(error, context) from error
+
+    def limit_prompt_logprobs(self, most: int) -> None:
+        """Of one that was made with a limit."""
+        assert self._logprobs is not None
+        self._logprobs.most = most
 
     def compile_grammars_with(self, grammars: Grammars) -> None:
         """In place of vLLM's own checks of them, which run on the event loop for as long as they take."""

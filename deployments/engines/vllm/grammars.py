@@ -59,7 +59,7 @@ class Grammars:
         config: vLLM's, for its tokenizer and the backend that is set.
         timeout_s: the longest that one may take, in seconds of a core.
         """
-        self._config, self._timeout_s, self._background = config, timeout_s, background
+        self._config, self.timeout_s, self._background = config, timeout_s, background
         self._known: OrderedDict[bytes, Compiled] = OrderedDict()
         self._compiling: dict[bytes, asyncio.Task[Compiled]] = {}
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -92,10 +92,10 @@ class Grammars:
 
     async def _make(self, key: bytes, fields: Mapping[str, Any]) -> Compiled:
         process = await self._started()
-        patience_s = 2 * CLOCK_PER_CPU * self._timeout_s + MARGIN_S
+        patience_s = 2 * CLOCK_PER_CPU * self.timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(patience_s), self._room:
-                made = await process.compile(fields, self._timeout_s)
+                made = await process.compile(fields, self.timeout_s)
         except TimeoutError as error:
             raise ReplicaLostError(f"other grammars compile for {patience_s:g} s already: try again later") from error
         if made.error is None:  # else the machine may have been too busy

@@ -24,9 +24,74 @@
 {{- toJson $args -}}
 {{- end -}}
 
+{{/* Moves what changes live out of .args into .live, as .keys names it; a section of nothing else is as one that is not there. */}}
+{{- define "sluice.moveLive" -}}
+{{- range $name, $inside := .keys -}}
+{{- if hasKey $.args $name -}}
+{{- $value := get $.args $name -}}
+{{- if not (kindIs "map" $inside) -}}
+{{- $_ := set $.live $name $value -}}
+{{- $_ := unset $.args $name -}}
+{{- else if kindIs "map" $value -}}
+{{- $live := dict -}}
+{{- include "sluice.moveLive" (dict "args" $value "live" $live "keys" $inside) -}}
+{{- if $live -}}
+{{- $_ := set $.live $name $live -}}
+{{- end -}}
+{{- if not $value -}}
+{{- $_ := unset $.args $name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What engines start with stays in args: replicas of their own, with the classes that they serve, and the names of all
+classes where a policy of one's own counts them. And the default class, which must be among them. */}}
+{{- define "sluice.keepClasses" -}}
+{{- $kept := dict -}}
+{{- range $name, $class := .live.classes | default dict -}}
+{{- if kindIs "map" $class -}}
+{{- $own := $class.own_replicas | default 0 -}}
+{{- $_ := unset $class "own_replicas" -}}
+{{- if or $own $.counted -}}
+{{- $_ := set $kept $name (ternary (dict "own_replicas" $own) dict (ne ($own | int) 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $kept -}}
+{{- $default := .live.default_class | default .defaultClass -}}
+{{- if not (hasKey $kept $default) -}}
+{{- $_ := set $kept $default dict -}}
+{{- end -}}
+{{- $_ := set .args "classes" $kept -}}
+{{- $_ := set .args "default_class" $default -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.serveConfig" -}}
-{{- $application := dict "name" "sluice" "route_prefix" "/" "import_path" "deployments.app:build" -}}
-{{- $_ := set $application "args" (include "sluice.appArgs" . | fromJson) -}}
+{{- $args := include "sluice.appArgs" . | fromJson -}}
+{{- $of := .Files.Get "files/live-keys.json" | fromJson -}}
+{{- $live := dict -}}
+{{- include "sluice.moveLive" (dict "args" $args "live" $live "keys" $of.keys) -}}
+{{- $counted := (($args.engine).scheduler).policy -}}
+{{- $others := list -}}
+{{- $any := false -}}
+{{- range $model := $args.more_models | default list -}}
+{{- $counted = or $counted (($model.engine).scheduler).policy -}}
+{{- $own := dict -}}
+{{- include "sluice.moveLive" (dict "args" $model "live" $own "keys" (pick $of.keys "engine")) -}}
+{{- $others = append $others $own -}}
+{{- $any = or $any (not (empty $own)) -}}
+{{- end -}}
+{{- if $any -}}
+{{- $_ := set $live "more_models" $others -}}
+{{- end -}}
+{{- include "sluice.keepClasses" (dict "args" $args "live" $live "counted" $counted "defaultClass" $of.default_class) -}}
+{{- $application := dict "name" "sluice" "route_prefix" "/" "import_path" "deployments.app:build" "args" $args -}}
+{{- if $live -}}
+{{- $_ := set $application "deployments" (list (dict "name" "Router" "user_config" $live)) -}}
+{{- end -}}
 {{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
 {{- dict "proxy_location" "EveryNode" "http_options" $http "applications" (list $application) | toPrettyJson -}}
 {{- end -}}

@@ -46,11 +46,11 @@ def test_the_schema_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_key_is_explained_with_type_unit_default_and_what_a_change_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    name, meaning, kind, change = said(capsys, "explain", "router.body_timeout_s").splitlines()
-    assert name == "router.body_timeout_s"
-    assert "body may take" in meaning
-    assert kind.strip() == "number above 0, in seconds; default 30.0"
-    assert "redeploy" in change
+    name, meaning, kind, change = said(capsys, "explain", "router.silence_s").splitlines()
+    assert name == "router.silence_s"
+    assert "is taken for dead" in meaning
+    assert kind.strip() == "number above 0, in seconds; default 10.0"
+    assert "restarts engines" in change
     assert "changes live" in said(capsys, "explain", "engine.scheduler.itl_target_s")
     assert "it must be given" in said(capsys, "explain", "model")
 
@@ -72,6 +72,9 @@ def test_a_key_that_is_none_gets_the_nearest() -> None:
     assert "lists those at the top" in refused("explain", "xyzzy")
 
 
+FIXED = {"name": "Router", "user_config": {"router": {"replicas": 2}}}
+
+
 def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "check_args", lambda _: pytest.fail("vLLM is asked"))
     ours = {"import_path": config.IMPORT_PATH}
@@ -79,6 +82,7 @@ def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch
         ({"engine": {"replica": 2}}, "did you mean engine.replicas?"),
         ({"applications": [ours | {"args": {"model": "m", "ttft_ms": 1}}]}, "classes.NAME.ttft_s"),
         ({"applications": [ours]}, "model: is needed"),
+        ({"applications": [ours | {"args": {"model": "m"}, "deployments": [FIXED]}]}, "router.replicas: cannot change"),
         ({"applications": [{"import_path": "mine:app"}]}, "none of its applications"),
         ({"applications": None}, "none of its applications"),
         ([1], "must hold a mapping"),

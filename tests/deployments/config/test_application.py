@@ -556,9 +556,9 @@ def test_class_names_that_deployments_could_not_bear_are_refused(name: str) -> N
 def test_a_replica_reads_ahead_for_as_long_as_the_longest_promise_of_a_first_token() -> None:
     classes = {"chat": {"ttft_s": 0.5}, "reports": {"ttft_s": 5.0}, "nightly": {"ttft_s": 600.0, "fills_idle": True}}
     made = config(classes=classes, default_class="chat")
-    assert (made.credit_s, made.credit_lookahead(256)) == (5.0, 32)
+    assert (made.credit_s, made.credit_lookahead(256, 5.0)) == (5.0, 32)
     set_by_hand = config(classes=classes, default_class="chat", engine={"credit_s": 2.0, "credit_lookahead": 3})
-    assert (set_by_hand.credit_s, set_by_hand.credit_lookahead(256)) == (2.0, 3)
+    assert (set_by_hand.credit_s, set_by_hand.credit_lookahead(256, 2.0)) == (2.0, 3)
     free = config(classes={"any": {"ttft_s": None}}, default_class="any")
-    assert (free.credit_s, free.credit_lookahead(256)) == (None, 0)
-    assert config(mode="stock", classes=classes, default_class="chat").credit_lookahead(256) == 0
+    assert (free.credit_s, free.credit_lookahead(256, None)) == (None, 0)
+    assert config(mode="stock", classes=classes, default_class="chat").credit_s is None

@@ -10,7 +10,7 @@ import yaml
 
 from deployments.command import config as command
 from deployments.config.application import AppConfig
-from deployments.config.reference import Key, all_keys, find, nearest, schema
+from deployments.config.reference import Key, all_keys, below, find, nearest, schema
 from deployments.config.scheduler import SchedulerSettings
 from deployments.http.keys import KeyEntry
 from tests.deployments.command.test_cli import CONFIGS
@@ -73,9 +73,16 @@ def test_units_follow_from_names() -> None:
     assert (units["engine.kind"], units["name"]) == ("", "")
 
 
-def test_what_changes_live_is_what_live_control_takes() -> None:
-    live = {each.path.removeprefix("engine.scheduler.") for each in KEYS if each.is_live and "prefill" not in each.path}
-    assert live == SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED
+def test_what_changes_live_of_schedulers_is_what_live_control_takes() -> None:
+    for section in ("engine.scheduler", "engine.prefill.scheduler"):
+        live = {each.name for each in below(KEYS, section) if each.is_live}
+        assert live == SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED
+
+
+def test_targets_and_limits_change_live_and_what_is_deployed_does_not() -> None:
+    live = {each.path for each in KEYS if each.is_live}
+    assert {"classes", "classes.NAME.ttft_s", "default_class", "router.max_wait_s", "engine.credit_s"} <= live
+    assert not {"classes.NAME.own_replicas", "engine.replicas", "router.heartbeat_s", "order.policy", "model"} & live
     assert all(each.is_live for each in all_keys(KeyEntry))
 
 

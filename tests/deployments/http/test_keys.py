@@ -257,3 +257,17 @@ async def test_a_connection_that_broke_a_moment_ago_leaves_the_keys_as_they_are(
     with pytest.raises(StateStoreError, match="keys in Redis: unable to perform"):
         await keys.reload()
     await client.aclose()
+
+
+async def test_a_class_that_keys_name_cannot_go(tmp_path: Path) -> None:
+    key = new_key()
+    keys = ring(written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(key), "default_class": "offline"}))
+    await keys.reload()
+    with pytest.raises(ConfigError, match="the key 'a' names classes .'offline'.; there are interactive"):
+        await keys.use_classes(["interactive"])
+    await keys.reload()  # by the classes of before
+    assert keys.find(key) is not None
+    await keys.use_classes(["offline", "new"])
+    written(tmp_path / "keys.yaml", {"name": "b", "sha256": digest(key), "default_class": "new"})
+    await keys.reload()
+    assert (found := keys.find(key)) is not None and found.default_class == "new"

@@ -14,8 +14,10 @@ from uuid import uuid4
 import pytest
 
 from deployments.config.application import AppConfig, EngineSection, PrefillSection, Role, RouterSection
+from deployments.config.live import EngineTerms, with_live
 from deployments.process.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs
+from deployments.serving.live_settings import LiveSettings
 from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
@@ -307,3 +309,20 @@ def test_threads_are_chosen_before_torch_counts_them() -> None:
     """It reads OMP_NUM_THREADS once, when it is imported."""
     script = "import sys, deployments.serving.engine_replica; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fleet) -> None:
+    replica = new_replica()
+    await fleet.start(replica)
+    fleet.engine.token_s = 0.01
+    assert replica._relay.slots == fleet.engine.slots
+    changed = with_live(
+        fleet.config, {"engine": {"credit_s": 0.5, "scheduler": {"mode": "mixed"}}, "router": {"max_wait_s": 7}}
+    )
+    await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
+    await until(lambda: replica._live_control._begun_with["mode"] == "mixed")
+    assert (replica._terms.max_wait_s, replica._relay._prompts.credit_s) == (7, 0.5)
+    await fleet.store._redis.flushall()
+    await asyncio.sleep(0.2)  # some heartbeats
+    assert replica._terms.max_wait_s == 7, "nobody tells of others"
+    await replica.leave()

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from deployments.config.application import AppConfig, EngineSection
+from deployments.config.application import AppConfig, EngineSection, Role
+from deployments.config.live import EngineTerms, with_live
 from deployments.serving import front_end as under_test
 from deployments.serving.front_end import FrontEnd
+from deployments.serving.live_settings import LiveSettings
 from policies.errors import ReplicaLostError
 from router.memory_store import MemoryStateStore
 from router.metrics import merge
@@ -102,3 +105,57 @@ async def test_every_router_has_the_same_metrics_page(store: Store) -> None:
     for router in routers:
         assert f'sluice_replicas_lost_total{{model="m",router="{router.router_id}"}} 1.0' in first
         assert f'process_cpu_seconds_total{{router="{router.router_id}"}}' in first
+
+
+def answering(store: Store, prefill_store: Store) -> FrontEnd:
+    """As it is once it has started, with vLLM left out."""
+    config = AppConfig.model_validate({"model": "m", "engine": {"prefill": {}}})
+    made: Any = FrontEnd(config, connect("redis://127.0.0.1:1/0"), None)
+    made._store, made._prefill_store, made._max_batch_tokens = store, prefill_store, 512
+    made.routed = made._routed_client(None, SimpleNamespace(engine_version="1"))
+    made._llm = SimpleNamespace(limit_prompt_logprobs=lambda most: setattr(made, "most", most))
+    made._grammars = SimpleNamespace(timeout_s=None)
+    return cast(FrontEnd, made)
+
+
+LIVE = {
+    "classes": {"gold": {"ttft_s": 0.3, "tpot_s": 0.04, "max_waiting": 5, "fills_idle": True}},
+    "default_class": "gold",
+    "router": {"max_prompt_logprobs": 7, "grammar_timeout_s": 2, "max_wait_s": 8, "late_patience_s": 3},
+}
+
+
+def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
+    made: Any = answering(store, Store())
+    made.adopt(LIVE, with_live(made._begun, LIVE))
+    for client in (made.routed.decoding, made.routed.pool.client):
+        assert (client._door.max_waiting("gold"), client._config.max_wait_s) == (5, 8)
+    assert made.routed.config.itl_targets_s == {"gold": 0.04}
+    assert (made.most, made._grammars.timeout_s) == (7, 2)
+    assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold"})
+
+
+async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_was_lost(store: Store) -> None:
+    made, prefill_store = answering(store, prefills := Store()), prefills
+    await made.tell()
+    assert await made.told_user_config() is None, "not before Ray Serve has said what it is"
+    changed = with_live(made._begun, LIVE)
+    made.adopt(LIVE, changed)
+    for _ in range(2):
+        await made.tell()
+        assert await made.told_user_config() == LIVE
+        for role, told in (("decode", store), ("prefill", prefill_store)):
+            terms = await LiveSettings(told, made._begun).terms()
+            assert terms == EngineTerms.of(made._begun, changed, cast(Role, role))
+        store._settings.clear()
+        prefill_store._settings.clear()
+
+
+async def test_a_router_that_was_changed_before_does_not_overwrite_one_changed_since(store: Store) -> None:
+    first, second = (answering(store, Store()) for _ in range(2))
+    first.adopt({}, first._begun)
+    await first.tell()
+    second.adopt(LIVE, with_live(second._begun, LIVE))
+    await second.tell()
+    await first.tell()
+    assert await first.told_user_config() == LIVE

@@ -208,3 +208,36 @@ async def test_a_redeploy_with_other_settings_begins_with_those(store: MemorySta
     redeployed = Replica(store, SchedulerSettings(max_batch_size=32))
     await redeployed.live.follow()
     assert (redeployed.settings.mode, redeployed.told) == ("auto", 0)
+
+
+async def test_other_settings_by_configuration_begin_anew_and_those_of_before_find_what_was_changed(
+    store: MemoryStateStore,
+) -> None:
+    replica, other = Replica(store), Replica(store)
+    await replica.live.change({"mode": "mixed"})
+    live = {name: value for name, value in CONFIGURED.changed({"tpot_s": 0.05}).model_dump(mode="json").items()}
+    live = {name: value for name, value in live.items() if name not in SchedulerSettings.FIXED}
+    for each in (replica, other):
+        await each.live.follow(live)
+        assert each.settings == CONFIGURED.changed({"tpot_s": 0.05}), "what was changed was under other settings"
+    await other.live.change({"mode": "exclusive"})
+    await replica.live.follow(live)
+    assert replica.settings.mode == "exclusive"
+    await replica.live.follow({**live, "tpot_s": None})
+    assert replica.settings == CONFIGURED.changed({"mode": "mixed"})
+
+
+async def test_settings_that_an_engine_refuses_are_tried_again_not_at_every_heartbeat(
+    store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(store)
+    replica.refuses = True
+    with pytest.raises(ConfigError, match="not now"):
+        await replica.live.follow({"mode": "mixed"})
+    replica.refuses = False
+    await replica.live.follow({"mode": "mixed"})
+    assert (replica.settings, replica.told) == (CONFIGURED, 1)
+    monkeypatch.setattr(live_control, "RETRY_S", 0.0)
+    await replica.live.follow({"tpot_s": 0.05})  # others are tried at once
+    await replica.live.follow({"mode": "mixed", "tpot_s": None})
+    assert replica.settings == CONFIGURED.changed({"mode": "mixed"})

@@ -1,6 +1,7 @@
 """The router's own pages, with small front ends in the place of vLLM's."""
 
 import asyncio
+import json
 import logging
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from deployments.config.application import AppConfig
 from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
-from policies.errors import SluiceError, StateStoreAccessError
+from policies.errors import ConfigError, SluiceError, StateStoreAccessError, StateStoreError
 from router.metrics import RouterMetrics
 from tests.deployments.bodies import free
 from tests.waiting import PATIENCE_S
@@ -124,3 +126,114 @@ async def test_a_router_that_redis_refuses_says_so_before_it_starts_anything(rou
     router._front_ends = [SimpleNamespace(names=("m",))]
     with pytest.raises(StateStoreAccessError, match="redis_url"):
         await router.__serve_build_asgi_app__()
+
+
+class Reconfigured(FrontEnd):
+    """Goes by what it is given, and knows what other routers have told."""
+
+    name, names, max_model_len, takes_media, charge = "m", ("m",), 2048, False, staticmethod(free)
+    tellings, is_away = 0, False
+
+    def __init__(self, told: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.told, self.metrics = told, RouterMetrics()
+        self.in_force: list[AppConfig] = []
+
+    async def start(self, resources: object) -> FastAPI:
+        return vllms()
+
+    async def told_user_config(self) -> dict[str, Any] | None:
+        return self.told
+
+    def adopt(self, user_config: object, config: AppConfig) -> None:
+        self.in_force.append(config)
+
+    async def tell(self) -> None:
+        self.tellings += 1
+        if self.is_away:
+            raise StateStoreError("no answer")
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+
+WRONG = {"router": {"replicas": 2}}
+
+
+async def started(router: Any, user_config: object, told: dict[str, Any] | None = None) -> Reconfigured:
+    """As Ray Serve does it."""
+    router._front_ends = [front_end := Reconfigured(told)]
+    await router.__serve_build_asgi_app__()
+    await router.reconfigure(user_config, rank=None)
+    return front_end
+
+
+async def page(router: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((await router._status_page(ASKED)).body)["user_config"]
+    return found
+
+
+async def test_a_user_config_is_in_force_for_requests_from_then_on_and_goes_again(router: Any) -> None:
+    front_end = await started(router, None)
+    assert await page(router) == {"in_force": {}, "refused": None}
+    changed = {"classes": {"gold": {"ttft_s": 0.3}}, "default_class": "gold", "router": {"max_body_bytes": 2048}}
+    await router.reconfigure(changed, rank=None)
+    promised = router._served.promises.of(Headers(), None, may_tighten=True)
+    assert (promised.slo_class, promised.promise.ttft_s) == ("gold", 0.3)
+    assert router._bodies.is_too_large(2049)
+    assert front_end.in_force[-1].classes.keys() == {"gold"}
+    await router.reconfigure(None, rank=None)
+    assert router._served.promises.of(Headers(), None, may_tighten=True).slo_class == "standard"
+    assert not router._bodies.is_too_large(2049)
+
+
+async def test_it_is_told_before_it_counts_as_taken_unless_the_shared_state_is_away(router: Any) -> None:
+    """A router that dies right after that leaves it to those that start."""
+    front_end = await started(router, {})
+    assert front_end.tellings == 1
+    front_end.is_away = True
+    await router.reconfigure({"router": {"max_wait_s": 9}}, rank=None)
+    assert (front_end.tellings, (await page(router))["refused"]) == (2, None)
+
+
+async def test_a_wrong_one_leaves_in_force_what_is_and_is_shown(router: Any) -> None:
+    """Ray Serve replaces whoever raises."""
+    right = {"router": {"max_wait_s": 9}}
+    front_end = await started(router, right)
+    await router.reconfigure(WRONG, rank=None)
+    found = await page(router)
+    assert found["in_force"] == right and "router.replicas: cannot change while engines serve" in found["refused"]
+    assert [each.router.max_wait_s for each in front_end.in_force] == [9]
+    await router.reconfigure(right, rank=None)
+    assert (await page(router))["refused"] is None
+
+
+async def test_what_goes_wrong_unforeseen_costs_no_router_either(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    await started(router, {})
+    monkeypatch.setattr("deployments.serving.router.with_live", lambda *_: {}["a fault"])
+    await router.reconfigure({"router": {"max_wait_s": 9}}, rank=None)
+    assert await page(router) == {"in_force": {}, "refused": "'a fault'"}
+
+
+async def test_one_that_starts_with_a_wrong_one_goes_by_what_others_of_its_kind_have_taken(router: Any) -> None:
+    front_end = await started(router, WRONG, told={"router": {"max_wait_s": 9}})
+    assert front_end.in_force[-1].router.max_wait_s == 9
+    assert "router.replicas" in (await page(router))["refused"]
+
+
+async def test_a_deploy_with_a_wrong_one_fails_with_its_keys_and_opens_nothing(router: Any) -> None:
+    closed: list[str] = []
+    router._resources.callback(closed.append, "all")
+    with pytest.raises(ConfigError, match=r"router\.replicas: cannot change while engines serve"):
+        await started(router, WRONG)
+    assert closed == ["all"]
+
+
+async def test_keys_may_name_classes_that_come_by_user_config_alone(router: Any) -> None:
+    router._api_keys = json.dumps([{"name": "a", "sha256": "0" * 64, "default_class": "gold"}])
+    gold = {"classes": {"gold": {}}, "default_class": "gold"}
+    await started(router, gold)
+    await router.reconfigure({}, rank=None)
+    found = await page(router)
+    assert found["in_force"] == gold and "the key 'a' names classes ['gold']" in found["refused"]
+    await Router.__del__(router)

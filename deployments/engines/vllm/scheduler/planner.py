@@ -56,8 +56,8 @@ class Planner:
             and not scheduler.need_mamba_block_aligned_split
         )
         self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=self._cuts_prompts)
-        self.adopt(policy, settings, slots)
         self._account = StepAccount(scheduler.clock.now())
+        self.adopt(policy, settings, slots)
         self.queue = PromiseQueue(lambda request: self._taker.waiting(request, scheduler.clock.now()))
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
@@ -68,7 +68,10 @@ class Planner:
     def adopt(self, policy: BatchPolicy, settings: SchedulerSettings, slots: int) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
         self.policy = policy
+        before = self._taker.class_names
         self._taker.adopt(settings, slots)
+        names = self._taker.class_names
+        self._account.renumber([names.index(name) if name in names else 0 for name in before])
         self._standing: StandingPlan | None = None
 
     def snapshot(self) -> Snapshot:

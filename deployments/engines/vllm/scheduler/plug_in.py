@@ -77,21 +77,14 @@ class SluiceScheduler(AsyncScheduler):
             The settings in force.
 
         Raises:
-            ConfigError: a setting is unknown or wrong, or names other classes or another policy; nothing has changed
-                then.
+            ConfigError: a setting is unknown or wrong, or cannot change; nothing has changed then.
         """
         self.report()
         # Before they are looked at, which runs the code that they name: that is for the configuration alone to say.
         for name in sorted(SchedulerSettings.FIXED):
             if changes.get(name, now := getattr(self.settings, name)) != now:
                 raise ConfigError(f"{name} cannot change while the engine runs: set engine.scheduler and redeploy")
-        settings = self.settings.changed(changes)
-        now, then = self.settings.class_names, settings.class_names
-        # By index one class's lengths would be another's. In mode stock nothing is learned, but then a replica that
-        # comes later could not take over what this one took bit by bit.
-        if now != then:
-            raise ConfigError(f"the classes cannot change, from {now[1:]} to {then[1:]}")
-        self._adopt(settings)
+        self._adopt(self.settings.changed(changes))
         return self.settings.model_dump(mode="json")
 
     def report(self) -> None:
@@ -127,6 +120,7 @@ class SluiceScheduler(AsyncScheduler):
             return
         policy = settings.build_policy(
             learned=planner.policy if planner else None,
+            before=self.settings,
             phases=self._phases_work,
             speculates=self.num_spec_tokens > 0,
         )

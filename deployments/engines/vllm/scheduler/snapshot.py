@@ -73,9 +73,10 @@ class Known:
         self.told, self.arrived_s = told, arrived_s
         self.first_token_s = nan
 
-    def judged_by(self, settings: SchedulerSettings) -> None:
-        """Take class and promises by these settings, where the request itself brings none."""
-        told, names = self.told, settings.class_names
+    def judged_by(self, settings: SchedulerSettings, names: Sequence[str | None]) -> None:
+        """Take class and promises by these settings, where the request itself brings none. One of a class that is not
+        among `names` counts as one of no class."""
+        told = self.told
         self.class_index = names.index(told.slo_class) if told.slo_class in names else 0
         left_s = settings.ttft_s if told.ttft_left_s is None else told.ttft_left_s
         promised = left_s is not None and isfinite(left_s) and not told.resumed
@@ -98,6 +99,7 @@ class SnapshotTaker:
         self._scheduler = scheduler
         self._cuts_prompts = cuts_prompts
         self.slots, self.max_batch_tokens = 0, max_batch_tokens
+        self.class_names: tuple[str | None, ...] = ()  # by class_index
         self._pool = pool_share(scheduler)
         self._known: dict[Request, Known] = {}
         self._started = 0  # times that a request came into the batch
@@ -105,8 +107,12 @@ class SnapshotTaker:
     def adopt(self, settings: SchedulerSettings, slots: int) -> None:
         """The most that may run, classes and promises, for requests seen from now on and for those seen before."""
         self.slots, self._settings = slots, settings
+        if (
+            settings.policy is None or not self.class_names
+        ):  # one of somebody's own knows the classes that it began with
+            self.class_names = settings.class_names
         for known in self._known.values():
-            known.judged_by(settings)
+            known.judged_by(settings, self.class_names)
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
@@ -159,7 +165,7 @@ class SnapshotTaker:
             params = request.sampling_params
             told = metadata_of(params.extra_args if params else None)
             known = self._known[request] = Known(told, now_s)
-            known.judged_by(self._settings)
+            known.judged_by(self._settings, self.class_names)
         return known
 
     def forget(self, request: Request) -> None:

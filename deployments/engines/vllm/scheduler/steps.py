@@ -83,6 +83,17 @@ class StepAccount:
         """It left with the step that ends next. A request is held until results are asked for, and must not change."""
         self._departed.append(request)
 
+    def renumber(self, class_index: Sequence[int]) -> None:
+        """Classes have other indices from now on.
+
+        Args:
+            class_index: the new one for each of before.
+        """
+        self._departed = [
+            one if isinstance(one, Request) else one._replace(class_index=class_index[one.class_index])
+            for one in self._departed
+        ]
+
     def ended(self, output: SchedulerOutput, now_s: float) -> Sequence[str]:
         """Its results have come. Steps from before a change of mode were never scheduled here.
 

@@ -654,20 +654,67 @@ def test_a_wrong_change_changes_nothing() -> None:
     assert engine.scheduler.settings.mode == "mixed"
 
 
-def test_live_control_gives_no_class_the_lengths_of_another() -> None:
-    engine = VirtualEngine({"mode": "mixed", "classes": ["chat"]})
-    with pytest.raises(ConfigError, match="chat.*reports"):
-        engine.scheduler.control({"classes": ["reports"]})
-    assert engine.scheduler.settings.class_names == (None, "chat")
+def of_class(name: str) -> dict[str, Any]:
+    return RequestMetadata(slo_class=name).as_extra_args()
 
 
-def test_what_one_engine_accepts_bit_by_bit_another_accepts_at_once() -> None:
-    """Else a replica that comes later could not take over what the others go by."""
-    engine = VirtualEngine({"mode": "auto"})
-    engine.scheduler.control({"mode": "stock"})
-    with pytest.raises(ConfigError, match="chat"):
-        engine.scheduler.control({"classes": ["chat"]})
-    engine.scheduler.control({"mode": "auto"})
+def completions(engine: VirtualEngine) -> dict[str | None, int]:
+    """By class, of which lengths are known."""
+    engine.scheduler.report()
+    lengths = engine.scheduler.planner.policy.admission._lengths
+    return {name: lengths.count(at) for at, name in enumerate(engine.scheduler.settings.class_names)}
+
+
+@both_depths
+def test_a_class_that_comes_or_goes_gives_no_other_its_lengths(depth: int) -> None:
+    """`b` stands between the others: whoever went by its index would take one for the other."""
+    engine = VirtualEngine({"mode": "mixed", "classes": ["a", "c"]}, depth=depth)
+    for number in range(9):
+        engine.add(f"a{number}", 20, 5, extra_args=of_class("a"))
+    for number in range(4):
+        engine.add(f"c{number}", 20, 50, extra_args=of_class("c"))
+    engine.run()
+    assert completions(engine) == {None: 0, "a": 9, "c": 4}
+    engine.scheduler.control({"classes": ["a", "b", "c"]})
+    engine.add("b", 20, 5, extra_args=of_class("b"))
+    engine.run()
+    assert completions(engine) == {None: 0, "a": 9, "b": 1, "c": 4}
+    engine.scheduler.control({"classes": ["c"]})
+    assert completions(engine) == {None: 0, "c": 4}
+    check_answers(engine)
+
+
+@both_depths
+def test_requests_of_a_class_that_goes_end_as_those_of_no_class(depth: int) -> None:
+    engine = VirtualEngine({"mode": "mixed", "classes": ["a", "b"]}, depth=depth)
+    for name in ("a", "b"):
+        engine.add(name, 20, 9, extra_args=of_class(name))
+        engine.add(f"{name} aborted", 20, 9, extra_args=of_class(name))
+    for _ in range(4):
+        engine.step()
+    engine.abort("b aborted")
+    engine.scheduler.control({"classes": ["b"]})
+    engine.abort("a aborted")
+    engine.run()
+    assert completions(engine) == {None: 1, "b": 1}
+
+
+def test_a_policy_of_ones_own_keeps_the_classes_that_it_began_with() -> None:
+    """It was told once how many there are, and one beyond would end the engine."""
+    engine = VirtualEngine({"policy": "forecast_admission", "policy_args": {"classes": 2}, "classes": ["b"]})
+    engine.scheduler.control({"classes": ["a", "b"]})
+    for name in ("a", "b"):
+        engine.add(name, 20, 5, extra_args=of_class(name))
+    engine.run()
+    engine.scheduler.report()
+    lengths = engine.scheduler.planner.policy._lengths
+    assert [lengths.count(0), lengths.count(1)] == [1, 1]
+
+
+def test_what_a_new_engine_is_measured_for_does_not_change_later() -> None:
+    engine = VirtualEngine({"mode": "mixed"})
+    with pytest.raises(ConfigError, match="measure_s cannot change"):
+        engine.scheduler.control({"measure_s": 5.0})
 
 
 def test_steps_of_an_engine_that_speculates_are_not_counted_as_tokens() -> None:
