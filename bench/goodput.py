@@ -347,17 +347,19 @@ def _failures(measured: Measured) -> list[str]:
 
 
 def draw(measured: Measured, path: Path) -> None:
-    """Share in time against load, a line a system."""
-    from simulator.plots import draw_lines
+    """Share in time against load, a line a system. Needs matplotlib: the extra `plan`."""
+    from matplotlib.figure import Figure
 
     loads = sorted({run.load for run in measured.runs})
-    series = {}
+    made = Figure(figsize=(5.0, 3.4), layout="constrained")
+    axes = made.subplots()
     for system in dict.fromkeys(run.system for run in measured.runs):
-        medians = [statistics.median(run.in_time for run in _runs_of(measured, system, load)) for load in loads]
-        series[system] = (loads, medians)
-    draw_lines(
-        series, path, x="rate, of vllm serve's capacity", y="share of requests in time", title="Requests in time"
-    )
+        spreads = [Spread.of([run.in_time for run in _runs_of(measured, system, load)]) for load in loads]
+        low, high = ([abs(getattr(each, end) - each.median) for each in spreads] for end in ("low", "high"))
+        axes.errorbar(loads, [each.median for each in spreads], yerr=(low, high), fmt=".-", capsize=3, label=system)
+    axes.set(xlabel=f"rate, of the capacity of {PLAIN}", ylabel="share of requests in time", ylim=(0, 1.02))
+    axes.legend(fontsize=7)
+    made.savefig(path, dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
