@@ -47,7 +47,6 @@ class FrontEnd:
     def __init__(
         self,
         config: AppConfig,
-        client: "redis.Redis",
         predictor: DeploymentHandle | None,
         *,
         speaks_for_process: bool = True,
@@ -55,7 +54,7 @@ class FrontEnd:
         """Args:
         speaks_for_process: its page has what this process counts besides: one of several models' has.
         """
-        self._config, self._redis, self._predictor = config, client, predictor
+        self._config, self._predictor = config, predictor
         self.name, self.names = config.public_name, config.served_names
         self.router_id = uuid.uuid4().hex[:12]
         process = ProcessPage({"router": self.router_id}, MonotonicClock()) if speaks_for_process else bytes
@@ -63,7 +62,7 @@ class FrontEnd:
         self._of_router = {**self._of_model, "router": self.router_id}
         self.metrics = RouterMetrics(labels=self._of_router, process=process)
 
-    async def start(self, resources: AsyncExitStack) -> FastAPI:
+    async def start(self, client: "redis.Redis", resources: AsyncExitStack) -> FastAPI:
         """vLLM's application, once a replica of this model is there.
 
         Raises:
@@ -80,8 +79,8 @@ class FrontEnd:
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
             from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
 
-        self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
-        self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
+        self._store = RedisStateStore(client, self._config.namespace(ENGINE_VERSION))
+        self._prefill_store = RedisStateStore(client, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
         if self._config.gang:
             args = as_front_end_of_any_model(args)

@@ -1,0 +1,127 @@
+"""A Ray as `ray start --head` makes it, on loopback, to which `serve deploy` deploys."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from deployments.process.environment import free_port
+from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
+from tests.waiting import wait_until
+
+RAY = str(Path(sys.executable).with_name("ray"))
+SERVE = str(Path(sys.executable).with_name("serve"))
+LOCAL = REPOSITORY / "deployments/configs/local.yaml"
+
+
+@dataclass(frozen=True)
+class RayHead:
+    env: dict[str, str]
+    address: str
+    dashboard: str
+    http_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def temporary(self) -> Path:
+        return Path(self.env["TMPDIR"])
+
+    def deploy(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """As `serve deploy`; applications that are not named are deleted."""
+        config = folder / "deployed.yaml"
+        options = {"host": "127.0.0.1", "port": self.http_port}
+        config.write_text(yaml.safe_dump({**settings, "http_options": options}))
+        env = {**self.env, "RAY_DASHBOARD_ADDRESS": self.dashboard}
+        subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
+
+    def get(self, path: str) -> bytes:
+        """Of the dashboard."""
+        with urllib.request.urlopen(_with_token(f"{self.dashboard}{path}", self.env), timeout=60) as response:
+            body: bytes = response.read()
+        return body
+
+    def applications(self) -> dict[str, Any]:
+        """By name, as `serve status` asks for them."""
+        found: dict[str, Any] = json.loads(self.get("/api/serve/applications/"))["applications"]
+        return found
+
+    def serving(self, name: str) -> dict[str, int]:
+        """The process of each replica of an application, once all run."""
+        try:
+            deployments = self.applications()[name]["deployments"].values()
+        except (OSError, LookupError):  # while there is none
+            return {}
+        found = [replica for deployment in deployments for replica in deployment["replicas"]]
+        all_run = all(each["status"] == "HEALTHY" for each in deployments) and {r["state"] for r in found} == {
+            "RUNNING"
+        }
+        return {replica["replica_id"]: replica["pid"] for replica in found} if all_run else {}
+
+
+def answers(url: str | urllib.request.Request) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _with_token(url: str, env: dict[str, str]) -> urllib.request.Request:
+    token = Path(env["HOME"], ".ray/auth_token").read_text().strip()
+    return urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+
+
+@contextlib.contextmanager
+def ray_env(http_port: int, home: Path, **more: str) -> Iterator[dict[str, str]]:
+    """What `sluice env --loopback` prints, as the head of the shipped configuration says, and nothing else."""
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as temporary:  # short: it holds Unix sockets
+        bare = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": temporary}
+        bare |= {"PYTHONPATH": str(REPOSITORY), **more}
+        first, *_ = (line.removeprefix("#   ") for line in LOCAL.read_text().splitlines() if line.startswith("#   "))
+        assert first == 'eval "$(sluice env --loopback)"'
+        # Ray makes a token for whoever starts one of its own in a program, and then asks for it here.
+        subprocess.run([RAY, "get-auth-token", "--generate"], env=bare, check=True, capture_output=True, timeout=60)
+        lines = f"{first.replace('--loopback', f'--loopback --port {http_port}')} && exec env -0"
+        printed = subprocess.run(["bash", "-c", lines], env=bare, check=True, capture_output=True, timeout=60).stdout
+        yield dict(entry.split("=", 1) for entry in printed.decode().strip("\0").split("\0"))
+
+
+@contextlib.contextmanager
+def ray_head(folder: Path, **more: str) -> Iterator[RayHead]:
+    """For the time of the block; with this environment on top."""
+    port, http_port, dashboard_port = free_port(), free_port(), free_port()  # 8000 may be taken where tests run
+    with ray_env(http_port, folder, **more) as env:
+        log = folder / "head.log"
+        command = [
+            RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port),
+            "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
+            "--ray-client-server-port", str(free_port()), "--min-worker-port", "0", "--max-worker-port", "0",
+            "--num-cpus", "2", "--object-store-memory", str(80 << 20),
+            "--include-dashboard", "true", "--disable-usage-stats",
+        ]  # fmt: skip
+        with log.open("wb") as output:
+            head = psutil.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        made = RayHead(env, f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", http_port)
+        try:
+            wait_until(
+                lambda: answers(_with_token(f"{made.dashboard}/api/version", env)) or head.poll() is not None,
+                START_TIMEOUT_S,
+                "the dashboard answers",
+            )
+            assert head.poll() is None, log.read_text()
+            yield made
+        finally:
+            if head.poll() is None:
+                kill_all([head, *head.children(recursive=True)])
