@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from deployments.config.application import AppConfig, AutoscalingSection, Role, checked
+from deployments.config.application import AppConfig, AutoscalingSection, EngineSection, Role, checked
 from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
 from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env
@@ -109,13 +109,24 @@ def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployme
         autoscaling_config=engines_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus,
-            "num_gpus": config.engine.num_gpus,
+            "num_gpus": 0 if config.engine.placement_group_bundles else config.engine.num_gpus,
             "resources": config.engine.resources if group.resources is None else group.resources,
             "runtime_env": {"env_vars": engine_env(config)},
         },
+        **_placement(config.engine),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.engine.drain_timeout_s + DRAIN_MARGIN_S,
     )
+
+
+def _placement(engine: EngineSection) -> dict[str, Any]:
+    """Of an engine over several nodes, whose workers have the GPUs: vLLM finds the group in which its replica runs."""
+    if not engine.placement_group_bundles:
+        return {}
+    return {
+        "placement_group_bundles": list(engine.placement_group_bundles),
+        "placement_group_strategy": engine.placement_group_strategy,
+    }
 
 
 def _router_deployment(config: AppConfig) -> Deployment:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 import yaml
 
 from deployments.process.environment import free_port
@@ -41,8 +42,8 @@ class RayHead:
     def deploy(self, settings: Mapping[str, Any], folder: Path) -> None:
         """As `serve deploy`; applications that are not named are deleted."""
         config = folder / "deployed.yaml"
-        options = {"host": "127.0.0.1", "port": self.http_port}
-        config.write_text(yaml.safe_dump({**settings, "http_options": options}))
+        where = {"host": "127.0.0.1", "port": self.http_port}
+        config.write_text(yaml.safe_dump({**settings, "http_options": where}))
         env = {**self.env, "RAY_DASHBOARD_ADDRESS": self.dashboard}
         subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
 
@@ -51,6 +52,16 @@ class RayHead:
         with urllib.request.urlopen(_with_token(f"{self.dashboard}{path}", self.env), timeout=60) as response:
             body: bytes = response.read()
         return body
+
+    def listed(self, what: str) -> list[dict[str, Any]]:
+        """As `ray list WHAT --detail`."""
+        page = json.loads(self.get(f"/api/v0/{what}?detail=true&limit=1000"))
+        found: list[dict[str, Any]] = page["data"]["result"]["result"]
+        return found
+
+    def nodes(self) -> set[str]:
+        """Ids of those that live."""
+        return {node["node_id"] for node in self.listed("nodes") if node["state"] == "ALIVE"}
 
     def applications(self) -> dict[str, Any]:
         """By name, as `serve status` asks for them."""
@@ -84,8 +95,9 @@ def _with_token(url: str, env: dict[str, str]) -> urllib.request.Request:
 
 
 @contextlib.contextmanager
-def ray_env(http_port: int, home: Path, **more: str) -> Iterator[dict[str, str]]:
-    """What `sluice env --loopback` prints, as the head of the shipped configuration says, and nothing else."""
+def ray_env(http_port: int, home: Path, *, loopback: bool, **more: str) -> Iterator[dict[str, str]]:
+    """What `sluice env --loopback` prints, as the head of the shipped configuration says, and nothing else; or
+    `sluice env`, as for several nodes."""
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as temporary:  # short: it holds Unix sockets
         bare = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": temporary}
         bare |= {"PYTHONPATH": str(REPOSITORY), **more}
@@ -93,35 +105,59 @@ def ray_env(http_port: int, home: Path, **more: str) -> Iterator[dict[str, str]]
         assert first == 'eval "$(sluice env --loopback)"'
         # Ray makes a token for whoever starts one of its own in a program, and then asks for it here.
         subprocess.run([RAY, "get-auth-token", "--generate"], env=bare, check=True, capture_output=True, timeout=60)
-        lines = f"{first.replace('--loopback', f'--loopback --port {http_port}')} && exec env -0"
+        options = f"--loopback --port {http_port}" if loopback else ""
+        lines = f"{first.replace('--loopback', options)} && exec env -0"
         printed = subprocess.run(["bash", "-c", lines], env=bare, check=True, capture_output=True, timeout=60).stdout
         yield dict(entry.split("=", 1) for entry in printed.decode().strip("\0").split("\0"))
 
 
 @contextlib.contextmanager
-def ray_head(folder: Path, **more: str) -> Iterator[RayHead]:
-    """For the time of the block; with this environment on top."""
+def ray_head(folder: Path, *options: str, loopback: bool = True, **more: str) -> Iterator[RayHead]:
+    """For the time of the block; with these options of `ray start`, and this environment on top.
+
+    loopback: it takes no second node then.
+    """
     port, http_port, dashboard_port = free_port(), free_port(), free_port()  # 8000 may be taken where tests run
-    with ray_env(http_port, folder, **more) as env:
+    with ray_env(http_port, folder, loopback=loopback, **more) as env:
         log = folder / "head.log"
-        command = [
-            RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port),
-            "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
-            "--ray-client-server-port", str(free_port()), "--min-worker-port", "0", "--max-worker-port", "0",
-            "--num-cpus", "2", "--object-store-memory", str(80 << 20),
-            "--include-dashboard", "true", "--disable-usage-stats",
+        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        own = [
+            "--head", "--node-ip-address", host, "--port", str(port), "--dashboard-port", str(dashboard_port),
+            "--ray-client-server-port", str(free_port()), "--include-dashboard", "true", "--disable-usage-stats",
         ]  # fmt: skip
-        with log.open("wb") as output:
-            head = psutil.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        made = RayHead(env, f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", http_port)
-        try:
+        made = RayHead(env, f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", http_port)
+        with _node(env, log, *own, *options) as node:
             wait_until(
-                lambda: answers(_with_token(f"{made.dashboard}/api/version", env)) or head.poll() is not None,
+                lambda: answers(_with_token(f"{made.dashboard}/api/version", env)) or node.poll() is not None,
                 START_TIMEOUT_S,
                 "the dashboard answers",
             )
-            assert head.poll() is None, log.read_text()
+            assert node.poll() is None, log.read_text()
             yield made
-        finally:
-            if head.poll() is None:
-                kill_all([head, *head.children(recursive=True)])
+
+
+@contextlib.contextmanager
+def second_node(head: RayHead, folder: Path, *options: str) -> Iterator[None]:
+    """Of the same Ray, on this machine too, for the time of the block."""
+    log = folder / "second.log"
+    host = head.address.partition(":")[0]
+    with _node(head.env, log, "--node-ip-address", host, "--address", head.address, *options) as node:
+        wait_until(lambda: len(head.nodes()) == 2 or node.poll() is not None, START_TIMEOUT_S, "it joins")
+        assert node.poll() is None, log.read_text()
+        yield
+
+
+@contextlib.contextmanager
+def _node(env: Mapping[str, str], log: Path, *options: str) -> Iterator[psutil.Popen]:
+    command = [
+        RAY, "start", "--block", "--num-cpus", "2",
+        "--object-store-memory", str(80 << 20), "--dashboard-agent-listen-port", str(free_port()),
+        "--min-worker-port", "0", "--max-worker-port", "0", *options,
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        node = psutil.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield node
+    finally:
+        if node.poll() is None:
+            kill_all([node, *node.children(recursive=True)])

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 import subprocess
 import sys
 import threading
@@ -98,8 +97,11 @@ def processes(name: str) -> list[psutil.Process]:
 
 def redis_of(head: RayHead, application: str) -> psutil.Process:
     """Raises ValueError while there is none."""
-    actors = json.loads(head.get(ACTORS))["data"]["result"]["result"]
-    (owner,) = (each["pid"] for each in actors if (each["name"], each["state"]) == (f"redis-{application}", "ALIVE"))
+    (owner,) = (
+        each["pid"]
+        for each in head.listed("actors")
+        if (each["name"], each["state"]) == (f"redis-{application}", "ALIVE")
+    )
     (found,) = psutil.Process(owner).children()
     return found
 

@@ -26,7 +26,14 @@ TABLE = CHART / "README.md"
 PAGE = CHART.parents[1] / "docs" / "configuration.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
-    "EngineSection": {"num_gpus", "num_cpus", "resources", "bind_host"},
+    "EngineSection": {
+        "num_gpus",
+        "num_cpus",
+        "resources",
+        "bind_host",
+        "placement_group_bundles",
+        "placement_group_strategy",
+    },
     "PrefillSection": {"resources"},
     "KeysSection": {"file"},
 }
