@@ -164,7 +164,7 @@
 {{- fail (printf "nodesPerEngine is %d, and engineGroups[0].enginesPerPod %d: an engine has its pods to itself, set enginesPerPod to 1" $nodes (int $group.enginesPerPod)) -}}
 {{- end -}}
 {{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
-{{- if dig "engine" "prefill" nil $model -}}
+{{- if kindIs "map" (dig "engine" "prefill" nil $model) -}}
 {{- fail (printf "nodesPerEngine is %d, and %s.engine.prefill hands caches from pod to pod: leave one of them out" $nodes (eq $index 0 | ternary "app" (printf "app.more_models[%d]" (sub $index 1)))) -}}
 {{- end -}}
 {{- end -}}
