@@ -5,7 +5,6 @@ What the environment says of API keys and of requests' limits is read here alone
 
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,13 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from deployments.config.application import AppConfig, AutoscalingSection, Role, checked
+from deployments.config.application import AppConfig, AutoscalingSection, EngineSection, Role, checked
 from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
-from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env, free_port
+from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env
 from deployments.serving.autoscaling import engines_config, routers_config
-from deployments.serving.embedded_redis import embedded_url
 from deployments.serving.engine_replica import EngineReplica
 from deployments.serving.predictor import predictor_application
-from deployments.serving.redis_server import RedisServer
 from deployments.serving.router import Router
 from policies.errors import ConfigError
 
@@ -69,20 +66,16 @@ def application(config: AppConfig) -> Application:
         ConfigError: no Redis is named on a cluster of several nodes.
     """
     redis_url = config.named_redis()
-    redis_server = None
     if redis_url is None:
         _refuse_several_nodes()
-        port, password = free_port(), secrets.token_urlsafe(32)
-        redis_url = embedded_url(port, password)
-        redis_server = _redis_deployment().bind(port, password)
     engines = [
-        _engine_deployment(each, number, group).bind(each, redis_url, redis_server, group.classes, group.role)
+        _engine_deployment(each, number, group).bind(each, redis_url, group.classes, group.role)
         for number, each in enumerate(config.each_model())
         for group in _groups(each)
     ]
     predictor = predictor_application(config.predictor) if config.predictor.own_replicas else None
     api_keys = os.environ.get(KEYS_ENV)
-    return _router_deployment(config).bind(config, redis_url, redis_server, engines, api_keys, predictor)
+    return _router_deployment(config).bind(config, redis_url, engines, api_keys, predictor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +98,6 @@ def _groups(config: AppConfig) -> Iterator[_Group]:
         yield _Group(prefill.replicas, role="prefill", autoscaling=prefill.autoscaling, resources=prefill.resources)
 
 
-def _redis_deployment() -> Deployment:
-    return serve.deployment(
-        RedisServer, num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=HEALTH_CHECK_PERIOD_S
-    )
-
-
 def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployment:
     number = (str(model + 1),) if model else ()
     kind = ("", "prefill") if group.role == "prefill" else group.classes  # two hyphens: a class may be named prefill
@@ -122,13 +109,24 @@ def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployme
         autoscaling_config=engines_config(scaled) if scaled else None,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus,
-            "num_gpus": config.engine.num_gpus,
+            "num_gpus": 0 if config.engine.placement_group_bundles else config.engine.num_gpus,
             "resources": config.engine.resources if group.resources is None else group.resources,
             "runtime_env": {"env_vars": engine_env(config)},
         },
+        **_placement(config.engine),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.engine.drain_timeout_s + DRAIN_MARGIN_S,
     )
+
+
+def _placement(engine: EngineSection) -> dict[str, Any]:
+    """Of an engine over several nodes, whose workers have the GPUs: vLLM finds the group in which its replica runs."""
+    if not engine.placement_group_bundles:
+        return {}
+    return {
+        "placement_group_bundles": list(engine.placement_group_bundles),
+        "placement_group_strategy": engine.placement_group_strategy,
+    }
 
 
 def _router_deployment(config: AppConfig) -> Deployment:

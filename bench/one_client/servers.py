@@ -14,7 +14,7 @@ from deployments.process.parent import die_with_parent
 async def _route(config: AppConfig, redis_url: str, port: int) -> None:
     from deployments.serving.router import Router
 
-    router = Router(config, redis_url, None, [], None)
+    router = Router(config, redis_url, [], None)
     app = await router.__serve_build_asgi_app__()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
     try:

@@ -183,8 +183,11 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
                 contextlib.redirect_stderr(nowhere),
             ):
                 if ray.is_initialized():  # else Serve would start another Ray in order to shut down
+                    from deployments.serving.redis_server import close_redis_servers
+
                     try:
                         serve.shutdown()
+                        close_redis_servers()
                     finally:  # also after a second Ctrl-C
                         ray.shutdown()
         finally:

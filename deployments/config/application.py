@@ -59,6 +59,8 @@ from router.routed_client import RoutedClientConfig
 
 ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 """OpenAI's, or another word; it stands in answers as it is."""
+Bundle = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+"""Of a placement group: Ray resources by their names."""
 Role = Literal["prefill", "decode"]
 """Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
 
@@ -311,6 +313,12 @@ class EngineSection(Section):
     """Cores that Ray reserves for each replica; it may use more."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources for each replica, to place it."""
+    placement_group_bundles: tuple[Bundle, ...] = ()
+    """Of an engine larger than a node: its parts, each on one node, by their Ray resources, as `{GPU: 1}`. A worker of
+    vLLM's runs in each bundle with a GPU, the replica in the first, which needs `num_cpus` and `resources` besides."""
+    placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How Ray places the bundles: `PACK` on as few nodes as it can, `SPREAD` on as many; `STRICT_PACK` on one, and
+    `STRICT_SPREAD` each on one of its own, or not at all."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of each replica, on top of what the CPU build needs."""
     bind_host: str | None = None
@@ -343,6 +351,34 @@ class EngineSection(Section):
         if everywhere:
             raise ValueError(f"{host} is no address that routers on other nodes could call: name one, or leave it out")
         return host
+
+    @model_validator(mode="after")
+    def _fits_into_its_bundles(self) -> Self:
+        bundles = self.placement_group_bundles
+        if not bundles:
+            if self.placement_group_strategy != "PACK":
+                raise ValueError("placement_group_strategy places placement_group_bundles, and there are none")
+            return self
+        if too_many := next((bundle for bundle in bundles if bundle.get("GPU", 0) not in (0, 1)), None):
+            raise ValueError(
+                f"placement_group_bundles: vLLM runs one worker in each bundle with a GPU, make several of {too_many}"
+            )
+        gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
+        if not gpus:
+            raise ValueError("placement_group_bundles are of engines on GPUs: one on CPUs has a node, leave them out")
+        if gpus != self.num_gpus:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g}, and placement_group_bundles hold {gpus:g} GPUs: set num_gpus to that"
+            )
+        own = {"CPU": self.num_cpus} | self.resources
+        if lacking := {name: amount for name, amount in own.items() if amount > bundles[0].get(name, 0)}:
+            raise ValueError(
+                f"the replica runs in the first of placement_group_bundles, which lacks {lacking}, by num_cpus and "
+                "resources: add it there, or set num_cpus to 0"
+            )
+        if self.prefill is not None:
+            raise ValueError("prefill hands caches from node to node: it goes without placement_group_bundles")
+        return self
 
 
 def least_replicas(group: EngineSection | PrefillSection | RouterSection) -> int:
@@ -592,7 +628,7 @@ _NOT_IN_ROUTERS = {
 }
 
 
-# An engine's processes are on one node: nothing here starts the others of it elsewhere, so it would wait for them.
+# Ray starts an engine's processes on other nodes, in its bundles. With these it would wait for others to start them.
 _OF_SEVERAL_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
 
 
@@ -616,8 +652,11 @@ _NOT_FOR_TRANSFORMERS = {
 }  # fmt: skip
 
 
+_EXECUTOR = "--distributed-executor-backend"
+
+
 # With these the arguments do not say how many GPUs an engine has here.
-_PLACED_ELSEWHERE = {"--config", "--distributed-executor-backend"}
+_PLACED_ELSEWHERE = {"--config", _EXECUTOR}
 
 
 # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
@@ -633,7 +672,8 @@ def why_refused(option: str) -> str | None:
         return f"{option} is of vLLM's own server, which does not run here; TLS goes in front of Sluice"
     if option in _OF_SEVERAL_NODES:
         return (
-            f"{option} is for an engine on several nodes: an engine of Sluice's has all its GPUs on one, leave it out"
+            f"{option} is for engines whose processes somebody else starts on other nodes: leave it out, and set "
+            "engine.placement_group_bundles"
         )
     return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
 
@@ -668,9 +708,10 @@ def _without(argv: Sequence[str], names: Container[str]) -> list[str]:
     return kept
 
 
-def _gpus_used(argv: Sequence[str]) -> int | None:
+def _gpus_used(argv: Sequence[str], *, in_bundles: bool) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
-    return None if _options(argv).keys() & _PLACED_ELSEWHERE else _workers(argv)
+    silent = {"--config"} if in_bundles else _PLACED_ELSEWHERE
+    return None if _options(argv).keys() & silent else _workers(argv)
 
 
 def _workers(argv: Sequence[str]) -> int | None:
@@ -740,6 +781,8 @@ class ModelSection(Section):
             return self
         if engine.prefill:
             raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
+        if engine.placement_group_bundles:
+            raise ValueError("engine.placement_group_bundles: an engine of kind transformers runs on one device")
         if engine.lora:
             raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
         if engine.credit_lookahead:
@@ -761,10 +804,20 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _uses_the_gpus_that_it_holds(self) -> Self:
         gpus = self.engine.num_gpus
-        if self.engine.kind == "vllm" and gpus >= 1 and (used := _gpus_used(self.vllm_args)) not in (None, gpus):
+        used = _gpus_used(self.vllm_args, in_bundles=bool(self.engine.placement_group_bundles))
+        if self.engine.kind == "vllm" and gpus >= 1 and used not in (None, gpus):
             raise ValueError(
                 f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: "
                 f"{' times '.join(name for name, _ in _PARALLEL)} must be as many"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_in_its_bundles(self) -> Self:
+        executor = _options(self.vllm_args).get(_EXECUTOR, "ray")
+        if self.engine.placement_group_bundles and executor != "ray":
+            raise ValueError(
+                f"{_EXECUTOR} is {executor}, and engine.placement_group_bundles need ray: leave it out, it is set"
             )
         return self
 
@@ -921,6 +974,8 @@ class AppConfig(ModelSection):
     def _engine_groups(self) -> list[tuple[int, dict[str, float]]]:
         """Of this model: how many replicas, and what each of them takes."""
         engine, prefill = self.engine, self.engine.prefill
+        if engine.placement_group_bundles:
+            return [(self.engine_replicas, bundle) for bundle in engine.placement_group_bundles]
         cores_and_gpus = {"CPU": engine.num_cpus, "GPU": engine.num_gpus}
         reading = least_replicas(prefill) if prefill else 0
         groups = [(self.engine_replicas - reading, cores_and_gpus | engine.resources)]
@@ -964,7 +1019,9 @@ class AppConfig(ModelSection):
         prefill = self.engine.prefill
         # What this machine's processor does well is no part of the model's identity: machines may differ in it.
         dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in _options(self.vllm_args) else []
-        argv = [*self.vllm_argv(), *dtype, *(self._transfer_argv(prefill, role) if prefill is not None else [])]
+        placed = [_EXECUTOR, "ray"] if self.engine.placement_group_bundles else []
+        transfer = self._transfer_argv(prefill, role) if prefill is not None else []
+        argv = [*self.vllm_argv(), *dtype, *placed, *transfer]
         if (settings := self.scheduler_settings(role)) is None:
             return argv
         told = json.dumps({KEY: settings.model_dump(mode="json", exclude_defaults=True) | {"mode": settings.mode}})

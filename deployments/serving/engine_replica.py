@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig, Role
 from deployments.config.live import EngineTerms
@@ -21,7 +20,7 @@ from deployments.serving.engine_start import started_engine
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.live_control import LiveControl
 from deployments.serving.live_settings import LiveSettings
-from deployments.serving.redis_server import redis_ready
+from deployments.serving.redis_server import embedded_redis_url
 from policies.errors import ConfigError, ReplicaLostError
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import ReplicaInfo
@@ -84,8 +83,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self,
         config: AppConfig,
-        redis_url: str,
-        redis_server: DeploymentHandle | None,
+        redis_url: str | None,
         classes: tuple[str, ...] = (),
         role: Role = "decode",
     ) -> None:
@@ -93,12 +91,12 @@ class EngineReplica:
         self._resources = self._lifetime.resources
         log_as_json()
         keep_to_loopback()
-        await self._lifetime.start(self._start(redis_url, redis_server, classes))
+        await self._lifetime.start(self._start(redis_url, classes))
         info = self._relay.info
         logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
-    async def _start(self, redis_url: str, redis_server: DeploymentHandle | None, classes: tuple[str, ...]) -> None:
-        await redis_ready(redis_server)
+    async def _start(self, redis_url: str | None, classes: tuple[str, ...]) -> None:
+        redis_url = redis_url or await embedded_redis_url()
         await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
         host = _prepare_environment(self._config)
         self._engine = await started_engine(self._config, self._role)

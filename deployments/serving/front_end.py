@@ -52,7 +52,6 @@ class FrontEnd:
     def __init__(
         self,
         config: AppConfig,
-        client: "redis.Redis",
         predictor: DeploymentHandle | None,
         *,
         speaks_for_process: bool = True,
@@ -60,7 +59,7 @@ class FrontEnd:
         """Args:
         speaks_for_process: its page has what this process counts besides: one of several models' has.
         """
-        self._config, self._redis, self._predictor = config, client, predictor
+        self._config, self._predictor = config, predictor
         self._begun = config
         self._grammars: Grammars | None = None
         self._in_force: tuple[Any, AppConfig] | None = None  # a user_config, and what it makes of the configuration
@@ -73,7 +72,7 @@ class FrontEnd:
         self._of_router = {**self._of_model, "router": self.router_id}
         self.metrics = RouterMetrics(labels=self._of_router, process=process)
 
-    async def start(self, resources: AsyncExitStack) -> FastAPI:
+    async def start(self, client: "redis.Redis", resources: AsyncExitStack) -> FastAPI:
         """vLLM's application, once a replica of this model is there.
 
         Raises:
@@ -92,8 +91,8 @@ class FrontEnd:
 
         vllm_version = ENGINE_VERSION.removeprefix("vllm-")
         self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
-        self._store = RedisStateStore(self._redis, self._config.namespace(ENGINE_VERSION))
-        self._prefill_store = RedisStateStore(self._redis, self._config.prefill_namespace(ENGINE_VERSION))
+        self._store = RedisStateStore(client, self._config.namespace(ENGINE_VERSION))
+        self._prefill_store = RedisStateStore(client, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
         if self._config.gang:
             args = as_front_end_of_any_model(args)

@@ -28,7 +28,7 @@ from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.lifetime import Lifetime
-from deployments.serving.redis_server import redis_ready
+from deployments.serving.redis_server import embedded_redis_url
 from deployments.serving.shared_call import SharedCall
 from policies.errors import ConfigError, StateStoreError
 from router.background import BackgroundTasks
@@ -45,13 +45,13 @@ class Router:
     """Any number of them share the bins through the state store.
 
     `engines` are not called: requests go over the relay's wire. That they are bound here makes Ray Serve deploy them.
+    `redis_url` is None where the application has an embedded Redis.
     """
 
     def __init__(
         self,
         config: AppConfig,
-        redis_url: str,
-        redis_server: DeploymentHandle | None,
+        redis_url: str | None,
         engines: list[DeploymentHandle],
         api_keys: str | None,
         predictor: DeploymentHandle | None = None,
@@ -60,12 +60,9 @@ class Router:
         self._resources = self._lifetime.resources
         log_as_json()
         keep_to_loopback()
-        self._config, self._redis_server, self._api_keys = config, redis_server, api_keys
-        self._redis_url, self._redis = redis_url, connect(redis_url, config.redis_ca_certs)
-        self._resources.push_async_callback(self._redis.aclose)
+        self._config, self._redis_url, self._api_keys = config, redis_url, api_keys
         self._front_ends = [
-            FrontEnd(each, self._redis, predictor, speaks_for_process=number == 0)
-            for number, each in enumerate(config.each_model())
+            FrontEnd(each, predictor, speaks_for_process=number == 0) for number, each in enumerate(config.each_model())
         ]
         self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
         self._reconfiguring = asyncio.Lock()
@@ -78,11 +75,13 @@ class Router:
         return await self._lifetime.start(self._application())
 
     async def _application(self) -> ASGIApp:
-        await redis_ready(self._redis_server)
-        await check_access(self._redis_url, self._config.redis_ca_certs)
+        redis_url, ca_certs = self._redis_url or await embedded_redis_url(), self._config.redis_ca_certs
+        await check_access(redis_url, ca_certs)
+        self._redis = connect(redis_url, ca_certs)
+        self._resources.push_async_callback(self._redis.aclose)
         apps: dict[str, FastAPI] = {}
         for front_end in self._front_ends:
-            app = await front_end.start(self._resources)
+            app = await front_end.start(self._redis, self._resources)
             apps |= dict.fromkeys(front_end.names, app)
             self._set_routes(app)
             if app.openapi_url:  # it is kept: who asks for it first would stop all streams for two seconds

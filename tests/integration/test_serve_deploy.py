@@ -5,12 +5,7 @@ Its environment is what `sluice env --loopback` prints, as the head of that conf
 
 import copy
 import dataclasses
-import json
 import secrets
-import subprocess
-import sys
-import tempfile
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +18,10 @@ import yaml
 
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
+from tests.integration.application import START_TIMEOUT_S, command_of
+from tests.integration.ray_head import LOCAL, RayHead, answers, ray_head
 from tests.integration.traffic import Traffic
 from tests.waiting import wait_until
-
-RAY = str(Path(sys.executable).with_name("ray"))
-SERVE = str(Path(sys.executable).with_name("serve"))
-LOCAL = REPOSITORY / "deployments/configs/local.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -40,72 +32,15 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="module")
-def http_port() -> int:
-    """8000 may be taken where tests run."""
-    return free_port()
+def head(redis: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    with ray_head(tmp_path_factory.mktemp("ray"), SLUICE_REDIS_URL=redis.url) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def ray_env(redis: EmbeddedRedis, http_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    home = tmp_path_factory.mktemp("home")
-    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as temporary:  # short: it holds Unix sockets
-        bare = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": temporary}
-        bare |= {"PYTHONPATH": str(REPOSITORY), "SLUICE_REDIS_URL": redis.url}
-        first, *_ = (line.removeprefix("#   ") for line in LOCAL.read_text().splitlines() if line.startswith("#   "))
-        assert first == 'eval "$(sluice env --loopback)"'
-        # Ray makes a token for whoever starts one of its own in a program, and then asks for it here.
-        subprocess.run([RAY, "get-auth-token", "--generate"], env=bare, check=True, capture_output=True, timeout=60)
-        lines = f"{first.replace('--loopback', f'--loopback --port {http_port}')} && exec env -0"
-        printed = subprocess.run(["bash", "-c", lines], env=bare, check=True, capture_output=True, timeout=60).stdout
-        yield dict(entry.split("=", 1) for entry in printed.decode().strip("\0").split("\0"))
-
-
-@pytest.fixture(scope="module")
-def dashboard(ray_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A head node; yields the address of its dashboard."""
-    dashboard_port = free_port()
-    log = tmp_path_factory.mktemp("ray") / "head.log"
-    command = [
-        RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(free_port()),
-        "--dashboard-port", str(dashboard_port), "--dashboard-agent-listen-port", str(free_port()),
-        "--ray-client-server-port", str(free_port()), "--min-worker-port", "0", "--max-worker-port", "0",
-        "--num-cpus", "2", "--object-store-memory", str(80 << 20),
-        "--include-dashboard", "true", "--disable-usage-stats",
-    ]  # fmt: skip
-    with log.open("wb") as output:
-        head = psutil.Popen(command, env=ray_env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    address = f"http://127.0.0.1:{dashboard_port}"
-    try:
-        wait_until(
-            lambda: _answers(_with_token(f"{address}/api/version", ray_env)) or head.poll() is not None,
-            START_TIMEOUT_S,
-            "the dashboard answers",
-        )
-        assert head.poll() is None, log.read_text()
-        yield address
-    finally:
-        if head.poll() is None:
-            kill_all([head, *head.children(recursive=True)])
-
-
-def _with_token(url: str, ray_env: dict[str, str]) -> urllib.request.Request:
-    token = Path(ray_env["HOME"], ".ray/auth_token").read_text().strip()
-    return urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-
-
-def _answers(url: str | urllib.request.Request) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def shipped(http_port: int) -> dict[str, Any]:
+def shipped() -> dict[str, Any]:
     """The shipped configuration, with one engine: it deploys as two do, in less time."""
     settings: dict[str, Any] = yaml.safe_load(LOCAL.read_text())
-    settings["http_options"]["port"] = http_port
     engine = settings["applications"][0]["args"]["engine"]
     assert engine["replicas"] == 2
     engine["replicas"] = 1
@@ -113,27 +48,18 @@ def shipped(http_port: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def deployed(
-    dashboard: str,
-    ray_env: dict[str, str],
-    http_port: int,
-    shipped: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> str:
+def deployed(head: RayHead, shipped: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The shipped configuration, and beside it one with a key that nobody knows; yields the address of the first."""
     settings = copy.deepcopy(shipped)
     wrong = {**copy.deepcopy(settings["applications"][0]), "name": "wrong", "route_prefix": "/wrong"}
     wrong["args"]["engine"]["replicaz"] = 3
     settings["applications"].append(wrong)
-    config = tmp_path_factory.mktemp("deployed") / "local.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    env = {**ray_env, "RAY_DASHBOARD_ADDRESS": dashboard}
-    subprocess.run([SERVE, "deploy", str(config)], env=env, check=True, timeout=START_TIMEOUT_S)
-    return f"http://127.0.0.1:{http_port}"
+    head.deploy(settings, tmp_path_factory.mktemp("deployed"))
+    return head.url
 
 
-def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
-    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+def test_the_shipped_configuration_deploys_andanswers(deployed: str, redis: EmbeddedRedis) -> None:
+    wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
     client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=START_TIMEOUT_S)
     answer = client.chat.completions.create(
         model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
@@ -142,8 +68,8 @@ def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: Emb
     assert _redis_keys(redis) > 0, "the external Redis holds the shared state"
 
 
-def test_nothing_of_it_listens_to_the_outside(deployed: str, ray_env: dict[str, str]) -> None:
-    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+def test_nothing_of_it_listens_to_the_outside(deployed: str, head: RayHead) -> None:
+    wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
     ours = {process.pid: command_of(process) for process in psutil.Process().children(recursive=True)}
     # HAProxy is in a session of its own, as a child of the proxy's actor.
     listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
@@ -153,7 +79,7 @@ def test_nothing_of_it_listens_to_the_outside(deployed: str, ray_env: dict[str, 
     ]
     haproxy = [c for c in listening if c.laddr[1] == int(deployed.rpartition(":")[2])]
     assert haproxy, "the proxy is among them"
-    (written,) = Path(ray_env["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")  # one for the node
+    (written,) = Path(head.env["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")  # one for the node
     assert "http-buffer-request" in written.read_text()
 
 
@@ -164,36 +90,18 @@ def _redis_keys(server: EmbeddedRedis) -> int:
         return int(client.dbsize())
 
 
-def _applications(dashboard: str, ray_env: dict[str, str]) -> dict[str, Any]:
-    """By name, as `serve status` asks for them."""
-    with urllib.request.urlopen(_with_token(f"{dashboard}/api/serve/applications/", ray_env), timeout=60) as response:
-        found: dict[str, Any] = json.load(response)["applications"]
-        return found
-
-
-def _serving(dashboard: str, ray_env: dict[str, str]) -> dict[str, int]:
-    """The process of each replica, once all run."""
-    try:
-        deployments = _applications(dashboard, ray_env)["sluice"]["deployments"].values()
-    except (OSError, LookupError):  # while there is none
-        return {}
-    found = [replica for deployment in deployments for replica in deployment["replicas"]]
-    all_run = all(each["status"] == "HEALTHY" for each in deployments) and {r["state"] for r in found} == {"RUNNING"}
-    return {replica["replica_id"]: replica["pid"] for replica in found} if all_run else {}
-
-
-def test_unknown_keys_are_refused_with_their_path(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
+def test_unknown_keys_are_refused_with_their_path(deployed: str, head: RayHead) -> None:
     def wrong() -> dict[str, Any]:
-        found: dict[str, Any] = _applications(dashboard, ray_env)["wrong"]
+        found: dict[str, Any] = head.applications()["wrong"]
         return found
 
     wait_until(lambda: wrong()["status"] == "DEPLOY_FAILED", START_TIMEOUT_S, "the wrong configuration is refused")
     assert "engine.replicaz" in wrong()["message"]
 
 
-def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str, ray_env: dict[str, str]) -> None:
+def test_a_killed_controller_stops_no_replica(deployed: str, head: RayHead) -> None:
     def serving() -> dict[str, int]:
-        return _serving(dashboard, ray_env)
+        return head.serving("sluice")
 
     before = wait_until(serving, START_TIMEOUT_S, "all replicas run")
     assert len(before) == 2
@@ -201,7 +109,7 @@ def test_a_killed_controller_stops_no_replica(deployed: str, dashboard: str, ray
     controller.kill()
     wait_until(lambda: controllers() not in ([], [controller]), START_TIMEOUT_S, "another controller has come")
     assert wait_until(serving, START_TIMEOUT_S, "all replicas run") == before
-    assert _answers(f"{deployed}/health")
+    assert answers(f"{deployed}/health")
 
 
 def controllers() -> list[psutil.Process]:
@@ -213,19 +121,17 @@ def controllers() -> list[psutil.Process]:
 class Running:
     """What runs, redeployed with the same `args`, as `serve deploy` does it."""
 
-    url: str
-    dashboard: str
-    ray_env: dict[str, str]
+    head: RayHead
     shipped: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return self.head.url
 
     def redeploy(self, *deployments: dict[str, Any]) -> None:
         settings = copy.deepcopy(self.shipped)
         settings["applications"][0]["deployments"] = list(deployments)
-        request = _with_token(f"{self.dashboard}/api/serve/applications/", self.ray_env)
-        request.data, request.method = json.dumps(settings).encode(), "PUT"
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=60):
-            pass
+        self.head.put(settings)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         self.redeploy({"name": "Router", "user_config": user_config})
@@ -252,16 +158,14 @@ class Running:
         return httpx.post(url, json=asked, headers=headers, timeout=START_TIMEOUT_S, trust_env=False)
 
     def serving(self) -> dict[str, int]:
-        found: dict[str, int] = wait_until(
-            lambda: _serving(self.dashboard, self.ray_env), START_TIMEOUT_S, "all replicas run"
-        )
+        found: dict[str, int] = wait_until(lambda: self.head.serving("sluice"), START_TIMEOUT_S, "all replicas run")
         return found
 
 
 @pytest.fixture
-def running(deployed: str, dashboard: str, ray_env: dict[str, str], shipped: dict[str, Any]) -> Running:
-    wait_until(lambda: _answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
-    return Running(deployed, dashboard, ray_env, shipped)
+def running(deployed: str, head: RayHead, shipped: dict[str, Any]) -> Running:
+    wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
+    return Running(head, shipped)
 
 
 LIVE: dict[str, Any] = {
@@ -318,7 +222,7 @@ def test_a_router_that_starts_beside_a_wrong_user_config_goes_by_the_one_in_forc
     killed.kill()
 
     def another_answers() -> bool:
-        return _answers(f"{running.url}/health") and bool(running.status()["answered_by"]["pid"] != killed.pid)
+        return answers(f"{running.url}/health") and bool(running.status()["answered_by"]["pid"] != killed.pid)
 
     wait_until(another_answers, START_TIMEOUT_S, "another router has come")
     running.wait_for(LIVE, refused=WHY_WRONG)

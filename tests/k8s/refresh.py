@@ -29,7 +29,14 @@ LIVE_KEYS = CHART / "files/live-keys.json"
 PAGE = CHART.parents[1] / "docs" / "configuration.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
-    "EngineSection": {"num_gpus", "num_cpus", "resources", "bind_host"},
+    "EngineSection": {
+        "num_gpus",
+        "num_cpus",
+        "resources",
+        "bind_host",
+        "placement_group_bundles",
+        "placement_group_strategy",
+    },
     "PrefillSection": {"resources"},
     "KeysSection": {"file"},
 }

@@ -253,7 +253,7 @@ def test_the_limits_of_every_engine_pod_are_those_of_its_values(rendered: dict[s
     templates = templates_of(ray_service(rendered[file.stem]))
     values = values_of(file)
     for group in values.get("engineGroups", _DEFAULTS["engineGroups"]):
-        gpus = values.get("gpusPerEngine", 0) * group.get("enginesPerPod", 1)
+        gpus = values.get("gpusPerEngine", 0) * group.get("enginesPerPod", 1) // values.get("nodesPerEngine", 1)
         assert templates[group["name"]]["spec"]["containers"][0]["resources"] == _with_gpus(group["resources"], gpus)
 
 

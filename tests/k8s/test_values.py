@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from deployments.config.application import AppConfig
 from tests.k8s import refresh
 from tests.k8s.cases import named, with_password
-from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application, settings_of
+from tests.k8s.engines import CHART, Engine, Helm4, RefusedError, Values, application, ray_service, settings_of
 from tests.k8s.helm3 import helm3
+from tests.k8s.schemas import templates_of
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -69,6 +70,12 @@ def test_every_default_is_in_the_schema_and_every_value_in_the_table() -> None:
 
 
 GPU = {"name": "gpu", "replicas": 1, "resources": {}}
+TWO_NODES: Values = {
+    "gpusPerEngine": 4,
+    "nodesPerEngine": 2,
+    "app": {"vllm_args": ["-tp", "4"]},
+    "engineGroups": [{**GPU, "replicas": 2}],
+}
 ONE_POD: Values = {"redis": {"mode": "none"}, "engineGroups": []}
 ROOM = {"rayCpus": 4}
 INCREMENTAL = named("incremental")
@@ -191,6 +198,29 @@ REFUSED: dict[str, tuple[Values, str]] = {
         },
         "by app.more_models[0].vllm_args an engine uses 1",
     ),
+    "GPUs that do not go into the pods of an engine": (
+        {**TWO_NODES, "nodesPerEngine": 3},
+        "nodesPerEngine is 3, and gpusPerEngine 4: each pod has the same number",
+    ),
+    "an engine on CPUs over several pods": ({"nodesPerEngine": 2}, "nodesPerEngine is 2, and gpusPerEngine 0"),
+    "engines over pods of several groups": (
+        {**TWO_NODES, "engineGroups": [{**GPU, "replicas": 2}, {**GPU, "name": "more", "replicas": 2}]},
+        "there are 2 engineGroups",
+    ),
+    "an engine over several pods in one pod": ({**TWO_NODES, **ONE_POD}, "name one group (not with redis.mode none)"),
+    "two engines that share their pods": (
+        {**TWO_NODES, "engineGroups": [{**GPU, "replicas": 2, "enginesPerPod": 2}]},
+        "set enginesPerPod to 1",
+    ),
+    "caches from pods to pods": (
+        {**TWO_NODES, "app": {**TWO_NODES["app"], "engine": {"prefill": {}}}},
+        "app.engine.prefill hands caches from pod to pod",
+    ),
+    "more engines than there are pods for all of each": (
+        {**TWO_NODES, "engineGroups": [{**GPU, "replicas": 3}], "app": {**TWO_NODES["app"], "engine": {"replicas": 2}}},
+        "app asks for up to 2 engine replicas, and there is room for 1 (pods x enginesPerPod / nodesPerEngine)",
+    ),
+    "an engine's bundles": ({"app": {"engine": {"placement_group_bundles": [{"GPU": 1}]}}}, "placement_group_bundles"),
     "a fetch into a claim that is not there yet": (
         {"modelFetch": {"enabled": True}, "modelCache": {"enabled": True}},
         "set modelCache.enabled and modelCache.existingClaim",
@@ -306,6 +336,18 @@ def test_arguments_that_do_not_say_how_many_gpus_are_left_to_the_application(
     helm4: Helm4, arguments: list[str]
 ) -> None:
     assert application(helm4.render({"gpusPerEngine": 4, "app": {"vllm_args": arguments}}))
+
+
+def test_every_pod_of_an_engine_has_its_part_of_the_gpus_and_every_gpu_is_a_bundle(helm4: Helm4) -> None:
+    rendered = helm4.render(TWO_NODES)
+    engine = application(rendered)["args"]["engine"]
+    assert engine["num_gpus"] == 4
+    assert engine["placement_group_bundles"] == [{"GPU": 1, "sluice_engine": 1}, *3 * [{"GPU": 1}]]
+    (pod,) = (templates_of(ray_service(rendered))[group["name"]] for group in TWO_NODES["engineGroups"])
+    assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert (
+        "placement_group_bundles" not in application(helm4.render({**TWO_NODES, "nodesPerEngine": 1}))["args"]["engine"]
+    )
 
 
 def test_one_pod_has_nothing_that_cpus_would_keep_apart(helm4: Helm4) -> None:

@@ -10,6 +10,9 @@
 {{- $_ := set $engine "num_gpus" ($.Values.gpusPerEngine | int) -}}
 {{- $_ := set $engine "num_cpus" 0 -}}
 {{- $_ := set $engine "resources" (dict "sluice_engine" 1) -}}
+{{- if gt (int $.Values.nodesPerEngine) 1 -}}
+{{- $_ := set $engine "placement_group_bundles" (include "sluice.bundles" $ | fromJsonArray) -}}
+{{- end -}}
 {{- if and $apart $engine.prefill -}}
 {{- $_ := set $engine.prefill "resources" (dict "sluice_prefill" 1) -}}
 {{- end -}}
@@ -103,4 +106,13 @@ classes where a policy of one's own counts them. And the default class, which mu
 {{- $found = or $found (eq ($group.role | default "") "prefill") -}}
 {{- end -}}
 {{- $found -}}
+{{- end -}}
+
+{{/* Of an engine over several pods: one for each GPU, as vLLM wants them. The replica itself runs in the first. */}}
+{{- define "sluice.bundles" -}}
+{{- $bundles := list (dict "GPU" 1 "sluice_engine" 1) -}}
+{{- range until (sub (int .Values.gpusPerEngine) 1 | int) -}}
+{{- $bundles = append $bundles (dict "GPU" 1) -}}
+{{- end -}}
+{{- toJson $bundles -}}
 {{- end -}}

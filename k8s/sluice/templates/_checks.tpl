@@ -8,6 +8,7 @@
 {{- include "sluice.checkGroups" . -}}
 {{- include "sluice.checkModels" . -}}
 {{- include "sluice.checkGpus" . -}}
+{{- include "sluice.checkNodes" . -}}
 {{- include "sluice.checkCapacity" . -}}
 {{- include "sluice.checkKubeRay" . -}}
 {{- include "sluice.checkUpgrade" . -}}
@@ -147,6 +148,29 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Of engines over several pods. Ray fills whole pods with the GPUs of one: so nothing else may take part of them. */}}
+{{- define "sluice.checkNodes" -}}
+{{- $nodes := int .Values.nodesPerEngine -}}
+{{- $gpus := int .Values.gpusPerEngine -}}
+{{- if gt $nodes 1 -}}
+{{- if or (not $gpus) (mod $gpus $nodes) -}}
+{{- fail (printf "nodesPerEngine is %d, and gpusPerEngine %d: each pod has the same number of an engine's GPUs, so set gpusPerEngine to a multiple of nodesPerEngine" $nodes $gpus) -}}
+{{- end -}}
+{{- if ne (len .Values.engineGroups) 1 -}}
+{{- fail (printf "nodesPerEngine is %d, and there are %d engineGroups: the pods of an engine are of one kind, so name one group (not with redis.mode none)" $nodes (len .Values.engineGroups)) -}}
+{{- end -}}
+{{- $group := first .Values.engineGroups -}}
+{{- if gt ($group.enginesPerPod | default 1 | int) 1 -}}
+{{- fail (printf "nodesPerEngine is %d, and engineGroups[0].enginesPerPod %d: an engine has its pods to itself, set enginesPerPod to 1" $nodes (int $group.enginesPerPod)) -}}
+{{- end -}}
+{{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- if kindIs "map" (dig "engine" "prefill" nil $model) -}}
+{{- fail (printf "nodesPerEngine is %d, and %s.engine.prefill hands caches from pod to pod: leave one of them out" $nodes (eq $index 0 | ternary "app" (printf "app.more_models[%d]" (sub $index 1)))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.checkCapacity" -}}
 {{- $own := 0 -}}
 {{- range $class := .Values.app.classes -}}
@@ -173,7 +197,7 @@
 {{- $readingRoom := 0 -}}
 {{- range $group := .Values.engineGroups -}}
 {{- $pods := and $.Values.autoscaler.enabled (hasKey $group "maxReplicas") | ternary $group.maxReplicas $group.replicas | int -}}
-{{- $more := mul $pods ($group.enginesPerPod | default 1 | int) -}}
+{{- $more := div (mul $pods ($group.enginesPerPod | default 1 | int)) (int $.Values.nodesPerEngine) -}}
 {{- if eq ($group.role | default "") "prefill" -}}
 {{- $readingRoom = add $readingRoom $more -}}
 {{- else -}}
@@ -184,7 +208,7 @@
 {{- fail (printf "app.engine.prefill asks for up to %d replicas, and the groups of role prefill have room for %d (pods x enginesPerPod)" $reading $readingRoom) -}}
 {{- end -}}
 {{- if gt $needed $room -}}
-{{- fail (printf "app asks for up to %d engine replicas, and there is room for %d (pods x enginesPerPod): raise engineGroups[].replicas, maxReplicas with the autoscaler, or head.enginesPerPod with redis.mode none" $needed $room) -}}
+{{- fail (printf "app asks for up to %d engine replicas, and there is room for %d (pods x enginesPerPod / nodesPerEngine): raise engineGroups[].replicas, maxReplicas with the autoscaler, or head.enginesPerPod with redis.mode none" $needed $room) -}}
 {{- end -}}
 {{- $routers := dig "router" "replicas" 1 .Values.app -}}
 {{- with dig "router" "autoscaling" nil .Values.app -}}

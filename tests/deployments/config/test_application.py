@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.app import engine_env
+from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
 from deployments.config.application import DEMO_ARGS, AppConfig
 from policies.router.multi_bin import MultiBin
@@ -422,6 +422,68 @@ def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv
 )
 def test_gpus_that_fit_or_that_the_arguments_do_not_tell_are_taken(gpus: float, argv: list[str]) -> None:
     assert config(engine={"num_gpus": gpus}, vllm_args=argv).engine.num_gpus == gpus
+
+
+def over_two_nodes(**engine: Any) -> dict[str, Any]:
+    """An engine on two GPUs, one on each node."""
+    bundles = [{"GPU": 1, "CPU": 1, "rack": 1}, {"GPU": 1}]
+    return {"num_gpus": 2, "resources": {"rack": 0.5}, "placement_group_bundles": bundles} | engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "argv", "path", "said"),
+    [
+        ({"num_gpus": 4}, ["-tp", "4"], "engine", "num_gpus is 4, and placement_group_bundles hold 2 GPUs"),
+        ({}, ["-tp", "4"], "", "num_gpus is 2, and each engine uses 4"),
+        ({}, ["-tp", "4", "--distributed-executor-backend", "ray"], "", "each engine uses 4"),
+        ({}, ["-tp", "2", "--distributed-executor-backend=mp"], "", "is mp, and engine.placement_group_bundles need"),
+        ({"placement_group_bundles": [{"GPU": 2, "CPU": 1, "rack": 1}]}, ["-tp", "2"], "engine", "one worker in each"),
+        ({"placement_group_bundles": [{"CPU": 1}], "num_gpus": 0}, [], "engine", "leave them out"),
+        ({"num_cpus": 2}, ["-tp", "2"], "engine", "first of placement_group_bundles, which lacks {'CPU': 2.0}"),
+        ({"resources": {"shelf": 1}}, ["-tp", "2"], "engine", "lacks {'shelf': 1.0}"),
+        ({"prefill": {}}, ["-tp", "2"], "engine", "without placement_group_bundles"),
+        ({"kind": "transformers"}, [], "", "runs on one device"),
+        ({"placement_group_bundles": [{}]}, ["-tp", "2"], "engine.placement_group_bundles.0", "at least 1 item"),
+        ({"placement_group_bundles": [{"GPU": 0}]}, [], "engine.placement_group_bundles.0.GPU", "greater than 0"),
+        ({"placement_group_strategy": "CLOSE"}, ["-tp", "2"], "engine.placement_group_strategy", "'STRICT_SPREAD'"),
+        (
+            {"placement_group_bundles": [], "placement_group_strategy": "SPREAD"},
+            ["-tp", "2"],
+            "engine",
+            "there are none",
+        ),
+    ],
+)
+def test_bundles_that_do_not_fit_the_engine_are_refused(
+    engine: dict[str, Any], argv: list[str], path: str, said: str
+) -> None:
+    assert said in refused(engine=over_two_nodes(**engine), vllm_args=argv)[path]
+
+
+@pytest.mark.parametrize("argv", [["-tp", "2"], ["-pp=2", "--distributed-executor-backend", "ray"], ["--config", "c"]])
+def test_an_engine_in_bundles_runs_under_the_executor_that_knows_them(argv: list[str]) -> None:
+    made = config(engine=over_two_nodes(), vllm_args=argv)
+    told = made.engine_argv()
+    assert told[told.index("--distributed-executor-backend") + 1] == "ray"
+    assert "CUDA_VISIBLE_DEVICES" not in engine_env(made)
+    assert "--distributed-executor-backend" not in config(engine={"num_gpus": 2}, vllm_args=["-tp", "2"]).engine_argv()
+
+
+def test_an_engine_in_bundles_takes_what_they_hold() -> None:
+    made = config(engine=over_two_nodes(replicas=3), vllm_args=["-tp", "2"], router={"num_cpus": 1})
+    assert made.resources == {"CPU": 1 + 3, "GPU": 6, "rack": 3}
+
+
+def test_ray_serve_gives_the_gpus_to_the_bundles_and_none_to_the_replica() -> None:
+    made = config(engine=over_two_nodes(placement_group_strategy="SPREAD"), vllm_args=["-tp", "2"])
+    replica = _engine_deployment(made, 0, next(_groups(made)))._replica_config
+    assert replica.placement_group_bundles == [{"GPU": 1, "CPU": 1, "rack": 1}, {"GPU": 1}]
+    assert replica.placement_group_strategy == "SPREAD"
+    options = replica.ray_actor_options
+    assert (options["num_gpus"], options["num_cpus"], options["resources"]) == (0, 1, {"rack": 0.5})
+    alone = config(engine={"num_gpus": 2}, vllm_args=["-tp", "2"])
+    replica = _engine_deployment(alone, 0, next(_groups(alone)))._replica_config
+    assert (replica.placement_group_bundles, replica.ray_actor_options["num_gpus"]) == (None, 2)
 
 
 def test_the_demo_model_brings_its_name_and_its_arguments_wherever_it_stands() -> None:

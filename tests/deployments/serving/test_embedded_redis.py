@@ -1,6 +1,5 @@
 """The embedded Redis from outside: who may reach it, when it ends, and how long it is waited for."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -12,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +18,6 @@ import redis
 
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url
-from deployments.serving.redis_server import redis_ready
 from policies.errors import StateStoreError
 
 ROOT = Path(__file__).parents[3]
@@ -175,12 +171,3 @@ def test_a_folder_of_another_user_and_a_lock_that_leads_elsewhere_are_left_alone
     assert theirs.exists()
     _remove_left_behind(tmp_path)
     assert linked.exists() and not theirs.exists()
-
-
-@pytest.mark.timeout(120)
-async def test_one_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.serving.redis_server.READY_TIMEOUT_S", 0.05)
-    handle: Any = SimpleNamespace(ready=SimpleNamespace(remote=lambda: asyncio.Event().wait()))
-    with pytest.raises(StateStoreError, match="not there after"):
-        await redis_ready(handle)
-    await redis_ready(None)

@@ -119,7 +119,7 @@ class Fleet:
         assert await self.store.enqueue(ticket) == []
 
     async def start(self, replica: Replica, role: Role = "decode") -> None:
-        await replica.__init__(self.config, self._url, None, (), role)  # type: ignore[misc]
+        await replica.__init__(self.config, self._url, (), role)  # type: ignore[misc]
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -254,7 +254,7 @@ async def test_a_replica_told_to_leave_while_its_engine_loads_serves_nothing(
 
 async def test_a_replica_that_redis_refuses_loads_no_model(fleet: Fleet) -> None:
     with pytest.raises(StateStoreAccessError, match="redis_url"):
-        await new_replica().__init__(fleet.config, f"redis://:wrong@{fleet.address}", None)  # type: ignore[misc]
+        await new_replica().__init__(fleet.config, f"redis://:wrong@{fleet.address}")  # type: ignore[misc]
     assert fleet.built == 0
 
 

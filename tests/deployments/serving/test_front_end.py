@@ -15,7 +15,6 @@ from deployments.serving.live_settings import LiveSettings
 from policies.errors import ReplicaLostError
 from router.memory_store import MemoryStateStore
 from router.metrics import merge
-from router.redis_store import connect
 from router.state_store import ReplicaInfo
 from tests.waiting import until
 
@@ -54,7 +53,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def front_end(store: Store, replicas: int, start_timeout_s: float = 600.0) -> FrontEnd:
     config = AppConfig(model="m", engine=EngineSection(replicas=replicas, start_timeout_s=start_timeout_s))
-    made = FrontEnd(config, connect("redis://127.0.0.1:1/0"), None)
+    made = FrontEnd(config, None)
     made._store = store
     return made
 

@@ -55,7 +55,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Any:
         for attribute in ("handlers", "propagate", "level"):
             logger = logging.getLogger(name)
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
-    made: Any = Unserved(AppConfig(model="m"), "redis://127.0.0.1:1/0", None, [], None)
+    made: Any = Unserved(AppConfig(model="m"), "redis://127.0.0.1:1/0", [], None)
     made._front_ends = [FrontEnd()]
     return made
 
@@ -88,7 +88,7 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
     async def scale() -> str:
         return "Scaled to 1 data parallel engines"
 
-    async def start(resources: object) -> FastAPI:
+    async def start(client: object, resources: object) -> FastAPI:
         return app
 
     router._front_ends = [
@@ -104,7 +104,7 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
 async def test_a_router_told_to_leave_while_it_waits_for_engines_opens_nothing_more(router: Any) -> None:
     waits, opened = asyncio.Event(), []
 
-    async def start(resources: AsyncExitStack) -> FastAPI:
+    async def start(client: object, resources: AsyncExitStack) -> FastAPI:
         resources.callback(opened.append, "and closed")
         waits.set()
         await asyncio.sleep(0.2)

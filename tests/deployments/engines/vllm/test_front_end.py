@@ -47,7 +47,7 @@ class Outputs:
 async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     outputs = Outputs()
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
-    front_end = FrontEnd(AppConfig(model="demo"), connect("redis://127.0.0.1:1/0"), None)
+    front_end = FrontEnd(AppConfig(model="demo"), None)
     front_end._llm = RoutedAsyncLLM(args, outputs, None)
     router: Any = SimpleNamespace(_front_ends=[front_end])  # a whole one is made for a process of its own
     front_end._llm._run_output_handler()
@@ -110,8 +110,8 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
             silence_s=600.0,
         )
         await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
-        front_end = FrontEnd(config, redis, None)
-        await front_end.start(resources)
+        front_end = FrontEnd(config, None)
+        await front_end.start(redis, resources)
         assert front_end.routed.policy.config.max_batch_tokens == 300
 
 

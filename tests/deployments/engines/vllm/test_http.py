@@ -484,12 +484,12 @@ WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
 async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     """Of a router that serves it under a prefix, to those who have a key."""
 
-    async def start(resources: object) -> FastAPI:
+    async def start(client: object, resources: object) -> FastAPI:
         return vllms
 
     monkeypatch.setattr("deployments.serving.router.log_as_json", lambda: None)
     config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
-    router: Any = Unserved(config, "redis://127.0.0.1:1/0", None, [], json.dumps([KEY]))
+    router: Any = Unserved(config, "redis://127.0.0.1:1/0", [], json.dumps([KEY]))
     metrics = RouterMetrics(labels={"router": "a"})
 
     async def pages() -> list[bytes]:
