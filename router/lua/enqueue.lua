@@ -46,7 +46,7 @@ end
 
 -- What waits of its API key, and the seconds until that is worked off; each counts as the mean of its class.
 local function waiting_of_key(waiting, pace)
-  local count = of_key(ticket) and redis.call('SCARD', of_key(ticket)) or 0
+  local count = of_key(ticket) and redis.call('ZCARD', of_key(ticket)) or 0
   if count == 0 or pace == 0 then
     return count, 0
   end
