@@ -17,7 +17,7 @@ import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.router.admission import Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from policies.router.turns import HALF_LIFE_S, band_of
 from predictor.learned import Scored
@@ -595,7 +595,7 @@ def late(request_id: str, api_key: str, came: float, **fields: Any) -> Ticket:
 
 def in_time(request_id: str, api_key: str, due: float, **fields: Any) -> Ticket:
     keys = {"key": banded(Band.IN_TIME, FAR_S + due), "late_key": banded(Band.LATE, FAR_S + due)}
-    return ticket(request_id, deadline_s=FAR_S + due, api_key=api_key, **{**keys, **fields})
+    return ticket(request_id, api_key=api_key, **{"deadline_s": FAR_S + due, **keys, **fields})
 
 
 async def starts(store: StateStore, names: list[str], most: int = 9) -> list[str]:
@@ -663,12 +663,14 @@ async def test_late_ones_of_all_classes_take_turns_where_a_replica_serves_them(s
 
 
 async def test_a_start_that_is_owed_to_late_ones_goes_to_the_key_that_was_served_least(store: StateStore) -> None:
+    """Where there are prompts to read as well."""
     for number in range(2 * STARTS_FOR_THE_PATIENT):
-        await store.enqueue(in_time(f"x{number:02}", "flood", number))
+        await store.enqueue(in_time(f"x{number:02}", "flood", number, unread_tokens=1))
     patient = banded(Band.LATE, PASSED_S)
     await store.enqueue(ticket("f", key=patient, late_key=patient, api_key="flood"))
     await store.enqueue(late("o", "other", 0.0))
-    await store.register_replica(info("r"), STARTS_FOR_THE_PATIENT)
+    await store.register_replica(info("r"), 0)
+    await store.beat_replica("r", STARTS_FOR_THE_PATIENT, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
     assert await store.locate(["f", "o", "x08", "x09"]) == ["", "r", "r", ""]
     assert (await store.snapshot()).owed == {"standard": 1}
 
@@ -1071,6 +1073,32 @@ steps = st.one_of(
         st.tuples(st.just("exchange_lengths"), st.integers(0, 12), lengths, st.just(4)),
     ),
 )
+# Keys of which one or another is mostly late.
+in_turn = st.builds(
+    Ticket,
+    request_id=st.sampled_from(IDS),
+    bin_index=st.integers(0, 1),
+    deadline_key=st.sampled_from([banded(Band.IN_TIME, FAR_S), banded(Band.IN_TIME, FAR_S + 1)]),
+    work_s=quarters,
+    router_id=st.just("a"),
+    slo_class=st.sampled_from(CLASSES),
+    api_key=st.sampled_from(["l", "m", "m", "n", ""]),
+    deadline_s=st.sampled_from([PASSED_S, FAR_S]),
+    late_key=st.sampled_from([banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S), banded(Band.LATE, FAR_S + 1)]),
+    predicted_output_tokens=st.sampled_from([None, 3.0, 15.0]),
+    unread_tokens=st.sampled_from([0, 0, 10]),
+)
+turn_steps = st.one_of(
+    *[st.tuples(st.just("enqueue"), in_turn, st.just(NO_LIMITS))] * 5,
+    *[st.tuples(st.just("release"), replica_ids, st.just(IDS), st.none(), readings)] * 2,
+    st.tuples(st.just("register_replica"), infos, slot_counts, st.just([]), speeds),
+    st.tuples(
+        st.just("beat_replica"), replica_ids, st.integers(0, 3), st.just(0.0), speeds, st.just(()), st.just(Reading())
+    ),
+    st.tuples(st.just("cancel"), some_ids),
+    st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
+    st.tuples(st.just("swap_edges"), st.sampled_from(SHAPES), st.integers(0, 2), edges, st.just(())),
+)
 Step = tuple[Any, ...]
 
 
@@ -1297,6 +1325,14 @@ async def close(notices: Any) -> None:
 @given(history=st.lists(steps, min_size=25, max_size=40))
 @settings(max_examples=2 * settings().max_examples, deadline=None)
 def test_lua_and_python_agree_on_every_history(
+    client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
+) -> None:
+    runner.run(both_agree(client, history))
+
+
+@given(history=st.lists(turn_steps, min_size=25, max_size=40))
+@settings(deadline=None)
+def test_lua_and_python_agree_on_whose_turn_it_is(
     client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
 ) -> None:
     runner.run(both_agree(client, history))
