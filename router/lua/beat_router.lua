@@ -3,11 +3,6 @@
 -- as long as each of them named. Returns the replicas dropped and the routers dropped.
 -- What no ticket, replica or router holds outlives the last heartbeat by a week: an application may be away for a while,
 -- and each version of its vllm_args has tables of its own.
-redis.call('ZADD', P .. ':routers', now_ms() + tonumber(ARGV[2]), ARGV[1])
-for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'settings', 'started', 'overtaken', 'starts', 'late', 'owed',
-  'served' }) do
-  redis.call('EXPIRE', P .. ':' .. name, 604800) -- a week
-end
 if redis.call('SET', P .. ':halved', '', 'NX', 'EX', 60) then -- policies.router.turns.halved
   local tables = { P .. ':served' }
   for _, class in ipairs(redis.call('HKEYS', P .. ':waiting')) do
@@ -17,6 +12,11 @@ if redis.call('SET', P .. ':halved', '', 'NX', 'EX', 60) then -- policies.router
     redis.call('ZUNIONSTORE', name, 1, name, 'WEIGHTS', 0.5)
   end
   redis.call('ZREMRANGEBYSCORE', P .. ':served', '-inf', '(0.001')
+end
+redis.call('ZADD', P .. ':routers', now_ms() + tonumber(ARGV[2]), ARGV[1])
+for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'settings', 'started', 'overtaken', 'starts', 'late', 'owed',
+  'served' }) do
+  redis.call('EXPIRE', P .. ':' .. name, 604800) -- a week
 end
 local replicas = redis.call('ZRANGEBYSCORE', P .. ':beats', '-inf', now_ms())
 for _, replica in ipairs(replicas) do

@@ -179,8 +179,9 @@ local function rank(id, ticket)
   if of_key(ticket) then
     redis.call('ZADD', of_key(ticket), ticket[KEY], id)
   end
-  if band_of(ticket) then
-    redis.call('ZADD', turns_of(ticket[CLASS], band_of(ticket)), 'NX', 0, ticket[API_KEY])
+  local band = band_of(ticket)
+  if band then
+    redis.call('ZADD', turns_of(ticket[CLASS], band), 'NX', 0, ticket[API_KEY])
   end
 end
 
@@ -373,7 +374,7 @@ end
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
 local function note_start(ticket)
   redis.call('INCR', P .. ':starts')
-  if of_key(ticket) then
+  if ticket[API_KEY] ~= '' then
     redis.call('ZINCRBY', P .. ':served', ticket[WORK], ticket[API_KEY])
   end
   if ticket[ARRIVAL] then
@@ -417,15 +418,16 @@ local function first_turn(class, band)
     if not key then
       return nil
     end
-    local waits = P .. ':of_key:' .. class .. ':' .. key
-    local first = redis.call('ZRANGEBYSCORE', waits, band * BAND, '(' .. (band + 1) * BAND, 'LIMIT', 0, 1)[1]
     local served = redis.call('ZSCORE', P .. ':served', key) or '0'
-    if not first then
-      redis.call('ZREM', turns, key)
-    elseif served ~= noted then
+    if served ~= noted then
       redis.call('ZADD', turns, served, key)
     else
-      return first, tonumber(served)
+      local waits = P .. ':of_key:' .. class .. ':' .. key
+      local first = redis.call('ZRANGEBYSCORE', waits, band * BAND, '(' .. (band + 1) * BAND, 'LIMIT', 0, 1)[1]
+      if first then
+        return first, tonumber(served)
+      end
+      redis.call('ZREM', turns, key)
     end
   end
 end
@@ -433,7 +435,7 @@ end
 -- policies.router.turns: whose turn it is where the order has this ticket go to this replica.
 local function in_turn(head, ticket, replica, owed)
   local band, least = band_of(ticket), math.huge
-  if not band or not first_turn(ticket[CLASS], LATE) then
+  if not band or (band == IN_TIME and not first_turn(ticket[CLASS], LATE)) then
     return head, ticket, replica
   end
   local classes = band == LATE and redis.call('HKEYS', P .. ':waiting') or { ticket[CLASS] }
