@@ -13,7 +13,7 @@ from policies.errors import ReplicaLostError
 from router.memory_store import MemoryStateStore
 from router.metrics import merge
 from router.redis_store import connect
-from router.state_store import ReplicaInfo
+from router.state_store import ReplicaInfo, Ticket
 from tests.waiting import until
 
 
@@ -102,3 +102,19 @@ async def test_every_router_has_the_same_metrics_page(store: Store) -> None:
     for router in routers:
         assert f'sluice_replicas_lost_total{{model="m",router="{router.router_id}"}} 1.0' in first
         assert f'process_cpu_seconds_total{{router="{router.router_id}"}}' in first
+
+
+async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+    async def nothing() -> dict[str, object]:
+        return {}
+
+    router = front_end(store, 1)
+    router.routed = router._answering = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=())  # type: ignore[assignment]
+    await store.join("a", 100)
+    for name, work_s in (("modest", 0.5), ("greedy", 7.0)):
+        waits = Ticket(request_id=name, bin_index=0, deadline_key=0.0, work_s=work_s, router_id="r", api_key=name)
+        await store.enqueue(waits)
+        await store.release("a", [name])
+    status = await router.status()
+    assert status["keys_served_s"] == [7.0, 0.5]
+    assert "greedy" not in str(status)
