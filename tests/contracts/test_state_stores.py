@@ -558,6 +558,17 @@ async def test_who_is_late_and_finds_a_free_slot_takes_it_and_is_counted(store: 
     assert (await store.snapshot()).late == {("standard", "passed"): 1}
 
 
+async def test_who_is_late_on_arrival_waits_where_there_are_prompts_to_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
+    await store.enqueue(ticket("x", unread_tokens=5))
+    passed = ticket("y", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S), unread_tokens=5)
+    assert await store.enqueue(passed) == []
+    assert (await store.snapshot()).late == {("standard", "passed"): 1}
+    await store.release("r", [], reading=Reading(read=("x",), max_unread_tokens=99))
+    assert await store.locate(["x", "y"]) == ["r", "r"]
+
+
 async def test_a_slow_replica_makes_late_what_a_fast_one_does_not(store: StateStore) -> None:
     fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "reading_s": FAR_S / 2}
     await store.enqueue(ticket("x", **fields))
