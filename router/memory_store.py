@@ -29,7 +29,9 @@ from policies.router.admission import (
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
 from policies.router.placement import pick
 from policies.router.recall import RecallableView, WaitingView, recalls
+from policies.router.turns import HALF_LIFE_S, band_of, halved
 from router.state_store import (
+    MOST_SERVED_SHOWN,
     Assignment,
     FinishedLength,
     LaneEdges,
@@ -111,6 +113,8 @@ class MemoryStateStore:
         self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._starts, self._late, self._owed = 0, Counter[tuple[str, str]](), Counter[str]()
+        self._served_s: dict[str, float] = {}  # by API key
+        self._halve_at_s = -math.inf
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._settings: dict[str, dict[str, bytes]] = {}
@@ -183,7 +187,7 @@ class MemoryStateStore:
         heads = [lane[0] for lane in self._lanes().values()]
         for place in sorted(heads, key=lambda head: _urgency(head.ticket)):
             if (replica := self._choose(place.ticket)) is not None:
-                return place, replica
+                return self._in_turn(place, replica)
         return None
 
     def _next_owed(self) -> tuple[_Place, _Replica] | None:
@@ -199,7 +203,23 @@ class MemoryStateStore:
         if place.ticket.late_key != place.ticket.deadline_key:
             return None  # of an order without bands
         replica = self._choose(place.ticket, owed=True)
-        return None if replica is None else (place, replica)
+        return None if replica is None else self._in_turn(place, replica, owed=True)
+
+    def _in_turn(self, place: _Place, replica: _Replica, *, owed: bool = False) -> tuple[_Place, _Replica]:
+        """Whose turn it is where the order has this one go to this replica."""
+        band, slo_class = _band_of(place.ticket), place.ticket.slo_class
+        late = [other for other in self._waiting() if _band_of(other.ticket) is Band.LATE]
+        if band is None or all(other.ticket.slo_class != slo_class for other in late):
+            return place, replica
+        in_time = [other for other in self._waiting_of(slo_class) if _band_of(other.ticket) is Band.IN_TIME]
+        turns = sorted(late if band is Band.LATE else in_time, key=self._turn)
+        found = ((other, self._choose(other.ticket, owed=owed)) for other in turns)
+        return next((other, its_replica) for other, its_replica in found if its_replica is not None)
+
+    def _turn(self, place: _Place) -> tuple[float, str, str, float, str]:
+        ticket = place.ticket
+        served_s = self._served_s.get(ticket.api_key, 0.0)
+        return served_s, ticket.slo_class, ticket.api_key, ticket.deadline_key, ticket.request_id
 
     def _is_late(self, ticket: Ticket, replica: _Replica) -> bool:
         """It was not called that before."""
@@ -277,6 +297,8 @@ class MemoryStateStore:
     def _start(self, place: _Place, replica: _Replica) -> _Place:
         self._put_on(place, replica)
         self._starts += 1
+        if key := place.ticket.api_key:
+            self._served_s[key] = self._served_s.get(key, 0.0) + place.ticket.work_s
         self._note_start(place.ticket.arrival_s)
         return place
 
@@ -458,6 +480,8 @@ class MemoryStateStore:
 
     async def beat_router(self, router_id: str, silence_s: float) -> tuple[list[str], list[str]]:
         self._routers[router_id] = self._now() + silence_s
+        if self._now() >= self._halve_at_s:
+            self._served_s, self._halve_at_s = halved(self._served_s), self._now() + HALF_LIFE_S
         replicas = [key for key, replica in self._replicas.items() if replica.dead_s <= self._now()]
         for replica_id in replicas:
             await self.drop_replica(replica_id)
@@ -540,6 +564,7 @@ class MemoryStateStore:
             overtaken_s=self._overtaken_s,
             late=dict(self._late),
             owed=dict(self._owed),
+            served_s=dict(Counter(self._served_s).most_common(MOST_SERVED_SHOWN)),
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:
@@ -554,6 +579,10 @@ class MemoryStateStore:
 
 def _mean_work_s(places: Sequence[_Place]) -> float:
     return sum(place.ticket.work_s for place in places) / len(places)
+
+
+def _band_of(ticket: Ticket) -> Band | None:
+    return band_of(ticket.deadline_key, ticket.late_key) if ticket.api_key else None
 
 
 def _urgency(ticket: Ticket) -> tuple[float, int, int, str, str]:

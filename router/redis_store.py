@@ -400,6 +400,7 @@ class RedisStateStore:
             overtaken_s=tables["overtaken_s"],
             late={_class_and_reason(field): count for field, count in tables["late"]},
             owed={slo_class: count for slo_class, count in tables["owed"]},
+            served_s={api_key: seconds for api_key, seconds in tables["served"]},
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

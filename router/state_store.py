@@ -15,6 +15,8 @@ import msgspec
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from predictor.learned import Scored
 
+MOST_SERVED_SHOWN = 50  # API keys in a snapshot
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -40,7 +42,7 @@ class Ticket:
         recallable: it may, where it runs on a replica that serves all classes.
         tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
             as (replica id, tokens).
-        api_key: the name of its key; "" without.
+        api_key: the name of its key, with which it takes turns (policies.router.turns); "" without.
     """
 
     request_id: str
@@ -189,6 +191,7 @@ class Snapshot:
         late: requests that were moved behind those in time, by class and why: `passed`, their deadline, or `reading`,
             which would have passed it.
         owed: starts that requests behind those in time were given for their patience, by class.
+        served_s: predicted seconds of what each API key started, halved once a minute; of those that had most.
     """
 
     lanes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -199,6 +202,7 @@ class Snapshot:
     overtaken_s: float = 0.0
     late: dict[tuple[str, str], int] = field(default_factory=dict)
     owed: dict[str, int] = field(default_factory=dict)
+    served_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:

@@ -316,6 +316,8 @@ class FrontEnd:
             **_pool(snapshot, engines),
             "overtaken_s": round(snapshot.overtaken_s, 3),
             "owed_starts": snapshot.owed,
+            # Whoever has a key may read this page: how unlike the shares are, but not whose.
+            "keys_served_s": sorted((round(each, 3) for each in snapshot.served_s.values()), reverse=True),
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),

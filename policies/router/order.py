@@ -124,8 +124,8 @@ def deadline_keys(
     arrival_s: float, ttft_s: float | None, *, fills_idle: bool = False, late_patience_s: float = 60.0
 ) -> DeadlineKeys:
     """Who can be in time goes first, by deadline; then who has no target; then the late, oldest first; then what fills
-    idle capacity. Earliest deadline first alone collapses beyond capacity: what is late already would go before what
-    can still be in time, and make that late as well.
+    idle capacity. Beyond capacity `policies.router.turns` has a say between API keys. Earliest deadline first alone
+    collapses there: what is late already would go before what can still be in time, and make that late as well.
 
         key = band * BAND_S + (arrival_s + ttft_s        in time: the deadline
                                arrival_s + patience_s)   behind: when its patience ends, see `is_owed_a_start`

@@ -46,7 +46,7 @@ end
 
 -- What waits of its API key, and the seconds until that is worked off; each counts as the mean of its class.
 local function waiting_of_key(waiting, pace)
-  local count = of_key(ticket) and redis.call('SCARD', of_key(ticket)) or 0
+  local count = of_key(ticket) and redis.call('ZCARD', of_key(ticket)) or 0
   if count == 0 or pace == 0 then
     return count, 0
   end
@@ -95,14 +95,12 @@ if only_admits then
   return { 1, {} }
 end
 ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
-if replica and not had_a_place then -- what waits has no use for this replica: as through its lane, in fewer moves
-  if is_late(ticket, replica) then
-    call_late(ticket)
-  end
+if replica and not had_a_place and not is_late(ticket, replica) then
+  -- What waits has no use for this replica: as through its lane, in fewer moves.
   put_on(id, ticket, replica)
   note_start(ticket)
   return { 1, { { id, replica } } }
 end
 save_ticket(id, ticket)
 put_in_lane(id, ticket)
-return { 1, dispatch(ticket[ROUTER], not had_a_place) }
+return { 1, dispatch(ticket[ROUTER], not (had_a_place or replica)) }

@@ -5,7 +5,10 @@
 --   P:lane:<l>      zset  id -> deadline key: lane l            P:occupied  set of lanes that hold anything
 --                   A lane is "<class>:<bin>:<bucket>".
 --   P:waiting       hash  class -> tickets that wait            P:ahead     hash  class -> their predicted seconds
---   P:of_key:<c>:<k>  set of ids that wait in class c, of API key k
+--   P:of_key:<c>:<k>  zset id -> deadline key: what waits in class c, of API key k
+--   P:served        zset  API key -> predicted seconds of what it started, halved once a minute
+--   P:turns:<c>:<b>   zset API key -> no more than in P:served: keys that wait in class c, band b, and some that did
+--   P:halved        there until they are halved again
 --   P:replicas      hash  replica -> its address and engine, opaque here
 --   P:serves        hash  replica -> classes it is reserved for, "" for all, else ",a,b,"
 --   P:slots         hash  replica -> slots                      P:running   hash  replica -> tickets on it
@@ -39,8 +42,8 @@ local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3
 local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, READING, UNREAD = 10, 11, 12, 13, 14, 15, 16, 17, 18
 local REPLICA, SINCE_MS, CHARGE = 19, 20, 21 -- since when it is in its lane, or on its replica
 
--- policies.router.order: BAND_S, Band.NO_TARGET, STARTS_FOR_THE_PATIENT.
-local BAND, BEHIND, LATE, STARTS_FOR_THE_PATIENT = 1e10, 2, 3, 10
+-- policies.router.order: BAND_S, Band.IN_TIME, Band.NO_TARGET, Band.LATE, STARTS_FOR_THE_PATIENT.
+local BAND, IN_TIME, BEHIND, LATE, STARTS_FOR_THE_PATIENT = 1e10, 1, 2, 3, 10
 local MOST_CALLED_LATE = 64 -- in one script, which then takes a millisecond at most
 
 local function now_s()
@@ -65,14 +68,14 @@ local function save_ticket(id, ticket)
   redis.call('HSET', P .. ':tickets', id, cmsgpack.pack(ticket))
 end
 
--- Sums of floats: at zero tickets they go, so that rounding never piles up and nothing is left of them.
+-- Sums of floats: at zero tickets they go, so that rounding never piles up and nothing is left of them. Whether they went.
 local function add_counted(count_key, sum_key, field, change, seconds)
   if redis.call('HINCRBY', P .. count_key, field, change) == 0 then
     redis.call('HDEL', P .. count_key, field)
     redis.call('HDEL', P .. sum_key, field)
-  else
-    redis.call('HINCRBYFLOAT', P .. sum_key, field, seconds)
+    return true
   end
+  redis.call('HINCRBYFLOAT', P .. sum_key, field, seconds)
 end
 
 -- policies.router.admission.Spent.rested: what a quota owes now, in seconds.
@@ -149,9 +152,19 @@ local function lane_of(ticket)
   return ticket[CLASS] .. ':' .. ticket[BIN] .. ':' .. ticket[BUCKET]
 end
 
--- Ids that wait of the class and the API key of this ticket; nil where it has no key.
+-- What waits of the class and the API key of this ticket; nil where it has no key.
 local function of_key(ticket)
   return ticket[API_KEY] ~= '' and P .. ':of_key:' .. ticket[CLASS] .. ':' .. ticket[API_KEY] or nil
+end
+
+-- policies.router.turns.band_of; nil where keys take no turns.
+local function band_of(ticket)
+  local band = ticket[API_KEY] ~= '' and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND)
+  return (band == IN_TIME or band == LATE) and band or nil
+end
+
+local function turns_of(class, band)
+  return P .. ':turns:' .. class .. ':' .. band
 end
 
 -- Class, bin and bucket of a lane.
@@ -160,13 +173,21 @@ local function parts_of(lane)
   return class, tonumber(bin), tonumber(bucket)
 end
 
-local function put_in_lane(id, ticket)
-  local lane = lane_of(ticket)
-  redis.call('ZADD', P .. ':lane:' .. lane, ticket[KEY], id)
-  redis.call('SADD', P .. ':occupied', lane)
+-- A ticket that waits goes by its key, from now on.
+local function rank(id, ticket)
+  redis.call('ZADD', P .. ':lane:' .. lane_of(ticket), ticket[KEY], id)
   if of_key(ticket) then
-    redis.call('SADD', of_key(ticket), id)
+    redis.call('ZADD', of_key(ticket), ticket[KEY], id)
   end
+  local band = band_of(ticket)
+  if band then
+    redis.call('ZADD', turns_of(ticket[CLASS], band), 'NX', 0, ticket[API_KEY])
+  end
+end
+
+local function put_in_lane(id, ticket)
+  rank(id, ticket)
+  redis.call('SADD', P .. ':occupied', lane_of(ticket))
   add_counted(':waiting', ':ahead', ticket[CLASS], 1, ticket[WORK])
 end
 
@@ -177,9 +198,11 @@ local function take_from_lane(id, ticket)
     redis.call('SREM', P .. ':occupied', lane)
   end
   if of_key(ticket) then
-    redis.call('SREM', of_key(ticket), id)
+    redis.call('ZREM', of_key(ticket), id)
   end
-  add_counted(':waiting', ':ahead', ticket[CLASS], -1, -ticket[WORK])
+  if add_counted(':waiting', ':ahead', ticket[CLASS], -1, -ticket[WORK]) and of_key(ticket) then
+    redis.call('DEL', turns_of(ticket[CLASS], IN_TIME), turns_of(ticket[CLASS], LATE))
+  end
 end
 
 local function slowness_of(replica)
@@ -351,6 +374,9 @@ end
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
 local function note_start(ticket)
   redis.call('INCR', P .. ':starts')
+  if ticket[API_KEY] ~= '' then
+    redis.call('ZINCRBY', P .. ':served', ticket[WORK], ticket[API_KEY])
+  end
   if ticket[ARRIVAL] then
     local latest = tonumber(redis.call('GET', P .. ':started') or '-inf')
     if latest > ticket[ARRIVAL] then
@@ -383,14 +409,56 @@ local function call_late(ticket)
   ticket[KEY] = ticket[LATE_KEY]
 end
 
--- The most urgent ticket that a replica with credit may take, and that replica; nil when there is none.
+-- Of the keys that wait in this class and band, the least served one's first ticket, and what it was served; nil when
+-- none does. No key is noted with more than it was served: where the least note is the truth, no other was served less.
+local function first_turn(class, band)
+  local turns = turns_of(class, band)
+  while true do
+    local key, noted = unpack(redis.call('ZRANGE', turns, 0, 0, 'WITHSCORES'))
+    if not key then
+      return nil
+    end
+    local served = redis.call('ZSCORE', P .. ':served', key) or '0'
+    if served ~= noted then
+      redis.call('ZADD', turns, served, key)
+    else
+      local waits = P .. ':of_key:' .. class .. ':' .. key
+      local first = redis.call('ZRANGEBYSCORE', waits, band * BAND, '(' .. (band + 1) * BAND, 'LIMIT', 0, 1)[1]
+      if first then
+        return first, tonumber(served)
+      end
+      redis.call('ZREM', turns, key)
+    end
+  end
+end
+
+-- policies.router.turns: whose turn it is where the order has this ticket go to this replica.
+local function in_turn(head, ticket, replica, owed)
+  local band, least = band_of(ticket), math.huge
+  if not band or (band == IN_TIME and not first_turn(ticket[CLASS], LATE)) then
+    return head, ticket, replica
+  end
+  local classes = band == LATE and redis.call('HKEYS', P .. ':waiting') or { ticket[CLASS] }
+  table.sort(classes)
+  for _, class in ipairs(classes) do
+    local id, served = first_turn(class, band)
+    local other = id and served < least and load_ticket(id)
+    local its_replica = other and choose(other, owed)
+    if its_replica then
+      least, head, ticket, replica = served, { id = id, lane = lane_of(other) }, other, its_replica
+    end
+  end
+  return head, ticket, replica
+end
+
+-- The most urgent ticket that a replica with credit may take, or whose turn it is, and that replica; nil without any.
 local function next_start(heads)
   table.sort(heads, more_urgent)
   for _, head in ipairs(heads) do
     local ticket = load_ticket(head.id)
     local replica = choose(ticket)
     if replica then
-      return head, ticket, replica
+      return in_turn(head, ticket, replica)
     end
   end
 end
@@ -409,8 +477,9 @@ local function next_owed()
     end
   end
   local ticket = owed and load_ticket(owed.id)
-  if ticket and ticket[LATE_KEY] == ticket[KEY] then -- else it is of an order without bands
-    return owed, ticket, choose(ticket, true)
+  local replica = ticket and ticket[LATE_KEY] == ticket[KEY] and choose(ticket, true) -- other keys have no bands
+  if replica then
+    return in_turn(owed, ticket, replica, true)
   end
 end
 
@@ -444,7 +513,7 @@ local function start_singles(started)
       called = called + 1
       call_late(ticket)
       save_ticket(head.id, ticket)
-      redis.call('ZADD', P .. ':lane:' .. head.lane, ticket[KEY], head.id)
+      rank(head.id, ticket)
     else
       start(head.id, ticket, replica)
       started[#started + 1] = { head.id, replica, ticket[ROUTER] }

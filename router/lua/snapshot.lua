@@ -19,8 +19,8 @@ local ahead = 0
 for _, seconds in ipairs(redis.call('HVALS', P .. ':ahead')) do
   ahead = ahead + tonumber(seconds)
 end
-local function pairs_of(name)
-  local found, flat = {}, redis.call('HGETALL', P .. ':' .. name)
+local function pairs_of(flat)
+  local found = {}
   for i = 1, #flat, 2 do
     found[#found + 1] = { flat[i], tonumber(flat[i + 1]) }
   end
@@ -33,6 +33,7 @@ return cjson.encode({
   waiting_s = ahead,
   recalled = redis.call('SMEMBERS', P .. ':recalled'),
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
-  late = pairs_of('late'),
-  owed = pairs_of('owed'),
+  late = pairs_of(redis.call('HGETALL', P .. ':late')),
+  owed = pairs_of(redis.call('HGETALL', P .. ':owed')),
+  served = pairs_of(redis.call('ZREVRANGE', P .. ':served', 0, 49, 'WITHSCORES')),
 })

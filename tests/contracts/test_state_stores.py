@@ -17,8 +17,9 @@ import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.router.admission import Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
+from policies.router.turns import HALF_LIFE_S, band_of
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
@@ -557,6 +558,17 @@ async def test_who_is_late_and_finds_a_free_slot_takes_it_and_is_counted(store: 
     assert (await store.snapshot()).late == {("standard", "passed"): 1}
 
 
+async def test_who_is_late_on_arrival_waits_where_there_are_prompts_to_read(store: StateStore) -> None:
+    await store.register_replica(info("r"), 2)
+    await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
+    await store.enqueue(ticket("x", unread_tokens=5))
+    passed = ticket("y", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S), unread_tokens=5)
+    assert await store.enqueue(passed) == []
+    assert (await store.snapshot()).late == {("standard", "passed"): 1}
+    await store.release("r", [], reading=Reading(read=("x",), max_unread_tokens=99))
+    assert await store.locate(["x", "y"]) == ["r", "r"]
+
+
 async def test_a_slow_replica_makes_late_what_a_fast_one_does_not(store: StateStore) -> None:
     fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "reading_s": FAR_S / 2}
     await store.enqueue(ticket("x", **fields))
@@ -585,6 +597,131 @@ async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store:
         await store.enqueue(ticket(f"y{number:02}", key=5e10 + number))
     await store.register_replica(info("r"), 20)
     assert set(await store.locate([f"x{number:02}" for number in range(20)])) == {"r"}
+
+
+def late(request_id: str, api_key: str, came: float, **fields: Any) -> Ticket:
+    key = banded(Band.LATE, FAR_S + came)
+    return ticket(request_id, key=key, late_key=key, api_key=api_key, **fields)
+
+
+def in_time(request_id: str, api_key: str, due: float, **fields: Any) -> Ticket:
+    keys = {"key": banded(Band.IN_TIME, FAR_S + due), "late_key": banded(Band.LATE, FAR_S + due)}
+    return ticket(request_id, api_key=api_key, **{"deadline_s": FAR_S + due, **keys, **fields})
+
+
+async def starts(store: StateStore, names: list[str], most: int = 9) -> list[str]:
+    """These, in the order in which they start on one new replica after another."""
+    order: list[str] = []
+    known = len((await store.snapshot()).replicas)
+    for number in range(known, known + min(most, len(names))):
+        await store.register_replica(info(f"r{number}"), 1)
+        places = await store.locate(names)
+        order += [name for name, place in zip(names, places, strict=True) if place and name not in order]
+    return order
+
+
+async def test_late_ones_of_the_key_that_was_served_least_go_first_and_within_a_key_the_oldest(
+    store: StateStore,
+) -> None:
+    for number in range(4):
+        await store.enqueue(late(f"f{number}", "flood", number, work_s=0.5))
+    await store.enqueue(late("o1", "other", 6.0, work_s=1.25))
+    await store.enqueue(late("o0", "other", 5.0, work_s=1.25))
+    assert await starts(store, ["f0", "f1", "f2", "f3", "o0", "o1"]) == ["f0", "o0", "f1", "f2", "o1", "f3"]
+    assert (await store.snapshot()).served_s == {"flood": 2.0, "other": 2.5}
+
+
+async def test_what_a_key_started_in_time_counts_as_well(store: StateStore) -> None:
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0))
+    await store.enqueue(late("f1", "flood", 1.0))
+    await store.enqueue(late("o0", "other", 2.0))
+    assert await starts(store, ["f1", "o0"]) == ["o0", "f1"]
+
+
+async def test_keys_take_turns_in_time_only_while_late_ones_of_their_class_wait(store: StateStore) -> None:
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0))
+    for number in range(1, 4):
+        await store.enqueue(in_time(f"f{number}", "flood", number))
+    for number in range(2):
+        await store.enqueue(in_time(f"o{number}", "other", 4.0 + number))
+    await store.enqueue(late("elsewhere", "flood", 0.0, slo_class="another"))
+    assert await starts(store, ["f1", "f2", "f3", "o0", "o1"], most=1) == ["f1"]  # all can be in time
+    await store.enqueue(late("late", "flood", 0.0))
+    assert await starts(store, ["f2", "f3", "o0", "o1", "late"]) == ["o0", "o1", "f2", "f3"]
+
+
+async def test_who_is_late_when_it_is_its_keys_turn_moves_behind_and_its_key_goes_on(store: StateStore) -> None:
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0))
+    await store.enqueue(late("f1", "flood", 0.0))
+    await store.enqueue(in_time("f2", "flood", 1.0))
+    await store.enqueue(in_time("o0", "other", 2.0, deadline_s=PASSED_S))
+    await store.enqueue(in_time("o1", "other", 3.0))
+    assert await starts(store, ["f1", "f2", "o0", "o1"]) == ["o1", "f2", "o0", "f1"]
+    assert (await store.snapshot()).late == {("standard", "passed"): 1}
+
+
+async def test_late_ones_of_all_classes_take_turns_where_a_replica_serves_them(store: StateStore) -> None:
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0))
+    await store.enqueue(late("f1", "flood", 1.0))
+    await store.enqueue(late("a0", "small", 2.0, slo_class="another"))
+    await store.enqueue(late("b0", "third", 3.0, slo_class="a class that none serves"))
+    await store.register_replica(info("reserved", ("standard", "another")), 1)
+    assert await store.locate(["f1", "a0", "b0"]) == ["", "reserved", ""]
+
+
+async def test_a_start_that_is_owed_to_late_ones_goes_to_the_key_that_was_served_least(store: StateStore) -> None:
+    """Where there are prompts to read as well."""
+    for number in range(2 * STARTS_FOR_THE_PATIENT):
+        await store.enqueue(in_time(f"x{number:02}", "flood", number, unread_tokens=1))
+    patient = banded(Band.LATE, PASSED_S)
+    await store.enqueue(ticket("f", key=patient, late_key=patient, api_key="flood"))
+    await store.enqueue(late("o", "other", 0.0))
+    await store.register_replica(info("r"), 0)
+    await store.beat_replica("r", STARTS_FOR_THE_PATIENT, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
+    assert await store.locate(["f", "o", "x08", "x09"]) == ["", "r", "r", ""]
+    assert (await store.snapshot()).owed == {"standard": 1}
+
+
+async def test_without_keys_late_ones_go_as_they_came(store: StateStore) -> None:
+    names = [f"x{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        await store.enqueue(late(name, "", number, slo_class=f"c{number % 2}", work_s=number))
+    assert await starts(store, names) == names
+    assert (await store.snapshot()).served_s == {}
+
+
+async def test_what_keys_were_served_is_halved_once_in_a_while_and_then_forgotten(
+    store: StateStore, clock: Clock
+) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.beat_router("a", FOR_EVER_S)
+    for name, work_s in (("much", 4.0), ("little", 0.0015)):
+        await store.enqueue(ticket(name, work_s=work_s, api_key=name))
+    await store.beat_router("b", FOR_EVER_S)  # another router's beat halves nothing again
+    assert (await store.snapshot()).served_s == {"much": 4.0, "little": 0.0015}
+    if isinstance(store, RedisStateStore):
+        await store._redis.pexpire(store._key("halved"), 1)
+        await asyncio.sleep(0.01)
+    clock.ahead_s = HALF_LIFE_S
+    await store.beat_router("a", FOR_EVER_S)
+    assert (await store.snapshot()).served_s == {"much": 2.0}
+
+
+async def test_after_a_halving_the_key_that_was_served_least_still_goes_first(store: StateStore) -> None:
+    """What is noted of a key that waits is halved as well."""
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0, work_s=8.0))
+    await store.enqueue(late("f1", "flood", 1.0))
+    for name, work_s in (("o0", 5.0), ("o1", 3.5), ("o2", 1.0)):
+        await store.enqueue(late(name, "other", 2.0, work_s=work_s))
+    names = ["f1", "o0", "o1", "o2"]
+    assert await starts(store, names, most=1) == ["o0"]  # 8 and 5
+    await store.beat_router("a", FOR_EVER_S)  # 4 and 2.5
+    assert await starts(store, names[:1] + names[2:]) == ["o1", "f1", "o2"]
 
 
 async def test_many_that_are_late_at_once_do_not_hold_a_call_up(store: StateStore) -> None:
@@ -861,7 +998,9 @@ tickets = st.builds(
     Ticket,
     request_id=st.sampled_from(IDS),
     bin_index=st.integers(0, 2),
-    deadline_key=st.sampled_from([1.0, 2.0, 2.5]),  # few, so that ties are common
+    deadline_key=st.sampled_from(
+        [1.0, 2.0, 2.5, banded(Band.IN_TIME, 1.0), banded(Band.IN_TIME, 2.0)]
+    ),  # ties are common
     work_s=quarters,
     router_id=st.sampled_from(ROUTERS),
     slo_class=st.sampled_from(CLASSES),
@@ -944,6 +1083,38 @@ steps = st.one_of(
         st.tuples(st.just("swap_edges"), st.sampled_from(SHAPES), st.integers(0, 2), edges, bucket_edges),
         st.tuples(st.just("exchange_lengths"), st.integers(0, 12), lengths, st.just(4)),
     ),
+)
+# More waits than is served, by few keys, and some of it is late.
+in_turn = st.builds(
+    Ticket,
+    request_id=st.sampled_from(IDS),
+    bin_index=st.integers(0, 1),
+    deadline_key=st.sampled_from([banded(Band.IN_TIME, FAR_S + n) for n in range(3)]),
+    work_s=quarters,
+    router_id=st.just("a"),
+    slo_class=st.sampled_from(CLASSES),
+    api_key=st.sampled_from(["l", "m", "l", "m", ""]),
+    deadline_s=st.sampled_from([PASSED_S, FAR_S, FAR_S]),
+    late_key=st.sampled_from([banded(Band.LATE, at_s) for at_s in (PASSED_S, FAR_S, FAR_S + 1)]),
+    predicted_output_tokens=st.sampled_from([None, 3.0, 15.0]),
+    unread_tokens=st.sampled_from([0, 0, 10]),
+)
+turn_moves = {
+    "enqueue": st.tuples(st.just("enqueue"), in_turn, st.just(NO_LIMITS)),
+    "release": st.tuples(st.just("release"), replica_ids, st.just(IDS), st.none(), st.just(Reading())),
+    "beat_replica": st.tuples(
+        st.just("beat_replica"), replica_ids, slot_counts, st.just(0.0), speeds, st.just(()), st.none() | readings
+    ),
+    "seldom": st.one_of(
+        st.tuples(st.just("register_replica"), infos, slot_counts, st.just([]), speeds),
+        st.tuples(st.just("cancel"), some_ids),
+        st.tuples(st.just("beat_router"), router_ids, st.just(FOR_EVER_S)),
+        st.tuples(st.just("swap_edges"), st.sampled_from(SHAPES), st.integers(0, 2), edges, st.just(())),
+    ),
+}
+# `one_of` would take each of these as often, however often it is named.
+turn_steps = st.sampled_from([*["enqueue"] * 8, *["release"] * 3, "beat_replica", "seldom"]).flatmap(
+    turn_moves.__getitem__
 )
 Step = tuple[Any, ...]
 
@@ -1086,6 +1257,8 @@ class Model:
             alike = [t for t in later if self.lane_of(t) == self.lane_of(mine)]
             if mine.deadline_key >= BAND_S * Band.NO_TARGET:
                 alike = [t for t in alike if t.deadline_key >= BAND_S * Band.NO_TARGET]
+            if (band := _turn_band(mine)) is not None:  # keys take turns
+                alike = [t for t in alike if t.api_key == mine.api_key or t.deadline_key // BAND_S != band]
             rank = (mine.deadline_key, name)
             assert all(rank < (other.deadline_key, other.request_id) for other in alike)
 
@@ -1102,6 +1275,10 @@ class Model:
     def known(self, request_id: str) -> Ticket:
         """Its ticket as it stands: moved to another lane, or behind."""
         return self.store._places[request_id].ticket
+
+
+def _turn_band(ticket: Ticket) -> Band | None:
+    return band_of(ticket.deadline_key, ticket.late_key) if ticket.api_key else None
 
 
 @pytest.fixture(scope="module")
@@ -1165,6 +1342,14 @@ async def close(notices: Any) -> None:
 @given(history=st.lists(steps, min_size=25, max_size=40))
 @settings(max_examples=2 * settings().max_examples, deadline=None)
 def test_lua_and_python_agree_on_every_history(
+    client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
+) -> None:
+    runner.run(both_agree(client, history))
+
+
+@given(history=st.lists(turn_steps, min_size=30, max_size=50))
+@settings(deadline=None)
+def test_lua_and_python_agree_on_whose_turn_it_is(
     client: "redis.Redis", runner: asyncio.Runner, history: list[Step]
 ) -> None:
     runner.run(both_agree(client, history))

@@ -19,6 +19,7 @@ from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import Limits, Quota, Refusal, Settlement
+from policies.router.order import Band, banded
 from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, check_access, connect
@@ -326,7 +327,10 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
 
     limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=1.0, burst=9.0),))
     for life in range(2):
-        await store.enqueue(replace(TICKET, request_id="first", arrival_s=2.0 * life, api_key="k"), limits)
+        of_key = replace(TICKET, request_id="first", arrival_s=2.0 * life, api_key="k")
+        await store.enqueue(
+            replace(of_key, deadline_key=banded(Band.LATE, 1.0), late_key=banded(Band.LATE, 1.0)), limits
+        )
         await store.settle("a", life + 1, [Settlement(name="k", cost=1.0, per_s=1.0)])
         await store.enqueue(replace(TICKET, request_id="then", arrival_s=3.0 * life + 1.0, deadline_key=-1.0))
         await store.register_replica(INFO, 1)
@@ -341,7 +345,7 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
         await store.drop_replica(INFO.replica_id)
     await store.remove_router("a")
     left = await left_s()
-    assert {"lengths", "lengths_total", "edges", "settings:this way", "started", "overtaken"} <= left.keys()
+    assert {"lengths", "lengths_total", "edges", "settings:this way", "started", "overtaken", "served"} <= left.keys()
     assert all(0 < seconds <= WEEK_S for seconds in left.values()), left
     await client.expire(f"{store._prefix}:edges", 60)
     await store.beat_router("a", 60.0)

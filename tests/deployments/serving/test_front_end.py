@@ -15,7 +15,7 @@ from deployments.serving.live_settings import LiveSettings
 from policies.errors import ReplicaLostError
 from router.memory_store import MemoryStateStore
 from router.metrics import merge
-from router.state_store import ReplicaInfo
+from router.state_store import ReplicaInfo, Ticket
 from tests.waiting import until
 
 
@@ -109,7 +109,7 @@ async def test_every_router_has_the_same_metrics_page(store: Store) -> None:
 def answering(store: Store, prefill_store: Store) -> FrontEnd:
     """As it is once it has started, with vLLM left out."""
     config = AppConfig.model_validate({"model": "m", "engine": {"prefill": {}}})
-    made: Any = FrontEnd(config, connect("redis://127.0.0.1:1/0"), None)
+    made: Any = FrontEnd(config, None)
     made._store, made._prefill_store, made._max_batch_tokens = store, prefill_store, 512
     made.routed = made._routed_client(None, SimpleNamespace(engine_version="1"))
     made._llm = SimpleNamespace(limit_prompt_logprobs=lambda most: setattr(made, "most", most))
@@ -158,3 +158,19 @@ async def test_a_router_that_was_changed_before_does_not_overwrite_one_changed_s
     await second.tell()
     await first.tell()
     assert await first.told_user_config() == LIVE
+
+
+async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+    async def nothing() -> dict[str, object]:
+        return {}
+
+    router = front_end(store, 1)
+    router.routed = router._answering = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=())  # type: ignore[assignment]
+    await store.join("a", 100)
+    for name, work_s in (("modest", 0.5), ("greedy", 7.0)):
+        waits = Ticket(request_id=name, bin_index=0, deadline_key=0.0, work_s=work_s, router_id="r", api_key=name)
+        await store.enqueue(waits)
+        await store.release("a", [name])
+    status = await router.status()
+    assert status["keys_served_s"] == [7.0, 0.5]
+    assert "greedy" not in str(status)
