@@ -1143,6 +1143,7 @@ class Model:
     places: dict[str, str] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     recalled: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()  # that waited before this step
     owed: Counter[str] = field(default_factory=Counter)
     settled: dict[str, int] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)  # whoever queued it; nobody, where a replica brought it
@@ -1162,6 +1163,7 @@ class Model:
         self._no_more_is_called_back_than_waits(places, snapshot)
         await self._gangs_went_whole(step, places)
         self.places = places
+        self.late = frozenset(i for i, place in places.items() if not place and _is_late(self.known(i)))
         self.running = {name: load.running for name, load in snapshot.replicas.items()}
 
     async def _each_quota_owes_what_was_taken(self, step: Step, result: Any) -> None:
@@ -1221,8 +1223,11 @@ class Model:
 
     async def _no_slot_is_left_idle(self, places: dict[str, str], snapshot: Snapshot) -> None:
         lanes = Counter(self.lane_of(self.tickets[i]) for i, place in places.items() if not place)
-        classes = {slo_class for slo_class, _, _ in lanes}
+        waiting = [self.known(i) for i, place in places.items() if not place]
         for found in await self.store.replica_infos():
+            load = snapshot.replicas[found.replica_id]
+            has_prompts_to_read = load.max_unread_tokens is not None and load.unread_tokens > 0
+            classes = {t.slo_class for t in waiting if not (has_prompts_to_read and _is_late(t))}
             wanted = classes & set(found.classes) if found.classes else classes
             if found.gang_max_wait_s != math.inf:
                 assert not wanted or not snapshot.replicas[found.replica_id].credit
@@ -1257,6 +1262,8 @@ class Model:
             alike = [t for t in later if self.lane_of(t) == self.lane_of(mine)]
             if mine.deadline_key >= BAND_S * Band.NO_TARGET:
                 alike = [t for t in alike if t.deadline_key >= BAND_S * Band.NO_TARGET]
+                # After an owed start others may have been called late.
+                alike = [t for t in alike if not _is_late(t) or t.request_id in self.late]
             if (band := _turn_band(mine)) is not None:  # keys take turns
                 alike = [t for t in alike if t.api_key == mine.api_key or t.deadline_key // BAND_S != band]
             rank = (mine.deadline_key, name)
@@ -1275,6 +1282,10 @@ class Model:
     def known(self, request_id: str) -> Ticket:
         """Its ticket as it stands: moved to another lane, or behind."""
         return self.store._places[request_id].ticket
+
+
+def _is_late(ticket: Ticket) -> bool:
+    return ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
 
 
 def _turn_band(ticket: Ticket) -> Band | None:
