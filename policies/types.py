@@ -279,6 +279,7 @@ class StepResult(NamedTuple):
         kv_tokens: tokens of context that the decoding requests read, summed over them.
         max_batch_size: the cap in force; running_count, waiting_count: the batch and the queue after admission.
         preempted: requests that lost their KV in this step.
+        prefill_kv_tokens: tokens of context that the tokens of prompts read, summed over them (`chunk_kv_tokens`).
         finished: requests that ended with this step.
     """
 
@@ -293,6 +294,7 @@ class StepResult(NamedTuple):
     running_count: int
     waiting_count: int
     preempted: int = 0
+    prefill_kv_tokens: int = 0
     finished: tuple[FinishedRequest, ...] = ()
 
     @property
@@ -319,13 +321,19 @@ class Paced(Protocol):
         """Decodes in between included; None while that is not known."""
 
 
+def chunk_kv_tokens(tokens: int, computed_tokens: int) -> int:
+    """Tokens of context that the tokens of a chunk read, summed over them: all computed before, and half the chunk."""
+    return tokens * (2 * computed_tokens + tokens) // 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCoefficients:
     """Seconds of one step, linear in what it holds.
 
-        step_s = overhead_s + prefill_s * P + decode_s * D + kv_s * KV + interference_s * P*D/(P+D)
+        step_s = overhead_s + prefill_s * P + prefill_kv_s * PKV + decode_s * D + kv_s * KV + interference_s * P*D/(P+D)
 
-    P: prefill tokens, D: decoding requests, KV: tokens of context that those D read. The last term is what makes the
+    P: prefill tokens, D: decoding requests, PKV and KV: tokens of context that each of those P and D reads, summed
+    (`chunk_kv_tokens`): attention is linear in the context of each token. The last term is what makes the
     cost per token quadratic in the decode share r = D/(P+D): per token it is prefill_s*(1-r) + decode_s*r +
     interference_s*r*(1-r), the a + b*r + c*r^2 of 003's profiles. It is 0 for a pure prefill or a pure decode step.
 
@@ -338,16 +346,24 @@ class StepCoefficients:
     decode_s: float = 0.0
     kv_s: float = 0.0
     interference_s: float = 0.0
+    prefill_kv_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s"):
+        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s", "prefill_kv_s"):
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be finite and >= 0, got {value}")
         if not abs(self.interference_s) < float("inf"):
             raise ConfigError(f"interference_s must be finite, got {self.interference_s}")
 
-    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
+    def step_s(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        decode_requests: float = 0.0,
+        kv_tokens: float = 0.0,
+        prefill_kv_tokens: float = 0.0,
+    ) -> float:
         tokens = prefill_tokens + decode_requests
         mixing = prefill_tokens * decode_requests / tokens if tokens else 0.0
         return (
@@ -356,6 +372,7 @@ class StepCoefficients:
             + self.decode_s * decode_requests
             + self.kv_s * kv_tokens
             + self.interference_s * mixing
+            + self.prefill_kv_s * prefill_kv_tokens
         )
 
 
@@ -367,18 +384,32 @@ class StepTimes:
     decode: StepCoefficients
     mixed: StepCoefficients
 
-    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
+    def step_s(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        decode_requests: float = 0.0,
+        kv_tokens: float = 0.0,
+        prefill_kv_tokens: float = 0.0,
+    ) -> float:
         """Seconds of a step with this content; 0 for an empty one.
 
         A mixed step takes at least as long as its decodes alone: a fitted interference below zero is no licence to
         go beneath that where few prompt tokens meet many decodes.
         """
         if not decode_requests:
-            return self.prefill.step_s(prefill_tokens=prefill_tokens) if prefill_tokens else 0.0
+            if not prefill_tokens:
+                return 0.0
+            return self.prefill.step_s(prefill_tokens=prefill_tokens, prefill_kv_tokens=prefill_kv_tokens)
         alone_s = self.decode.step_s(decode_requests=decode_requests, kv_tokens=kv_tokens)
         if not prefill_tokens:
             return alone_s
-        mixed_s = self.mixed.step_s(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)
+        mixed_s = self.mixed.step_s(
+            prefill_tokens=prefill_tokens,
+            decode_requests=decode_requests,
+            kv_tokens=kv_tokens,
+            prefill_kv_tokens=prefill_kv_tokens,
+        )
         return max(alone_s, mixed_s)
 
 

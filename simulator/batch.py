@@ -10,7 +10,7 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.types import FloatArray, IntArray, RunningRequests
+from policies.types import FloatArray, IntArray, RunningRequests, chunk_kv_tokens
 from simulator.requests import Request
 
 Rows = IntArray | slice
@@ -140,11 +140,12 @@ class Batch:
         self.free_blocks += blocks_for(int(self._counts[_COMPUTED, row]), self.block_size)
         self.prefilling -= bool(self._counts[_LEFT, row])
 
-    def prefill(self, row: int, budget: int) -> tuple[int, bool]:
+    def prefill(self, row: int, budget: int) -> tuple[int, int, bool]:
         """Compute a chunk of a prompt, as large as budget and free blocks allow.
 
         Returns:
-            Tokens computed, and whether the prompt is now complete, which yields a token.
+            Tokens computed, the tokens of context that they read, and whether the prompt is now complete, which yields
+            a token.
         """
         counts = self._counts[:, row]
         computed, left = int(counts[_COMPUTED]), int(counts[_LEFT])
@@ -157,7 +158,7 @@ class Batch:
         if complete:
             counts[_GENERATED] += 1
             self.prefilling -= 1
-        return tokens, complete
+        return tokens, chunk_kv_tokens(tokens, computed), complete
 
     def prefilling_rows(self) -> list[int]:
         if not self.prefilling:

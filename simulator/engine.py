@@ -40,7 +40,14 @@ _IDLE_STEP_S = 1e-3
 class StepClock(Protocol):
     """What a step costs: `StepTimes`, or anything finer."""
 
-    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float: ...
+    def step_s(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        decode_requests: float = 0.0,
+        kv_tokens: float = 0.0,
+        prefill_kv_tokens: float = 0.0,
+    ) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,7 @@ class _Step:
     decodes: int = 0
     kv_tokens: int = 0
     prefill_tokens: int = 0
+    prefill_kv_tokens: int = 0
     prefill_requests: int = 0
     completed: tuple[int, ...] = ()
     preempted: int = 0
@@ -260,7 +268,10 @@ class Engine:
 
     def _seconds(self, step: _Step) -> float:
         return self._times.step_s(
-            prefill_tokens=step.prefill_tokens, decode_requests=step.decodes, kv_tokens=step.kv_tokens
+            prefill_tokens=step.prefill_tokens,
+            decode_requests=step.decodes,
+            kv_tokens=step.kv_tokens,
+            prefill_kv_tokens=step.prefill_kv_tokens,
         )
 
     def _state(self, now_s: float) -> BatchState:
@@ -324,9 +335,10 @@ class Engine:
         return budget
 
     def _compute(self, step: _Step, row: int, budget: int) -> int:
-        tokens, complete = self._batch.prefill(row, budget)
+        tokens, kv_tokens, complete = self._batch.prefill(row, budget)
         if tokens:
             step.prefill_tokens += tokens
+            step.prefill_kv_tokens += kv_tokens
             step.prefill_requests += 1
             if complete:
                 step.completed += (row,)
@@ -389,6 +401,7 @@ class Engine:
             running_count=batch_size,
             waiting_count=waiting,
             preempted=step.preempted,
+            prefill_kv_tokens=step.prefill_kv_tokens,
             finished=tuple(_finished(request) for request in finished),
         )
 

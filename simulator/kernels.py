@@ -75,7 +75,15 @@ class KernelClock:
         except KeyError as error:
             raise InputError(f"kernel tables lack {error}") from error
 
-    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
+    def step_s(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        decode_requests: float = 0.0,
+        kv_tokens: float = 0.0,
+        prefill_kv_tokens: float = 0.0,
+    ) -> float:
+        """A chunk takes as long as a prompt of its length: what it reads before itself was not measured."""
         if not prefill_tokens and not decode_requests:
             return 0.0
         tokens, requests = int(prefill_tokens + decode_requests), int(decode_requests) + bool(prefill_tokens)

@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from deployments.engines.vllm.measurement import loads
 from deployments.engines.vllm.request_metadata import RequestMetadata
 from deployments.engines.vllm.scheduler.plug_in import SluiceScheduler
-from policies.types import StepCoefficients, StepResult, StepTimes
+from policies.types import StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
 from tests.fakes import ManualClock
 
 MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
@@ -75,6 +75,7 @@ class StepLog:
     """What one step held; a request decodes when its prompt was computed before the step."""
 
     prefill_tokens: int
+    prefill_kv_tokens: int
     decodes: int
     budget: int
     runnable: bool
@@ -247,18 +248,21 @@ class VirtualEngine:
         output = self.scheduler.schedule()
         starts = chunks | {new.req_id for new in output.scheduled_new_reqs}
         starts |= output.scheduled_cached_reqs.resumed_req_ids
-        prefill, decodes, context, sampled = 0, 0, 0, {}
+        prefill, prefill_read, decodes, context, sampled = 0, 0, 0, 0, {}
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             if request_id in starts:
                 prefill += tokens
+                prefill_read += chunk_kv_tokens(tokens, request.num_computed_tokens - tokens)
             else:
                 decodes += 1
                 context += request.num_computed_tokens - tokens
             sampled[request_id] = [] if request.is_prefill_chunk else [self._token(request)]
-        self.log.append(StepLog(prefill, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
+        self.log.append(StepLog(prefill, prefill_read, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
         self.preempted += len(output.preempted_req_ids or ())
-        took_s = self.times.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context)
+        took_s = self.times.step_s(
+            prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context, prefill_kv_tokens=prefill_read
+        )
         took_s = took_s or EMPTY_STEP_S * (not self._queue)
         self._device_free_s = max(self._device_free_s, self.clock.now()) + took_s
         self._queue.append((output, sampled, self._device_free_s))

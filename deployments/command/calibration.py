@@ -226,7 +226,8 @@ class Calibration:
         """Steps with exactly this load.
 
         The plug-in estimates the context that decodes read, which is good enough while requests stay for many steps;
-        here a prompt stays for one, so it is counted.
+        here a prompt stays for one, so it is counted. What prompts of one step read of themselves would say little of
+        chunks far into a long one: that is learned while serving.
         """
         scheduler, seen, kv_tokens = self._engine.scheduler, list[StepResult](), list[int]()
         decoding = [scheduler.requests[request_id] for request_id in self._added[:size]]
@@ -241,7 +242,7 @@ class Calibration:
             scheduler.report()
         finally:
             scheduler.on_step = None
-        steps = [step._replace(kv_tokens=held) for step, held in zip(seen, kv_tokens, strict=True)]
+        steps = [step._replace(kv_tokens=held, prefill_kv_tokens=0) for step, held in zip(seen, kv_tokens, strict=True)]
         return [step for step in steps[WARM_UP_STEPS:] if (step.prefill_tokens, step.decode_requests) == (prompt, size)]
 
     def _add(self, prompt_tokens: int, output_tokens: int) -> None:

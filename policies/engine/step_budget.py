@@ -17,7 +17,7 @@ import numpy as np
 
 from policies.engine.lateness import running_late
 from policies.engine.plans import STANDING_STEPS, capped_plan
-from policies.types import BatchState, BoolArray, FloatArray, Limit, StepPlan, StepResult, StepTimes
+from policies.types import BatchState, BoolArray, FloatArray, Limit, StepPlan, StepResult, StepTimes, chunk_kv_tokens
 
 # Steps whose errors make the margin: a second or two of an engine with promises.
 _ERROR_STEPS = 64
@@ -79,13 +79,22 @@ class StepBudget:
         steps = 1 if promised and (state.prefilling_count or state.waiting_count) else STANDING_STEPS
         head_s = state.waiting[0].tpot_s if state.waiting else inf
         size = self._size(times, state, min(float(promises.min(initial=inf)), head_s) / longer)
-        if self.strictest_s == inf:
-            full = state.max_batch_tokens
-            self._planned_token_s = (
-                longer * times.step_s(prefill_tokens=full, decode_requests=decodes, kv_tokens=context) / full
+        left, computed = _next_prompt(state)
+
+        def step_s(tokens: int) -> float:
+            """With so many tokens of prompts; those behind the end of the next one are taken to read no context."""
+            return times.step_s(
+                prefill_tokens=tokens,
+                decode_requests=decodes,
+                kv_tokens=context,
+                prefill_kv_tokens=chunk_kv_tokens(min(tokens, left), computed),
             )
+
+        full = state.max_batch_tokens
+        if self.strictest_s == inf:
+            self._planned_token_s = longer * step_s(full) / full
             return capped_plan(state, size, Limit.SLA if size < state.slots else Limit.SLOTS, steps=steps)
-        tokens = self._prompt_tokens(times, state, decodes, context, self.strictest_s / longer)
+        tokens = bisect_right(range(1, full + 1), self.strictest_s / longer, key=step_s)
         if state.prefilling_count or not state.cuts_prompts:
             tokens = max(tokens, _LEAST_PROMPT_TOKENS)
         self._planned_token_s = self.strictest_s / max(tokens, _LEAST_PROMPT_TOKENS)
@@ -117,14 +126,6 @@ class StepBudget:
             return state.slots
         return floor(left_s / each_s)
 
-    def _prompt_tokens(self, times: StepTimes, state: BatchState, decodes: int, context: int, target_s: float) -> int:
-        """As many as keep a step within the target."""
-
-        def step_s(tokens: int) -> float:
-            return times.step_s(prefill_tokens=tokens, decode_requests=decodes, kv_tokens=context)
-
-        return bisect_right(range(1, state.max_batch_tokens + 1), target_s, key=step_s)
-
     def observe(self, result: StepResult) -> None:
         if not result.waiting_count and result.running_count < result.max_batch_size:
             self._read.clear()
@@ -133,7 +134,21 @@ class StepBudget:
         if not result.decode_requests or not result.step_s or (times := self._times()) is None:
             return
         predicted_s = times.step_s(
-            prefill_tokens=result.prefill_tokens, decode_requests=result.decode_requests, kv_tokens=result.kv_tokens
+            prefill_tokens=result.prefill_tokens,
+            decode_requests=result.decode_requests,
+            kv_tokens=result.kv_tokens,
+            prefill_kv_tokens=result.prefill_kv_tokens,
         )
         if predicted_s > 0.0:
             self._errors.append(result.step_s / predicted_s - 1.0)
+
+
+def _next_prompt(state: BatchState) -> tuple[int, int]:
+    """Of the prompt that is read next, the tokens that are left and those that have been computed."""
+    running = state.running
+    if state.prefilling_count:
+        row = int((running.prefill_tokens_left > 0).argmax())
+        left = int(running.prefill_tokens_left[row])
+        return left, int(running.prompt_tokens[row] + running.output_tokens[row]) - left
+    head = state.waiting[0] if state.waiting else None
+    return (head.prefill_tokens, head.cached_tokens) if head else (0, 0)

@@ -6,6 +6,7 @@ Source: 003's T_iter = alpha + beta * tokens. Departures:
   to iterations, never to 1/throughput, which already holds alpha / N (ERRATA 3.12).
 * The context that decodes read has its own coefficient: a decode cost calibrated at one context over-predicts
   exclusive batching at longer ones (ERRATA 3.13).
+* So has the context that chunks of prompts read: far into a long prompt a token costs several times the first.
 * A pure prefill right after decodes also pays for the switch; that cost lands in the prefill form's overhead.
 
 The fit is recursive least squares with exponential forgetting in information form: the sums X'X and X'y decay, a prior
@@ -39,16 +40,19 @@ _CLIP_SIGMAS = 3.0
 _FLOOR = 0.05
 # Keeps a fit without a prior solvable while its steps are all alike; relative to what was seen.
 _FAINT = 1e-9
+# Every step also says, with this weight, that prompts read 10 million tokens of context in the time of the prior, or in
+# none: where prompts are short, that time is lost in noise, which a chunk far into a prompt would magnify.
+_DOUBT = 0.01
 # Anything shorter is a clock's rounding, not a step.
 _LEAST_STEP_S = 1e-6
 
 _COLUMNS = {
-    Phase.PREFILL: ("overhead_s", "prefill_s"),
+    Phase.PREFILL: ("overhead_s", "prefill_s", "prefill_kv_s"),
     Phase.DECODE: ("overhead_s", "decode_s", "kv_s"),
-    Phase.MIXED: ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s"),
+    Phase.MIXED: ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s", "prefill_kv_s"),
 }
 # Typical sizes, so that the columns of a fit are of one magnitude.
-_SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2}
+_SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2, "prefill_kv_s": 1e7}
 
 
 def seconds_per_token(form: StepCoefficients, *, decode_fraction: float, context_tokens: float) -> float:
@@ -111,6 +115,7 @@ class _Form:
         strength = _PRIOR_STEPS / max(float(start.sum()), 1e-9) ** 2 if prior else _FAINT
         self._unit = np.eye(len(self._names))
         self._ridge = strength * self._unit
+        self._start, self._doubt = start, np.array([_DOUBT * (name == "prefill_kv_s") for name in self._names])
         self._anchor: FloatArray = strength * start
         self._information = np.zeros_like(self._ridge)
         self._moment = np.zeros(len(self._names))
@@ -165,7 +170,8 @@ class _Form:
     def _solve(self, information: FloatArray, moment: FloatArray) -> FloatArray:
         """Scaled coefficients under the constraint that only interference_s may be negative. A step that the fit gave
         no time at all, or less, would outweigh all others and then be clipped to what the fit said."""
-        a, b = self._regular(information), moment + self._anchor
+        doubt = float(information[0, 0]) * self._doubt  # the overhead's column is 1 in every step
+        a, b = self._regular(information) + np.diag(doubt), moment + self._anchor + doubt * self._start
         theta = np.asarray(np.linalg.solve(a, b), dtype=np.float64)
         keep = np.ones(len(theta), dtype=bool)
         while (bounded := np.where(self._bounded, theta, 0.0)).min() < 0.0:
@@ -235,11 +241,12 @@ class StepTimeModel:
 def _row(result: StepResult) -> tuple[Phase, tuple[float, ...]]:
     """What kind of step it was, and its row in that kind's form."""
     p, d, kv = float(result.prefill_tokens), float(result.decode_requests), float(result.kv_tokens)
+    read = float(result.prefill_kv_tokens)
     if not d:
-        return Phase.PREFILL, (1.0, p)
+        return Phase.PREFILL, (1.0, p, read)
     if not p:
         return Phase.DECODE, (1.0, d, kv)
-    return Phase.MIXED, (1.0, p, d, kv, p * d / (p + d))
+    return Phase.MIXED, (1.0, p, d, kv, p * d / (p + d), read)
 
 
 def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
@@ -268,7 +275,9 @@ def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
 
 def _complete(known: dict[Phase, StepCoefficients]) -> StepTimes:
     mixed = known.get(Phase.MIXED) or joined(known.get(Phase.PREFILL), known.get(Phase.DECODE))
-    prefill = known.get(Phase.PREFILL) or StepCoefficients(overhead_s=mixed.overhead_s, prefill_s=mixed.prefill_s)
+    prefill = known.get(Phase.PREFILL) or StepCoefficients(
+        overhead_s=mixed.overhead_s, prefill_s=mixed.prefill_s, prefill_kv_s=mixed.prefill_kv_s
+    )
     decode = known.get(Phase.DECODE) or StepCoefficients(
         overhead_s=mixed.overhead_s, decode_s=mixed.decode_s, kv_s=mixed.kv_s
     )
@@ -279,5 +288,9 @@ def joined(prefill: StepCoefficients | None, decode: StepCoefficients | None) ->
     """The mixed form where none was measured: both slopes, and the larger overhead."""
     p, d = prefill or StepCoefficients(overhead_s=0.0), decode or StepCoefficients(overhead_s=0.0)
     return StepCoefficients(
-        overhead_s=max(p.overhead_s, d.overhead_s), prefill_s=p.prefill_s, decode_s=d.decode_s, kv_s=d.kv_s
+        overhead_s=max(p.overhead_s, d.overhead_s),
+        prefill_s=p.prefill_s,
+        decode_s=d.decode_s,
+        kv_s=d.kv_s,
+        prefill_kv_s=p.prefill_kv_s,
     )

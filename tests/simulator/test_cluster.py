@@ -312,6 +312,16 @@ def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
     assert reused.engines[0].totals.peak_blocks >= 300 // 16
 
 
+def test_what_chunks_read_adds_up_to_half_the_square_of_the_prompt_and_takes_its_time() -> None:
+    deep = replace(TIMES, prefill=replace(TIMES.prefill, prefill_kv_s=1e-6))
+    given_work = workload(1, 1.0, seed=0, prompt="constant:300", output="constant:1")
+    made = (
+        run(ClusterConfig(times=times, engine=EngineConfig(max_batch_tokens=64)), given_work) for times in (TIMES, deep)
+    )
+    plain, slower = (result.requests[0].ttft_s for result in made)
+    assert slower - plain == pytest.approx(1e-6 * 300 * 300 / 2)
+
+
 def test_an_engine_starts_what_waits_by_promises_where_it_is_ordered() -> None:
     def first_of_chat(ordered: bool) -> int:
         router = RouterConfig(credit_lookahead=None)

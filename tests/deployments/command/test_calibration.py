@@ -23,7 +23,14 @@ TIMES = StepTimes(
 class CurvedTimes(StepTimes):
     """No linear law: steps get longer with the square of what they hold."""
 
-    def step_s(self, *, prefill_tokens: float = 0.0, decode_requests: float = 0.0, kv_tokens: float = 0.0) -> float:
+    def step_s(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        decode_requests: float = 0.0,
+        kv_tokens: float = 0.0,
+        prefill_kv_tokens: float = 0.0,
+    ) -> float:
         held = prefill_tokens + decode_requests + kv_tokens / 100.0
         return 0.001 + 1e-8 * held**2
 

@@ -139,7 +139,7 @@ class Reconfigured(FrontEnd):
         self.told, self.metrics = told, RouterMetrics()
         self.in_force: list[AppConfig] = []
 
-    async def start(self, resources: object) -> FastAPI:
+    async def start(self, client: object, resources: object) -> FastAPI:
         return vllms()
 
     async def told_user_config(self) -> dict[str, Any] | None:

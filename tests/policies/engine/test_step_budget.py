@@ -1,5 +1,7 @@
 """What steps may hold under promised times per token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -103,6 +105,49 @@ def test_a_promise_that_decodes_alone_break_is_given_up_until_they_keep_it() -> 
         return policy.strictest_s
 
     assert [strictest(n) for n in (99, 104, 108, 103, 99)] == [0.015, 0.015, np.inf, np.inf, 0.015]
+
+
+def test_a_chunk_far_into_a_prompt_gets_fewer_tokens_than_its_beginning() -> None:
+    form = replace(FORM, prefill_kv_s=1e-10)
+    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    # 20 ms less 5 ms and one decode of 0.1 ms; a token costs 10 us, and 10 us more at 100 000 tokens.
+    given = {computed: policy.plan(_in_progress(computed)).max_prefill_tokens for computed in (0, 50_000, 100_000)}
+    assert given == {
+        0: pytest.approx(1479, abs=1),
+        50_000: pytest.approx(990, abs=1),
+        100_000: pytest.approx(742, abs=1),
+    }
+    assert policy.seconds_per_token == pytest.approx(0.02 / 742, rel=0.01)
+
+
+def test_what_waits_with_most_of_its_prompt_in_the_cache_begins_far_into_it() -> None:
+    form = replace(FORM, prefill_kv_s=1e-10)
+    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    cached = RequestView("w", arrival_s=0.0, prompt_tokens=110_000, cached_tokens=100_000)
+    assert policy.plan(state(0.02)._replace(waiting=(cached,))).max_prefill_tokens == pytest.approx(742, abs=1)
+
+
+def test_without_a_promise_too_the_pace_of_reading_is_that_far_into_the_prompt() -> None:
+    form = replace(FORM, prefill_kv_s=1e-10)
+    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    paces = []
+    for computed in (0, 100_000):
+        policy.plan(_in_progress(computed, tpot_s=np.inf))
+        paces.append(policy.seconds_per_token)
+    assert paces[1] == pytest.approx(paces[0] + 1e-10 * 100_000)
+
+
+def _in_progress(computed: int, tpot_s: float = 0.02) -> BatchState:
+    """One that decodes, and a prompt of which so many tokens have been computed and 10 000 are left."""
+    running = RunningRequests.of(
+        prompt_tokens=[100, computed + 10_000],
+        output_tokens=[100, 0],
+        prefill_tokens_left=[0, 10_000],
+        predicted_output_tokens=[1000.0, 1000.0],
+        first_token_s=[0.0, np.nan],
+        tpot_s=[tpot_s, np.inf],
+    )
+    return state(waiting=0)._replace(running=running)
 
 
 def test_a_prompt_in_progress_is_read_on_in_any_case() -> None:

@@ -1,5 +1,7 @@
 """Step times learned online: recovery of the coefficients, robustness, following a shift, and never a negative cost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies.engine.step_time import StepTimeConfig, StepTimeModel, seconds_per_token
 from policies.errors import ConfigError, InputError
-from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+from policies.types import Phase, StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
 
 TRUE = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
@@ -16,7 +18,7 @@ TRUE = StepTimes(
 )
 
 
-def make_result(step_s: float, prefill: int, decodes: int, kv: int) -> StepResult:
+def make_result(step_s: float, prefill: int, decodes: int, kv: int, prefill_kv: int = 0) -> StepResult:
     return StepResult(
         now_s=0.0,
         step_s=step_s,
@@ -28,6 +30,7 @@ def make_result(step_s: float, prefill: int, decodes: int, kv: int) -> StepResul
         max_batch_size=256,
         running_count=decodes + 1,
         waiting_count=0,
+        prefill_kv_tokens=prefill_kv,
     )
 
 
@@ -174,11 +177,85 @@ class TestStepTimeModel:
         times = model.times()
         if times is not None:
             for form in (times.prefill, times.decode, times.mixed):
-                assert min(form.overhead_s, form.prefill_s, form.decode_s, form.kv_s) >= 0
+                assert min(form.overhead_s, form.prefill_s, form.decode_s, form.kv_s, form.prefill_kv_s) >= 0
+
+    @pytest.mark.parametrize("prior", [None, TRUE], ids=["no prior", "a prior without it"])
+    def test_it_finds_what_chunks_pay_for_the_prompt_before_them(self, prior: StepTimes | None) -> None:
+        """Chat beside long prompts, whose last chunks cost twice what their first ones do."""
+        true = _deeper(TRUE, 5e-10)
+        model = StepTimeModel(StepTimeConfig(prior=prior))
+        rng = np.random.default_rng(0)
+        for step in range(4000):
+            computed = step % 200 * 1000 if step % 200 < 100 else 0  # of 100 000 tokens, then chat alone
+            chunk = int(rng.integers(200, 1500))
+            _see(model, true, rng, chunk, computed=computed, decodes=step % 3 * 20)
+        times = model.times()
+        assert times is not None
+        for form in (times.prefill, times.mixed):
+            assert form.prefill_kv_s == pytest.approx(5e-10, rel=0.1)
+        deep = {"prefill_tokens": 1000, "decode_requests": 20, "kv_tokens": 20_000, "prefill_kv_tokens": 9e7}
+        assert times.step_s(**deep) == pytest.approx(true.step_s(**deep), rel=0.05)
+
+    @pytest.mark.parametrize("prior", [None, TRUE], ids=["no prior", "a prior without it"])
+    @pytest.mark.parametrize("longest", [500, 2000])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_short_prompts_do_not_say_that_long_ones_cost_more(
+        self, seed: int, longest: int, prior: StepTimes | None
+    ) -> None:
+        """Here they do not: what noise says of the context of short ones is magnified far into a long one."""
+        model, rng = StepTimeModel(StepTimeConfig(prior=prior)), np.random.default_rng(seed)
+        for step in range(1500):
+            _see(model, TRUE, rng, int(rng.integers(20, longest)), decodes=step % 3 * 20, noise=0.05)
+        times = model.times()
+        assert times is not None
+        deep = {"prefill_tokens": 1000, "decode_requests": 20, "kv_tokens": 20_000, "prefill_kv_tokens": 1e8}
+        assert times.step_s(**deep) == pytest.approx(TRUE.step_s(**deep), rel=0.05)
+
+    @given(seed=st.integers(0, 2**16), longest=st.integers(200, 2000), noise=st.floats(0.0, 0.1))
+    @settings(deadline=None, max_examples=25)
+    def test_where_all_prompts_are_short_it_predicts_what_it_would_without_what_chunks_read(
+        self, seed: int, longest: int, noise: float
+    ) -> None:
+        fits = []
+        for sees in (True, False):
+            model, rng = StepTimeModel(), np.random.default_rng(seed)
+            for step in range(1500):
+                prompt = int(rng.integers(20, longest))
+                _see(model, _deeper(TRUE, 5e-10), rng, prompt, decodes=step % 3 * 20, noise=noise, sees=sees)
+            fits.append(model.times())
+        found, without = fits
+        assert found is not None and without is not None
+        for prompt in (longest // 4, longest // 2, longest):
+            for held in ({}, {"decode_requests": 20, "kv_tokens": 20_000}):
+                read = chunk_kv_tokens(prompt, 0)
+                predicted_s = found.step_s(prefill_tokens=prompt, prefill_kv_tokens=read, **held)
+                assert predicted_s == pytest.approx(without.step_s(prefill_tokens=prompt, **held), rel=0.01)
 
     def test_a_forgetting_that_forgets_everything_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="forgetting"):
             StepTimeConfig(forgetting=0.4)
+
+
+def _deeper(times: StepTimes, prefill_kv_s: float) -> StepTimes:
+    deeper = {kind: replace(getattr(times, kind), prefill_kv_s=prefill_kv_s) for kind in ("prefill", "mixed")}
+    return replace(times, **deeper)
+
+
+def _see(
+    model: StepTimeModel,
+    times: StepTimes,
+    rng: np.random.Generator,
+    chunk: int,
+    *,
+    computed: int = 0,
+    decodes: int = 0,
+    noise: float = 0.03,
+    sees: bool = True,
+) -> None:
+    """One step; ``sees``: whether the model is told what the chunk reads."""
+    read, kv = chunk_kv_tokens(chunk, computed), decodes * int(rng.integers(100, 3000))
+    step_s = times.step_s(prefill_tokens=chunk, decode_requests=decodes, kv_tokens=kv, prefill_kv_tokens=read)
+    model.observe(make_result(step_s * float(rng.lognormal(0, noise)), chunk, decodes, kv, read if sees else 0))
 
 
 class TestSecondsPerToken:

@@ -20,7 +20,7 @@ from deployments.engines.vllm.scheduler.telemetry import Telemetry
 from policies.engine.promised_queue import head_fits
 from policies.engine.standing_plan import StandingPlan
 from policies.router.credit import MemoryBound
-from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult
+from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult, chunk_kv_tokens
 
 
 class Planner:
@@ -184,13 +184,14 @@ class Planner:
             started=started, preempted=bool(output.preempted_req_ids), empty=not output.num_scheduled_tokens
         )
         prefills = self._prefills(output) if started or self._chunks else ()
-        joining = self._joining(prefills, output.num_scheduled_tokens) if prefills else {}
+        joining, prefill_kv_tokens = self._read(prefills, output.num_scheduled_tokens) if prefills else ({}, 0)
         self._account.scheduled(
             output,
             self._planned,
             self._now_s,
             prefills,
             joining,
+            prefill_kv_tokens,
             self._context_tokens,
             running_count=len(scheduler.running),
             waiting_count=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
@@ -203,11 +204,16 @@ class Planner:
         starts = [start.req_id for start in output.scheduled_new_reqs]
         return [*starts, *output.scheduled_cached_reqs.resumed_req_ids, *chunks]
 
-    def _joining(self, prefills: Sequence[str], scheduled: Mapping[str, int]) -> dict[str, int]:
-        """Tokens in the cache, after a step, of those whose prompt ends with it."""
-        requests = map(self._scheduler.requests.__getitem__, prefills)
-        held = [(one, one.num_computed_tokens + scheduled[one.request_id]) for one in requests]
-        return {one.request_id: tokens for one, tokens in held if tokens >= one.num_tokens}
+    def _read(self, prefills: Sequence[str], scheduled: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Tokens in the cache, after a step, of those whose prompt ends with it, and `prefill_kv_tokens`."""
+        joining, kv_tokens = dict[str, int](), 0
+        for request_id in prefills:
+            request, tokens = self._scheduler.requests[request_id], scheduled[request_id]
+            held = request.num_computed_tokens
+            kv_tokens += chunk_kv_tokens(tokens, held)
+            if held + tokens >= request.num_tokens:
+                joining[request_id] = held + tokens
+        return joining, kv_tokens
 
     def ended(self, output: SchedulerOutput, now_s: float) -> None:
         """The results of a step have come."""

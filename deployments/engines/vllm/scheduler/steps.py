@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 
 from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 
-# What a step holds: a ``StepResult`` from `phase` to `preempted`.
-_Content = tuple[Phase, int, int, int, int, int, int, int, int]
+# What a step holds: a ``StepResult`` from `phase` to `prefill_kv_tokens`.
+_Content = tuple[Phase, int, int, int, int, int, int, int, int, int]
 
 
 class _Ended(NamedTuple):
@@ -50,6 +50,7 @@ class StepAccount:
         began_s: float,
         prefills: Sequence[str],
         joining: Mapping[str, int],
+        prefill_kv_tokens: int,
         mean_context_tokens: float | None,
         running_count: int,
         waiting_count: int,
@@ -60,6 +61,7 @@ class StepAccount:
             began_s: when that was begun.
             prefills: ids of those that got a part of their prompt.
             joining: tokens in the cache, after it, of those whose prompt ends with it, by id.
+            prefill_kv_tokens: as `StepResult` has it.
             mean_context_tokens: of those that decode before it; None where it follows from the step before.
             running_count, waiting_count: after admission.
         """
@@ -72,7 +74,7 @@ class StepAccount:
         kv_tokens = round(self._read_tokens(joining.values(), decodes))
         content = (
             plan.phase, prefill_tokens, len(prefills), decodes, kv_tokens,
-            plan.max_batch_size, running_count, waiting_count, len(output.preempted_req_ids or ()),
+            plan.max_batch_size, running_count, waiting_count, len(output.preempted_req_ids or ()), prefill_kv_tokens,
         )  # fmt: skip
         if scheduled:
             self._on_their_way.append((output, began_s, content, tuple(joining)))

@@ -57,7 +57,7 @@ class Telemetry:
             return {}
         times, law = policy.phases.model.times(), policy.law
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
-        names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
+        names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s", "prefill_kv_s")
         phases = {} if policy.config.mode == "mixed" else _of_phases(policy, state)  # it does not look for them there
         return {
             **phases,

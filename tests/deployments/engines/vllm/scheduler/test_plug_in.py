@@ -257,6 +257,20 @@ def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
     assert both[-1] == pytest.approx(1940 + 2 * len(both), rel=0.01)
 
 
+@both_depths
+def test_what_chunks_read_is_the_prompt_before_them_also_where_it_comes_from_the_cache(depth: int) -> None:
+    engine = VirtualEngine({"mode": "mixed", "admission": "slots"}, depth=depth, budget=512, enable_prefix_caching=True)
+    for name in ("first", "second"):
+        engine.add(name, 1600, 30)
+        engine.add(f"{name} short", 40, 60, prompt_token_ids=[2] * 40)
+        engine.run()
+    prefills = [result.prefill_kv_tokens for result in engine.results if result.prefill_tokens]
+    assert prefills == [step.prefill_kv_tokens for step in engine.log if step.prefill_tokens]
+    assert prefills[1] == 512 * (512 + 256)
+    # Of the second one a block at least is computed, and reads all the rest.
+    assert 16 * 1592 <= prefills[-1] + prefills[-2] < 512 * 1600
+
+
 def test_aborted_requests_are_let_go_at_once() -> None:
     engine = VirtualEngine({"mode": "mixed"})
     requests = [weakref.ref(engine.add(f"r{number}", 50, 50)) for number in range(8)]
