@@ -495,9 +495,14 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async def pages() -> list[bytes]:
         return [metrics.exposition()]
 
+    async def nobody() -> None:
+        """No engine is there to be told of settings."""
+
     router._front_ends = [
         SimpleNamespace(
             start=start,
+            adopt=lambda user_config, config: None,
+            tell=nobody,
             names=("m",),
             metrics=metrics,
             metrics_pages=pages,
@@ -507,6 +512,7 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         )
     ]
     transport = httpx.ASGITransport(await router.__serve_build_asgi_app__(), root_path="/llm")
+    await router.reconfigure(None, None)  # as Ray Serve does before a request comes
     async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as made:
         yield made
     await Router.__del__(router)
