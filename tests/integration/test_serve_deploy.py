@@ -58,7 +58,7 @@ def deployed(head: RayHead, shipped: dict[str, Any], tmp_path_factory: pytest.Te
     return head.url
 
 
-def test_the_shipped_configuration_deploys_andanswers(deployed: str, redis: EmbeddedRedis) -> None:
+def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
     wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
     client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=START_TIMEOUT_S)
     answer = client.chat.completions.create(
