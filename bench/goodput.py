@@ -169,9 +169,7 @@ class Bench:
             for slo_class in (TIGHT, LOOSE)
         }
         self._say(f"a full decode step takes {1e3 * step_s:.1f} ms, reading a mean prompt {1e3 * reading_s:.0f} ms")
-        start = self._options.slots / (self._lengths.answer * step_s + self._options.slots * reading_s)
-        capacity = capacity_of(lambda rate: self._kept_at(plain, rate, targets), start)
-        self._say(f"{PLAIN} keeps {KEPT_AT_CAPACITY:.0%} at up to {capacity:.2f} requests a second")
+        capacity = self._options.capacity or self._capacity(plain, targets, step_s, reading_s)
         cap = self._best_cap(capacity, targets)
         servers = {PLAIN: plain.spec.url}
         capped = self._started(self._plain(CAPPED, self._options.first_port + 1, f"--max-num-queued-tokens={cap}"))
@@ -209,6 +207,13 @@ class Bench:
     def _loaded(self, url: str, rate: float, count: int, seed: int) -> list[Outcome]:
         requests = draw_requests(count, rate, self._lengths, seed)
         return uvloop.run(run_open_loop(url, first_model(url), requests, TIMEOUT_S, self._bar.update))
+
+    def _capacity(self, plain: Server, targets: Mapping[str, Targets], step_s: float, reading_s: float) -> float:
+        """Searched from the rate at which all slots would be busy with reading and decoding."""
+        start = self._options.slots / (self._lengths.answer * step_s + self._options.slots * reading_s)
+        found = capacity_of(lambda rate: self._kept_at(plain, rate, targets), start)
+        self._say(f"{PLAIN} keeps {KEPT_AT_CAPACITY:.0%} at up to {found:.2f} requests a second")
+        return found
 
     def _kept_at(self, server: Server, rate: float, targets: Mapping[str, Targets]) -> float:
         self._bar.set_description(f"in search of capacity, {rate:.2f} requests a second")
@@ -425,6 +430,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="folder or name of the model (default: random weights, nothing to download)")
     add("--slots", type=_positive, default=16, help="requests that run at once, --max-num-seqs (default: %(default)s)")
     add("--loads", type=_load, nargs="+", default=[0.7, 1.0, 1.3], metavar="X", help="of capacity (default: 0.7 1 1.3)")
+    add("--capacity", type=_load, metavar="RATE", help="requests a second, where it is known (default: searched for)")
     add("--requests", type=_positive, default=400, help="of a run (default: %(default)s)")
     add("--rounds", type=_positive, default=3, help="runs of each system at each load (default: %(default)s)")
     add("--tight-prompt", type=int, default=96, metavar="TOKENS", help="mean length (default: %(default)s)")
