@@ -17,6 +17,7 @@ import msgspec
 import psutil
 from tqdm import tqdm
 
+from bench.arguments import file, folder, writable_file
 from bench.load import ServerUnusable
 from bench.pairing import Pairing, Plan, measure_pairing
 from bench.report import Comparison, as_markdown
@@ -213,23 +214,6 @@ def _replica_counts(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _writable_file(text: str) -> Path:
-    _folder(str(Path(text).parent))
-    return Path(text)
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"no file {text}")
-    return Path(text)
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"no folder {text}")
-    return Path(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare",
@@ -241,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--sluice", type=_replica_counts, nargs="*", default=[(1, 1)], metavar="RxE", help=SLUICE_HELP)
-    add("--sluice-config", type=_file, nargs="+", default=[], metavar="FILE", help=SLUICE_CONFIG_HELP)
+    add("--sluice-config", type=file, nargs="+", default=[], metavar="FILE", help=SLUICE_CONFIG_HELP)
     add("--num-gpus", type=float, metavar="N", help=NUM_GPUS_HELP)
     add("--control", action="store_true", help="also pair plain vLLM with a second plain vLLM")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
@@ -256,9 +240,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the servers take this port and those after (default: %(default)s)",
     )
     add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
-    add("--logs", type=_folder, metavar="FOLDER", help="keep the servers' logs there")
-    add("--json", type=_writable_file, metavar="FILE", help="write every run, in seconds")
-    add("--markdown", type=_writable_file, metavar="FILE", help="write what is printed")
+    add("--logs", type=folder, metavar="FOLDER", help="keep the servers' logs there")
+    add("--json", type=writable_file, metavar="FILE", help="write every run, in seconds")
+    add("--markdown", type=writable_file, metavar="FILE", help="write what is printed")
     return parser
 
 

@@ -13,6 +13,7 @@ What is done, in this order:
 """
 
 import argparse
+import importlib.util
 import json
 import signal
 import statistics
@@ -29,6 +30,7 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
+from bench.arguments import folder, writable_file
 from bench.chat_client import TEXT_PATH, Answer, ChatClient, RequestFailed
 from bench.load import ServerUnusable, error_lines, first_model
 from bench.open_loop import LOOSE, TIGHT, Lengths, Outcome, Targets, draw_requests, run_open_loop
@@ -352,7 +354,7 @@ def _failures(measured: Measured) -> list[str]:
 
 
 def draw(measured: Measured, path: Path) -> None:
-    """Share in time against load, a line a system. Needs matplotlib: the extra `plan`."""
+    """Share in time against load, a line a system."""
     from matplotlib.figure import Figure
 
     loads = sorted({run.load for run in measured.runs})
@@ -404,6 +406,12 @@ def _named_url(text: str) -> tuple[str, str]:
     return name, url
 
 
+def _figure(text: str) -> Path:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('a figure needs matplotlib: pip install "sluice-serve[plan]"')
+    return writable_file(text)
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -440,10 +448,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpus", type=float, metavar="N", help="of Sluice's engine (default: none on vLLM's CPU build, else 1)")
     add("--first-port", type=int, default=18300, help="the servers take this port and the next two (default: 18300)")
     add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
-    add("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
-    add("--json", type=Path, metavar="FILE", help="write every run")
-    add("--markdown", type=Path, metavar="FILE", help="write what is printed")
-    add("--figure", type=Path, metavar="FILE", help="draw shares in time against load (.png or .svg)")
+    add("--logs", type=folder, metavar="FOLDER", help="keep the servers' logs there")
+    add("--json", type=writable_file, metavar="FILE", help="write every run")
+    add("--markdown", type=writable_file, metavar="FILE", help="write what is printed")
+    add("--figure", type=_figure, metavar="FILE", help="draw shares in time against load (.png or .svg)")
     return parser
 
 

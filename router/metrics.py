@@ -110,6 +110,11 @@ class RouterMetrics:
         self._namespace = f"sluice_{pool}" if pool else "sluice"
         self._of_class: dict[str, ClassMetrics] = {}
         self.keys = KeyMetrics(self._namespace, self._labels)
+        self._declare_requests()
+        self._declare_router()
+
+    def _declare_requests(self) -> None:
+        """What became of requests, how long it took, how many tokens they had."""
         self.requests = self._counter(
             "requests",
             "Requests ended, by outcome: stop, length, repetition, cancelled, error, refused.",
@@ -161,6 +166,9 @@ class RouterMetrics:
         self.recalled = self._counter(
             "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
         )
+
+    def _declare_router(self) -> None:
+        """How this process itself fares."""
         self.replicas_lost = self._counter(
             "replicas_lost", "Replicas whose connection broke, but for those that had drained."
         )

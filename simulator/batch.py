@@ -166,9 +166,9 @@ class Batch:
         rows: list[int] = np.flatnonzero(self._counts[_LEFT, : len(self.requests)]).tolist()
         return rows
 
-    def prompts_left(self) -> list[tuple[int, int]]:
-        """Rows of the prompts in progress, and tokens left of each."""
-        return [(row, int(self._counts[_LEFT, row])) for row in self.prefilling_rows()]
+    def prompts_left(self) -> list[tuple[Request, int]]:
+        """Prompts in progress, and tokens left of each."""
+        return [(self.requests[row], int(self._counts[_LEFT, row])) for row in self.prefilling_rows()]
 
     def gaps_s(self, rows: Rows, now_s: float) -> FloatArray:
         """Seconds since the last token of these rows, whose last token is now."""

@@ -6,14 +6,14 @@ from vLLM: tokens are accounted for at the end of the step (no step is in flight
 the whole prompt's room is asked for at admission.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Protocol
 
 from policies.checks import require_at_least
-from policies.engine.promised_queue import PromisedQueue, Waiting, head_fits
+from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError
 from policies.router.credit import MemoryBound
@@ -139,8 +139,7 @@ class Engine:
         self._batch = Batch(config.slots, config.total_blocks, config.block_size)
         self._waiting: PromisedQueue[Request] = PromisedQueue()
         self._views: tuple[RequestView, ...] | None = ()
-        self._standing: StandingPlan | None = None
-        self._held: list[Request] = []  # prompts in progress that wait for others
+        self._standing: StandingPlan[Request] | None = None
         self._step: _Step | None = None
         self._awake = False
         self._stopped = False
@@ -237,23 +236,19 @@ class Engine:
         step.step_s = _IDLE_STEP_S if step.empty else self._seconds(step)
         return step
 
-    def _planned(self, now_s: float) -> StandingPlan:
+    def _planned(self, now_s: float) -> StandingPlan[Request]:
         pace, held = self.seconds_per_prompt_token, list[Request]()
         if self.config.ordered and pace is not None and (self._waiting.changed or self._batch.prefilling):
             held = self._waiting.split(now_s, pace, self._reading())
             self._views = None
         state = self._state(now_s)
         plan = self.policy.plan(state)
-        self._held = held if held and head_fits(state, plan) else []
-        if self._held:
-            plan = plan._replace(steps=1)
         self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by is Limit.MEMORY)
-        self._standing = StandingPlan(plan, state)
+        self._standing = StandingPlan(plan, state, held)
         return self._standing
 
     def _reading(self) -> list[Waiting[Request]]:
         """Prompts in progress, with what is left of them."""
-        rows = ((self._batch.requests[row], left) for row, left in self._batch.prompts_left())
         return [
             Waiting(
                 request,
@@ -263,7 +258,7 @@ class Engine:
                 has_begun=request.first_token_s is not None,
                 reads=True,
             )
-            for request, left in rows
+            for request, left in self._batch.prompts_left()
         ]
 
     def _seconds(self, step: _Step) -> float:
@@ -290,7 +285,7 @@ class Engine:
             departed=self._departed,
         )
 
-    def _schedule(self, standing: StandingPlan, now_s: float) -> _Step:
+    def _schedule(self, standing: StandingPlan[Request], now_s: float) -> _Step:
         plan = standing.plan
         step = _Step(plan, slice(0, 0))
         budget = plan.max_batch_tokens
@@ -299,7 +294,7 @@ class Engine:
             step.decoding, step.decodes, step.kv_tokens = self._batch.decode(budget)
             budget = plan.budget(step.decodes) - step.decodes
         if plan.phase is not Phase.DECODE:
-            budget = self._continue_prompts(step, budget)
+            budget = self._continue_prompts(step, budget, standing.held)
             if not step.preempted:
                 self._admit(step, budget, standing.cap(len(self._batch)), now_s)
         return step
@@ -319,12 +314,13 @@ class Engine:
         """Their KV is gone and will be computed anew."""
         self.totals.recomputed_tokens += sum(request.prompt_tokens + request.generated_tokens for request in requests)
 
-    def _continue_prompts(self, step: _Step, budget: int) -> int:
-        """Chunks of the prompts that were begun, oldest first; without a free block the youngest gives way."""
+    def _continue_prompts(self, step: _Step, budget: int, held: Sequence[Request]) -> int:
+        """Chunks of the prompts that were begun, oldest first, but for those held back; without a free block the
+        youngest gives way."""
         for row in self._batch.prefilling_rows():
             if budget <= 0 or row >= len(self._batch):
                 break
-            if self._batch.requests[row] in self._held:
+            if self._batch.requests[row] in held:
                 continue
             while not (tokens := self._compute(step, row, budget)) and row < len(self._batch) - 1:
                 if not step.decodes:

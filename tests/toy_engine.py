@@ -7,6 +7,7 @@ of ``StepPlan``, so a test that merely runs it already tests that.
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class ToyEngine:
     departed: int = 0
     stands: bool = False
     asked: int = 0
-    _standing: StandingPlan | None = None
+    _standing: StandingPlan[Any] | None = None
     _untold: list[StepResult] = field(default_factory=list)
     _prefill: dict[str, int] = field(default_factory=dict)
 
@@ -155,7 +156,7 @@ class ToyEngine:
         self.plans.append(plan)
         return result
 
-    def _plan(self) -> StandingPlan:
+    def _plan(self) -> StandingPlan[Any]:
         """The plan that stands, where plans may; else a new one at every step."""
         prefilling = any(job.prefill_left for job in self.running)
         if not (self.stands and self._standing) or not self._standing.stands(

@@ -16,7 +16,6 @@ from math import inf
 from typing import Generic, TypeVar
 
 from policies.engine.lateness import in_the_way, split
-from policies.types import BatchState, Phase, StepPlan
 
 T = TypeVar("T")
 
@@ -153,9 +152,11 @@ class PromisedQueue(Generic[T]):
         deadline_s, tokens = [one.deadline_s for one in jobs], [one.unread_tokens for one in jobs]
         ahead = sum([one.unread_tokens for one in reading if one.rank is Rank.BEGUN])
         found = split(deadline_s, tokens, now_s=now_s, seconds_per_token=seconds_per_token, tokens_ahead=ahead)
-        in_progress = [place for place, one in enumerate(jobs) if one.reads] if reading else []
+        in_progress: list[int] = []
         for place, one in enumerate(jobs):
-            if not one.reads:
+            if one.reads:
+                in_progress.append(place)
+            else:
                 self._judge(one, late=place in found.late, yields=place in found.yielded)
         self._let_late_start(now_s)
         self.changed = False
@@ -182,14 +183,14 @@ class PromisedQueue(Generic[T]):
             self._insert(waiting)
 
     def _judged(self) -> list[Waiting[T]]:
-        """Those that could be in time, and those that yielded, by deadline."""
+        """Those that could be in time, and those that yielded."""
         judged = list(self._yielded)
         for one in reversed(self._sorted):
             if one.rank > Rank.IN_TIME or len(judged) >= _MOST_SPLIT:
                 break
             if one.rank is Rank.IN_TIME:
                 judged.append(one)
-        return sorted(judged, key=_deadline)
+        return judged
 
     def _take(self, waiting: Waiting[T]) -> None:
         """Out of its place."""
@@ -209,14 +210,6 @@ class PromisedQueue(Generic[T]):
 
     def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
         return waiting.rank is Rank.LATE and now_s - waiting.arrival_s > self._late_patience_s
-
-
-def head_fits(state: BatchState, plan: StepPlan) -> bool:
-    """Whether the next step may start whoever is next: else to hold a prompt back would serve nobody."""
-    starts = plan.phase is not Phase.DECODE and plan.starts >= 1 and state.running_count < plan.max_batch_size
-    if not state.waiting or not starts:
-        return False
-    return state.waiting[0].prefill_tokens <= state.free_tokens
 
 
 def _backwards(waiting: Waiting[T]) -> tuple[float, ...]:

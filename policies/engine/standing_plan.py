@@ -6,16 +6,31 @@ somebody who comes while a prompt is in progress that may be held back for them,
 purpose, somebody who comes while nobody else waits.
 """
 
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
 from policies.types import BatchState, Phase, StepPlan
 
+T = TypeVar("T")
 
-class StandingPlan:
-    """A plan, and how much of it is left."""
 
-    def __init__(self, plan: StepPlan, state: BatchState) -> None:
-        """state: what it was planned for. Its first step is about to be taken."""
+class StandingPlan(Generic[T]):
+    """A plan, and how much of it is left.
+
+    Attributes:
+        held: prompts in progress that its steps leave out.
+    """
+
+    def __init__(self, plan: StepPlan, state: BatchState, in_the_way: Sequence[T] = ()) -> None:
+        """Its first step is about to be taken.
+
+        Args:
+            state: what it was planned for.
+            in_the_way: prompts in progress that had better wait for others, as the queue found.
+        """
         self.plan = plan
-        self._steps_left = plan.steps - 1
+        self.held: Sequence[T] = in_the_way if in_the_way and _head_fits(state, plan) else ()
+        self._steps_left = 0 if self.held else plan.steps - 1  # who waits for them is looked for anew
         self._starts_left = plan.starts
         self._departures = state.departed + plan.departures
         # In a phase of decodes a lone arrival is read at once, one more behind a queue changes nothing.
@@ -49,3 +64,10 @@ class StandingPlan:
         self._starts_left -= started
         if preempted or empty:
             self._steps_left = 0
+
+
+def _head_fits(state: BatchState, plan: StepPlan) -> bool:
+    """Whether the next step may start whoever is next: else to hold a prompt back would serve nobody."""
+    starts = plan.phase is not Phase.DECODE and plan.starts >= 1
+    has_slot = state.running_count < min(plan.max_batch_size, state.slots)
+    return bool(state.waiting) and starts and has_slot and state.waiting[0].prefill_tokens <= state.free_tokens

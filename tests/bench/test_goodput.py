@@ -83,6 +83,8 @@ def test_the_figure_is_written(tmp_path: Path) -> None:
         (["--also", "nothing"], "must look like NAME=http"),
         (["--rounds", "0"], "at least 1"),
         (["--loads", "0"], "above 0"),
+        (["--json", "/nowhere/runs.json"], "no folder /nowhere"),
+        (["--figure", "/nowhere/runs.png"], "no folder /nowhere"),
     ],
 )
 def test_wrong_arguments_start_nothing(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

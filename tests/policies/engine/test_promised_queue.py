@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 from math import inf
 
-import pytest
-
-from policies.engine.promised_queue import PromisedQueue, Rank, Waiting, head_fits
-from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
+from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
 
 
 def entry(name: str, *, arrival: float = 0.0, due: float = inf, tokens: int = 10, idle: bool = False) -> Waiting[str]:
@@ -99,35 +96,6 @@ def test_a_prompt_in_progress_is_named_when_it_would_make_others_late() -> None:
     assert made.split(0.0, 0.01, [long]) == []
     assert made.split(0.0, 0.1, [again]) == []  # it has sent a part of its answer
     assert entry_of(made, "a").rank is Rank.LATE
-
-
-@pytest.mark.parametrize(
-    ("fields", "fits"),
-    [
-        ({}, True),
-        ({"phase": Phase.DECODE}, False),
-        ({"starts": 0}, False),
-        ({"max_batch_size": 2}, False),
-        ({"prompt_tokens": 161}, False),
-    ],
-)
-def test_nobody_is_held_back_for_a_head_that_cannot_start(fields: dict[str, object], fits: bool) -> None:
-    head = RequestView(request_id="a", arrival_s=0.0, prompt_tokens=int(str(fields.pop("prompt_tokens", 160))))
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(prompt_tokens=[10] * 2, output_tokens=[1] * 2),
-        waiting=(head,),
-        waiting_count=1,
-        slots=8,
-        free_blocks=10,
-        total_blocks=20,
-        block_size=16,
-        max_batch_tokens=512,
-        departed=0,
-    )
-    plan = StepPlan(Phase.MIXED, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512)
-    assert head_fits(state, plan._replace(**fields)) is fits  # type: ignore[arg-type]
-    assert not head_fits(state._replace(waiting=(), waiting_count=0), plan)
 
 
 def entry_of(made: PromisedQueue[str], name: str) -> Waiting[str]:

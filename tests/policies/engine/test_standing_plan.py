@@ -1,16 +1,17 @@
 """When a driver asks again."""
 
 from math import inf
+from typing import Any
 
 import pytest
 
 from policies.engine.standing_plan import StandingPlan
-from policies.types import BatchState, Limit, Phase, RunningRequests, StepPlan
+from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
 
 
 def standing(
     phase: Phase = Phase.MIXED, *, running: int = 4, waiting: int = 0, left: int = 0, **fields: object
-) -> StandingPlan:
+) -> StandingPlan[str]:
     plan = StepPlan(phase=phase, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, **fields)  # type: ignore[arg-type]
     state = BatchState(
         now_s=0.0,
@@ -29,7 +30,7 @@ def standing(
     return StandingPlan(plan, state)
 
 
-def steps_taken(plan: StandingPlan, departed: int = 100, most: int = 50) -> int:
+def steps_taken(plan: StandingPlan[str], departed: int = 100, most: int = 50) -> int:
     """The first one, and as many as it stands for."""
     return 1 + next((n for n in range(most) if not plan.stands(departed=departed, prompts_in_progress=False)), most)
 
@@ -87,3 +88,37 @@ def test_an_arrival_ends_it_while_a_prompt_is_in_progress(left: int, stands: int
     plan = standing(steps=9, waiting=3, left=left)
     plan.arrived()
     assert steps_taken(plan) == stands
+
+
+@pytest.mark.parametrize(
+    ("fields", "holds"),
+    [
+        ({}, True),
+        ({"phase": Phase.DECODE}, False),
+        ({"starts": 0}, False),
+        ({"max_batch_size": 2}, False),
+        ({"slots": 2}, False),
+        ({"prompt_tokens": 161}, False),
+        ({"waiting": ()}, False),
+    ],
+)
+def test_a_prompt_is_held_back_for_one_step_and_not_for_a_head_that_cannot_start(
+    fields: dict[str, Any], holds: bool
+) -> None:
+    head = RequestView(request_id="a", arrival_s=0.0, prompt_tokens=fields.pop("prompt_tokens", 160))
+    state = BatchState(
+        now_s=0.0,
+        running=RunningRequests.of(prompt_tokens=[10] * 2, output_tokens=[1] * 2),
+        waiting=fields.pop("waiting", (head,)),
+        waiting_count=1,
+        slots=fields.pop("slots", 8),
+        free_blocks=10,
+        total_blocks=20,
+        block_size=16,
+        max_batch_tokens=512,
+        departed=100,
+    )
+    plan = StepPlan(Phase.MIXED, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, steps=9)
+    made = StandingPlan(plan._replace(**fields), state, ["long"])
+    assert list(made.held) == (["long"] if holds else [])
+    assert steps_taken(made) == (1 if holds else 9)

@@ -17,7 +17,6 @@ from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry
-from policies.engine.promised_queue import head_fits
 from policies.engine.standing_plan import StandingPlan
 from policies.router.credit import MemoryBound
 from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult, chunk_kv_tokens
@@ -63,7 +62,6 @@ class Planner:
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
         self._now_s: float = scheduler.clock.now()
         self._planned: StepPlan | None = None  # of the step that is being scheduled
-        self._held: list[Request] = []  # prompts in progress that wait for others
 
     def adopt(self, policy: BatchPolicy, settings: SchedulerSettings, slots: int) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
@@ -72,7 +70,7 @@ class Planner:
         self._taker.adopt(settings, slots)
         names = self._taker.class_names
         self._account.renumber([names.index(name) if name in names else 0 for name in before])
-        self._standing: StandingPlan | None = None
+        self._standing: StandingPlan[Request] | None = None
 
     def snapshot(self) -> Snapshot:
         return self._taker.take(self._scheduler.clock.now(), in_flight=self._account.in_flight)
@@ -124,19 +122,16 @@ class Planner:
         scheduler.max_num_scheduled_tokens = min(budget, self._whole_budget)
         if plan.phase is Phase.PREFILL:
             self._leave_out(request for request in scheduler.running if not request.is_prefill_chunk)
-        self._leave_out(self._held)
+        self._leave_out(standing.held)
         self._telemetry.planned(plan, time.perf_counter() - began)
         return throttle
 
-    def _asked(self) -> StandingPlan:
+    def _asked(self) -> StandingPlan[Request]:
         """The policy's plan; mixed where phases cannot be kept apart, which another's policy does not know."""
         held = self._split()
         snapshot = self._taker.take(self._now_s, in_flight=self._account.in_flight)
         self._chunks, self._context_tokens = snapshot.chunks, snapshot.mean_context_tokens
         plan = self.policy.plan(snapshot.state)
-        self._held = held if held and head_fits(snapshot.state, plan) else []
-        if self._held:
-            plan = plan._replace(steps=1)
         by_memory = plan.limited_by is Limit.MEMORY
         self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=by_memory)
         if plan.phase is not Phase.MIXED and not self._phases_work:
@@ -145,7 +140,7 @@ class Planner:
         size = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
         # What leaves from now on is counted without those whose last token is in flight.
         state = snapshot.state._replace(departed=self._taker.departed)
-        return StandingPlan(plan._replace(max_batch_size=size), state)
+        return StandingPlan(plan._replace(max_batch_size=size), state, held)
 
     def _split(self) -> list[Request]:
         """Sort the queue by who can still be in time, where that may have changed. Returns which prompts in progress

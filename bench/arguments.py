@@ -1,0 +1,21 @@
+"""Types of command-line arguments: what is wrong is told before anything is measured."""
+
+import argparse
+from pathlib import Path
+
+
+def file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no file {text}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"no folder {text}")
+    return Path(text)
+
+
+def writable_file(text: str) -> Path:
+    folder(str(Path(text).parent))
+    return Path(text)
