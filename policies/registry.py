@@ -29,7 +29,13 @@ from policies.router.order import (
     VirtualDeadline,
     VirtualDeadlineConfig,
 )
-from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit
+from policies.router.placement import (
+    LeastOutstandingWork,
+    LeastOutstandingWorkConfig,
+    MostCredit,
+    RoundRobin,
+    SoonestFirstToken,
+)
 
 
 class Family(Enum):
@@ -65,6 +71,8 @@ REGISTRY: dict[str, Entry] = {
     "deadline": Entry(Family.ORDER, DeadlineConfig, Deadline),
     "virtual_deadline": Entry(Family.ORDER, VirtualDeadlineConfig, VirtualDeadline),
     "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
+    "soonest_first_token": Entry(Family.PLACEMENT, None, SoonestFirstToken),
+    "round_robin": Entry(Family.PLACEMENT, None, RoundRobin),
     "most_credit": Entry(Family.PLACEMENT, None, MostCredit),
 }
 

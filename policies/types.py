@@ -421,6 +421,8 @@ class ReplicaView:
         credit: slots it still offers.
         step_times: as fitted.
         outstanding_s: predicted seconds of work that it holds.
+        unread_tokens: of the prompts that it holds, neither read nor cached.
+        prompt_token_s: its pace of reading them, what decodes take of its steps included; None while it is not known.
         slo_classes: the service levels it is reserved for, or None when it takes all.
     """
 
@@ -428,6 +430,8 @@ class ReplicaView:
     credit: int
     step_times: StepTimes
     outstanding_s: float = 0.0
+    unread_tokens: int = 0
+    prompt_token_s: float | None = None
     slo_classes: frozenset[str] | None = None
 
     def serves(self, slo_class: str | None) -> bool:

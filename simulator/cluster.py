@@ -51,6 +51,7 @@ class ClusterConfig:
     order: str = "fcfs"
     order_settings: Mapping[str, Any] = field(default_factory=dict)
     placement: str = "least_outstanding_work"
+    placement_settings: Mapping[str, Any] = field(default_factory=dict)
     router: RouterConfig = field(default_factory=RouterConfig)
     bins: MultiBinConfig | None = None
     promises: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ClusterConfig:
         return order
 
     def placement_policy(self) -> Placement:
-        placement: Placement = build_of(Family.PLACEMENT, self.placement, {})
+        placement: Placement = build_of(Family.PLACEMENT, self.placement, self.placement_settings)
         return placement
 
 

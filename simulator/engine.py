@@ -31,6 +31,7 @@ from policies.types import (
 from simulator.batch import Batch, Rows
 from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
+from simulator.prefix_cache import PrefixCache
 from simulator.requests import Request
 
 # How long an engine sleeps that could schedule nothing, as vLLM's loop does.
@@ -137,6 +138,7 @@ class Engine:
         self._times = times
         self._on_finished = on_finished
         self._batch = Batch(config.slots, config.total_blocks, config.block_size)
+        self.prefixes = PrefixCache(config.block_size)
         self._waiting: PromisedQueue[Request] = PromisedQueue()
         self._views: tuple[RequestView, ...] | None = ()
         self._standing: StandingPlan[Request] | None = None
@@ -156,6 +158,11 @@ class Engine:
         return len(self._waiting) - self._waiting.in_time
 
     @property
+    def unread_tokens(self) -> int:
+        """Of prompts in progress and of all that wait."""
+        return self._batch.unread_tokens + sum(one.unread_tokens for one in self._waiting)
+
+    @property
     def in_time_tokens(self) -> int:
         """Unread, of prompts in progress and of those that wait and are not late."""
         return self._batch.unread_tokens + self._waiting.in_time_tokens
@@ -171,6 +178,10 @@ class Engine:
         running = self._batch.view()
         return running.total_tokens / len(running) if len(running) else None
 
+    def known_tokens(self, request: Request) -> int:
+        """Leading tokens of its prompt that are cached here."""
+        return request.cached_tokens if request.session is None else self.prefixes.known_tokens(request)
+
     def takes_more(self) -> bool:
         """Whether a request that comes now is let in, by vLLM's own limits (`AsyncLLM.check_admission`)."""
         most_requests, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
@@ -180,6 +191,7 @@ class Engine:
 
     def submit(self, request: Request, now_s: float) -> list[Event]:
         request.entered_s = now_s
+        request.cached_tokens = self.known_tokens(request)
         promised = self.config.ordered
         if request.first_token_s is None:
             self._unread_tokens += request.prompt_tokens
@@ -349,11 +361,17 @@ class Engine:
                 return
             self._waiting.pop()
             self._views = None
+            self._find_prefix(request)
             if request.started_s is None:
                 request.started_s = now_s
             self._batch.admit(request)
             step.started += 1
             budget -= self._compute(step, len(self._batch) - 1, budget)
+
+    def _find_prefix(self, request: Request) -> None:
+        if request.session is not None:
+            self.prefixes.shrink(self._batch.free_blocks * self.config.block_size)
+            request.cached_tokens = self.prefixes.take(request)
 
     def _close(self, step: _Step, now_s: float) -> Iterable[Event]:
         batch_size, waiting = len(self._batch), len(self._waiting)
@@ -368,6 +386,9 @@ class Engine:
             used_blocks=self._batch.total_blocks - self._batch.free_blocks,
         )
         finished = self._batch.finish(now_s)
+        for request in finished:
+            self.prefixes.keep(request, request.prompt_tokens + request.output_tokens)
+        self.prefixes.shrink(self._batch.free_blocks * self.config.block_size)
         self._departed += len(finished)
         self.policy.observe(self._result(step, now_s, batch_size, waiting, finished))
         return self._on_finished(now_s, self, finished) if finished or step.completed else ()

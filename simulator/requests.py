@@ -13,6 +13,8 @@ class Request:
     Attributes:
         output_tokens: the true length of the answer, unknown to every policy.
         predicted_output_tokens: what a predictor says, or None.
+        session: requests of one session begin with what those before had; None where that is not known.
+        reusable_tokens: leading prompt tokens that its session has had.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
         work_s, key: what the router took it to cost, and ordered it by.
@@ -27,6 +29,8 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     predicted_output_tokens: float | None = None
+    session: str | None = None
+    reusable_tokens: int = 0
     cached_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None

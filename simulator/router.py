@@ -149,7 +149,7 @@ class Router:
             self._put_late_behind(now_s)
         for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue.head().order):
             head = queue.head()
-            replica_id = self._placement.choose(self._offering(head), head.item.view())
+            replica_id = self._placement.choose(self._offering(head), head.item.view(), self._hits(head.item))
             if replica_id is not None:
                 queue.pop()
                 self.waiting -= 1
@@ -162,16 +162,24 @@ class Router:
         paces = [pace for each in self._views if (pace := self._engines[each].seconds_per_prompt_token)]
         for queue in self._queues.values():
             while queue and (head := queue.head()).rank is Rank.IN_TIME:
-                if now_s + head.unread_tokens * min(paces, default=0.0) <= head.deadline_s:
+                held = max(self._hits(head.item).values(), default=0)
+                if now_s + (head.unread_tokens - held) * min(paces, default=0.0) <= head.deadline_s:
                     break
                 queue.put_behind()
 
     def _offering(self, head: Waiting[Request]) -> list[ReplicaView]:
         """Replicas with what they offer to this request."""
-        if self.config.credit_s is None:
-            return list(self._views.values())
         late = head.rank is Rank.LATE
-        return [replace(view, credit=self._credit(self._engines[each], late)) for each, view in self._views.items()]
+        return [self._offer(self._engines[each], view, late) for each, view in self._views.items()]
+
+    def _offer(self, engine: Engine, view: ReplicaView, late: bool) -> ReplicaView:
+        credit = view.credit if self.config.credit_s is None else self._credit(engine, late)
+        pace = engine.seconds_per_prompt_token
+        return replace(view, credit=credit, unread_tokens=engine.unread_tokens, prompt_token_s=pace)
+
+    def _hits(self, request: Request) -> dict[str, int]:
+        """Leading tokens of its prompt that replicas hold, by replica."""
+        return {each: self._engines[each].known_tokens(request) for each in self._views}
 
     def _credit(self, engine: Engine, late: bool) -> int:
         """Requests that an engine takes beside those that it holds. A late one only where nothing is to be read; those

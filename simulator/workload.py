@@ -41,6 +41,7 @@ class Workload:
         cached_tokens: int64, leading prompt tokens that some request before had (0 where unknown).
         predicted_output_tokens: float64, NaN where there is no prediction.
         slo_class: labels, or None.
+        session: labels of requests that begin with what those before them had, or None.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Workload:
     cached_tokens: IntArray
     predicted_output_tokens: FloatArray
     slo_class: tuple[str, ...] | None = None
+    session: tuple[str, ...] | None = None
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class Workload:
         cached_tokens: FloatArray | IntArray | None = None,
         predicted_output_tokens: FloatArray | None = None,
         slo_class: Sequence[str] | None = None,
+        session: Sequence[str] | None = None,
     ) -> Self:
         """Sorted by arrival, from 0, with lengths of at least 1.
 
@@ -82,6 +85,7 @@ class Workload:
             cached_tokens=np.asarray(cached, dtype=np.int64)[order],
             predicted_output_tokens=np.asarray(predicted, dtype=np.float64)[order],
             slo_class=None if slo_class is None else tuple(np.asarray(slo_class)[order].tolist()),
+            session=None if session is None else tuple(np.asarray(session)[order].tolist()),
         )
 
     def __len__(self) -> int:
@@ -96,6 +100,7 @@ class Workload:
     def requests(self) -> list[Request]:
         """Fresh requests, one per row."""
         labels = self.slo_class or (None,) * len(self)
+        sessions = self.session or (None,) * len(self)
         predicted = self.predicted_output_tokens.tolist()
         columns = zip(
             self.arrival_s.tolist(),
@@ -104,6 +109,7 @@ class Workload:
             self.cached_tokens.tolist(),
             predicted,
             labels,
+            sessions,
             strict=True,
         )
         return [
@@ -112,11 +118,13 @@ class Workload:
                 arrival_s=arrival_s,
                 prompt_tokens=prompt,
                 output_tokens=output,
-                cached_tokens=cached,
+                session=session,
+                reusable_tokens=cached,
+                cached_tokens=cached if session is None else 0,
                 predicted_output_tokens=prediction if prediction == prediction else None,
                 slo_class=label,
             )
-            for index, (arrival_s, prompt, output, cached, prediction, label) in enumerate(columns)
+            for index, (arrival_s, prompt, output, cached, prediction, label, session) in enumerate(columns)
         ]
 
     def arriving(self, arrival_s: FloatArray) -> "Workload":
@@ -140,6 +148,7 @@ class Workload:
             cached_tokens=self.cached_tokens[chosen],
             predicted_output_tokens=self.predicted_output_tokens[chosen],
             slo_class=labels,
+            session=None if self.session is None else [self.session[row] for row in chosen.tolist()],
         )
 
     def sample(self, count: int, rng: Generator) -> "Workload":
@@ -152,7 +161,7 @@ class Workload:
         return self.rows(np.flatnonzero(self.prompt_tokens + self.output_tokens <= max_tokens))
 
     def without_prefixes(self) -> "Workload":
-        return replace(self, cached_tokens=np.zeros(len(self), np.int64))
+        return replace(self, cached_tokens=np.zeros(len(self), np.int64), session=None)
 
 
 def mixed(name: str, *parts: Workload) -> Workload:
@@ -230,6 +239,7 @@ def _of_rows(name: str, rows: Iterable[Mapping[str, str]], rng: Generator, promp
         cached_tokens=_column(table, "reusable_prefix_tokens", missing=0.0),
         predicted_output_tokens=_column(table, "predicted_output_tokens", missing=math.nan),
         slo_class=table[label] if label else None,
+        session=_sessions(table),
     )
 
 
@@ -238,6 +248,14 @@ def _column(table: Mapping[str, list[str]], name: str, *, missing: float) -> Flo
     if name not in table:
         return None
     return np.array([missing if value in (None, "") else float(value) for value in table[name]])
+
+
+def _sessions(table: Mapping[str, list[str]]) -> list[str] | None:
+    """By what they share: the agents of a session have prompts of their own."""
+    if "session" not in table or "reusable_prefix_tokens" not in table:
+        return None
+    agents = table.get("agent", [""] * len(table["session"]))
+    return [f"{session}/{agent}" for session, agent in zip(table["session"], agents, strict=True)]
 
 
 def _lengths(table: Mapping[str, list[str]], what: str) -> IntArray | None:

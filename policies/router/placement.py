@@ -129,6 +129,44 @@ class LeastOutstandingWork:
         return pick(scores, prefix_tokens or {}, self.config.tie_s)
 
 
+class SoonestFirstToken:
+    """Chooses the replica that is predicted to send the first token soonest; of equals the one with the least work.
+
+        (unread tokens ahead + prompt tokens - those of them that it holds) * its seconds per prompt token
+
+    One price in seconds for queue and hit: a replica that holds the prefix and has a queue competes with an idle one
+    that does not. Decodes count through the pace.
+    """
+
+    def choose(
+        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
+    ) -> str | None:
+        held = prefix_tokens or {}
+
+        def price(replica: ReplicaView) -> tuple[float, float, str]:
+            pace = replica.prompt_token_s or replica.step_times.prefill.prefill_s
+            tokens = replica.unread_tokens + request.prefill_tokens - held.get(replica.replica_id, 0)
+            return tokens * pace, replica.outstanding_s, replica.replica_id
+
+        return min(map(price, _with_credit(replicas, request)), default=(0.0, 0.0, None))[2]
+
+
+class RoundRobin:
+    """In turn, to compare with."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(
+        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
+    ) -> str | None:
+        ids = sorted(replica.replica_id for replica in _with_credit(replicas, request))
+        if not ids:
+            return None
+        self._last = next((each for each in ids if each > self._last), ids[0])
+        return self._last
+
+
 class MostCredit:
     """Chooses the replica that offers most slots: a plain balancer by count of requests, to compare with."""
 
