@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from router.cached_blocks import BlockHashes, BlockHashing
 from router.state_store import Ticket
 from router.wire import Buffer
 
@@ -55,6 +56,10 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
     engine_version: str
 
     def size(self, request: RequestT) -> RequestSize: ...
+
+    def block_hashes(self, request: RequestT, hashing: BlockHashing) -> BlockHashes:
+        """Of its prompt's whole blocks, as an engine would look them up; none where it would not. Takes about 2 us a
+        block, in any thread."""
 
     def with_ticket(
         self, request: RequestT, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False

@@ -9,15 +9,17 @@ import msgspec
 
 from policies.errors import EngineCallError, ProtocolError, ReplicaLostError
 from router import wire
+from router.cached_blocks import BlockChanges
 from router.state_store import ReplicaInfo
 
 CONNECT_TIMEOUT_S = 5.0
 
 OnOutputs = Callable[["ReplicaConnection", Sequence[wire.Buffer]], Awaitable[None]]
+OnBlocks = Callable[["ReplicaConnection", BlockChanges], object]
 
 
 class ReplicaConnection:
-    """Sends requests, hands every frame of outputs to `on_outputs` in order; `run` ends when the connection does."""
+    """Sends requests, hands on what the replica sends in order; `run` ends when the connection does."""
 
     def __init__(self, info: ReplicaInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.info = info
@@ -61,7 +63,7 @@ class ReplicaConnection:
             engine_version=engine_version,
         )
 
-    async def run(self, on_outputs: OnOutputs) -> None:
+    async def run(self, on_outputs: OnOutputs, on_blocks: OnBlocks) -> None:
         """Read until the replica goes away. Returns on a clean or broken end alike; both mean that it is lost.
 
         Raises:
@@ -74,6 +76,8 @@ class ReplicaConnection:
                     await on_outputs(self, frame.parts)
                 elif frame.kind is wire.Kind.CALL:
                     self._answer(frame)
+                elif frame.kind is wire.Kind.BLOCKS:
+                    on_blocks(self, msgspec.msgpack.decode(frame.parts[0], type=BlockChanges))
                 else:
                     raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
         except (OSError, asyncio.IncompleteReadError):
@@ -86,6 +90,10 @@ class ReplicaConnection:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         wire.write_frame(self._writer, wire.Kind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
+
+    def ask_for_blocks(self) -> None:
+        """All that its prefix cache holds."""
+        wire.write_frame(self._writer, wire.Kind.BLOCKS, [])
 
     @property
     def is_closing(self) -> bool:

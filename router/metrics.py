@@ -135,7 +135,7 @@ class RouterMetrics:
         )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
         self.longest_wait_s = self._gauge(
-            "waiting_max_seconds", "How long the one has waited for a replica that waits longest now."
+            "waiting_max_seconds", "How long the one has waited for a replica that waits longest now.", "slo_class"
         )
         self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(
@@ -180,13 +180,21 @@ class RouterMetrics:
             registry=self.registry,
             buckets=_LAG_BUCKETS_S,
         )
+        self.cached_blocks = self._gauge(
+            "cached_blocks", "Blocks in the replicas' prefix caches that this router knows, as their engines tell it."
+        )
+        self.cached_blocks_bytes = self._gauge("cached_blocks_bytes", "Memory of those.")
+        self.block_changes = self._counter("cached_block_changes", "Blocks that engines told as added or removed.")
+        self.block_gaps = self._counter(
+            "cached_block_gaps", "Changes of a prefix cache that were missed, so that it was asked for as a whole."
+        )
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, namespace=self._namespace, registry=self.registry)
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(name, help_text, ("slo_class",), namespace=self._namespace, registry=self.registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(name, help_text, labels, namespace=self._namespace, registry=self.registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("slo_class",)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -32,9 +32,10 @@ from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
-from router.classifier import Classified, TicketWriter
+from router.cached_blocks import BlockChanges, BlockHashes, CachedBlocks
+from router.classifier import NO_HITS, Classified, TicketWriter
 from router.clock import Clock, SharedClock
-from router.codec import WHOLE, EngineCodec, Output
+from router.codec import WHOLE, EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
 from router.connections import Connections
 from router.event_loop import look_for_lag
@@ -54,6 +55,7 @@ OUTPUT_QUEUE_FRAMES = 1024
 RECALL_TIMEOUT_S = 10.0
 ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
+LONG_PROMPT_TOKENS = 8192  # take a millisecond to hash, or more
 FRESH_S = 0.005  # for which the time that an encoded request has left is good: less than an engine step
 
 
@@ -113,6 +115,7 @@ class Entry(Generic[RequestT]):
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
         encoded: as it will be sent at once; None where it has changed since.
+        blocks: of its prompt, until it is sent; None where no replica tells what it has cached.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
         preparation: None without one, and once its first output has come.
@@ -136,6 +139,7 @@ class Entry(Generic[RequestT]):
     planned_key: float | None = None
     foresight: Foresight | None = None
     encoded: Sequence[Buffer] | None = None
+    blocks: BlockHashes | None = None
     bill: Bill | None = None
     held_back: list[Output] | None = None
     preparation: Preparation[RequestT] | None = None
@@ -171,6 +175,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._settlements = Settlements(router_id, store)
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
+        self._blocks = CachedBlocks(clock, metrics)
         self._entries: dict[str, Entry[RequestT]] = {}
         self._outputs: asyncio.Queue[OutputsT] = asyncio.Queue(OUTPUT_QUEUE_FRAMES)
         self._background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
@@ -307,11 +312,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         timing.promise, timing.key = promise, tenant.name if tenant else ""
         foresight = None if question is None else await self._classifier.foresee(question)
         size = self._codec.size(request)
+        blocks, hits = await self._look_up(request, size)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
+            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise, hits
         )
         metrics = self._metrics.of(slo_class)
         ticket = replace(classified.ticket, api_key=timing.key)
@@ -321,6 +327,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now(), size.prompt_tokens)
         entry.planned_key, entry.foresight = classified.planned_key, foresight
         entry.encoded = self._encode(self._as_sent(entry))
+        entry.blocks = blocks
         entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
         entry.preparation = preparation
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
@@ -339,6 +346,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             raise self._refused(refusal, slo_class, ticket.bin_index, timing)
         if self._door.refuses_late(slo_class):
             self._retries.taken(slo_class)
+
+    async def _look_up(self, request: RequestT, size: RequestSize) -> tuple[BlockHashes | None, Mapping[str, int]]:
+        """The blocks of its prompt, and its tokens that replicas which tell theirs have cached."""
+        hashing = self._blocks.hashing
+        if hashing is None or not self._classifier.knows_prefixes:
+            return None, NO_HITS
+
+        def looked_up() -> tuple[BlockHashes, Mapping[str, int]]:
+            blocks = self._codec.block_hashes(request, hashing)
+            return blocks, self._blocks.hit_tokens(blocks, size.prompt_tokens, hashing)
+
+        return await asyncio.to_thread(looked_up) if size.prompt_tokens >= LONG_PROMPT_TOKENS else looked_up()
 
     def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
         ticket, spare_s = classified.ticket, math.inf
@@ -600,6 +619,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry.connection = connection
         if self._classifier.knows_prefixes:
             self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
+        if entry.blocks is not None:
+            self._blocks.sent(connection.info.replica_id, entry.blocks)
+            entry.blocks = None
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
@@ -658,7 +680,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _read(self, connection: ReplicaConnection) -> None:
         try:
-            await connection.run(self._on_outputs)
+            await connection.run(self._on_outputs, self._on_blocks)
         except Exception:  # of whatever kind: its requests must go on elsewhere
             logger.exception("closing the connection to replica %s", connection.info.replica_id)
         await self._recover_from(connection, has_ended=True)
@@ -670,6 +692,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         replica_id = connection.info.replica_id
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
         self._classifier.forget_replica(replica_id)
+        self._blocks.forget(replica_id)
         if stranded or not has_ended or not await self._has_left(replica_id):
             self._metrics.replicas_lost.inc()
             logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
@@ -751,6 +774,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             batch = self._codec.keep(batch, [output for each in due for output in each])
         if any(due):
             await self._outputs.put(batch)
+
+    def _on_blocks(self, connection: ReplicaConnection, changes: BlockChanges) -> None:
+        replica_id = connection.info.replica_id
+        is_current = self._connections.get(replica_id) is connection
+        if is_current and not self._blocks.apply(replica_id, changes):
+            connection.ask_for_blocks()
 
     def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
         """Note what an output brings; returns what is to be passed on with it: nothing when nobody waits for it."""
@@ -860,7 +889,20 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._give_back(request_id)
         for connection in self._connections.missing(self.snapshot.replicas):
             await self._recover_from(connection)
+        if self._classifier.knows_prefixes:
+            self._connect_to_all()
         await self._look_after_waiting()
+
+    def _connect_to_all(self) -> None:
+        """They tell what they have cached to those that are connected."""
+        for replica_id in self.snapshot.replicas.keys() - set(self._connections.replica_ids):
+            self._background.spawn(self._connect(replica_id), "connect")
+
+    async def _connect(self, replica_id: str) -> None:
+        try:
+            await self._connections.open(replica_id)
+        except SluiceError as error:
+            logger.warning("replica %s cannot be reached: %s", replica_id, error)
 
     async def _beat(self) -> None:
         asked_s = self._clock.now()

@@ -31,7 +31,7 @@ import msgspec
 
 from policies.errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
 STREAM_LIMIT_BYTES = 16 << 20  # that either end reads ahead
 MAX_HANDSHAKE_BYTES = 4096
@@ -59,6 +59,9 @@ class Kind(IntEnum):
     """replica -> router: what one engine step produced for this router; parts of the engine's codec."""
     CALL = 6
     """router -> replica: what to call, a msgpack `Call`; and back: its `Reply`."""
+    BLOCKS = 7
+    """replica -> router: what its prefix cache holds, at first all of it; one part, a msgpack
+    `router.cached_blocks.BlockChanges`. router -> replica, without parts: tell all of it again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from router.cached_blocks import BlockChanges, BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
 from router.wire import Buffer
@@ -96,6 +97,11 @@ class FakeCodec:
             prompt_token_ids=request.prompt,
         )
 
+    def block_hashes(self, request: FakeRequest, hashing: BlockHashing) -> BlockHashes:
+        size, root = hashing.block_tokens, int.from_bytes(hashing.root)
+        ends = range(size, len(request.prompt) + 1, size)
+        return array("Q", [digest(request.prompt[:end], root) for end in ends])
+
     def with_ticket(
         self, request: FakeRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
     ) -> FakeRequest:
@@ -158,6 +164,28 @@ class FakeCodec:
         return FakeBatch([FakeOutput(request_id, [], "error")])
 
 
+class FakeCache:
+    """A prefix cache without bound, that tells what it holds."""
+
+    def __init__(self, root: bytes = b"root") -> None:
+        self.hashing = BlockHashing(block_tokens=4, algorithm="crc32", root=root)
+        self.blocks: set[int] = set()
+        self.asked: list[int | None] = []  # since when
+        self.sequence = 0
+        self._told: set[int] = set()
+
+    def changes(self, since: int | None) -> BlockChanges:
+        self.asked.append(since)
+        if since != self.sequence:
+            since, self._told = None, set()
+        added, removed = self.blocks - self._told, self._told - self.blocks
+        if added or removed or since is None:
+            self.sequence += 1
+        self._told = set(self.blocks)
+        packed = (array("Q", sorted(hashes)).tobytes() for hashes in (added, removed))
+        return BlockChanges(since, self.sequence, self.hashing, *packed)
+
+
 class FakeEngine:
     """One token for each running request at every step; a token follows from all tokens before it, and the salt.
 
@@ -173,6 +201,7 @@ class FakeEngine:
         self.dead = self.hangs = self.ends = False
         self.token_s: float | None = None  # as it says, for reading one of a prompt
         self.pass_s: float | None = None  # of an engine that answers in the midst of a step
+        self.cache: FakeCache | None = None
         self.most_held = 0
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
@@ -202,6 +231,8 @@ class FakeEngine:
 
     def _read(self, request: FakeRequest) -> int:
         """What its first token follows from: its prompt, or the cache that it came with, whatever that holds."""
+        if self.cache is not None:
+            self.cache.blocks.update(self.codec.block_hashes(request, self.cache.hashing))
         if request.cache is None:
             return digest(request.prompt, self.salt)
         self.fetched += 1
@@ -249,6 +280,9 @@ class FakeEngine:
         if self.token_s is not None:
             passing["seconds_per_prompt_token"] = self.token_s
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots), **passing}
+
+    async def cached_blocks(self, since: int | None) -> BlockChanges | None:
+        return None if self.cache is None else self.cache.changes(since)
 
     def pause(self) -> None:
         """Stop stepping, as a hung device does."""

@@ -52,6 +52,9 @@ class NullVllmEngine:
     async def status(self) -> dict[str, Any]:
         return dict(await self._engine.status())
 
+    async def cached_blocks(self, since: int | None) -> None:
+        """It has no cache."""
+
     def _as_vllm(self, output: NullOutput) -> EngineCoreOutput:
         of_each = self._logprobs.get(output.request_id)
         of_prompt = self._of_prompt.pop(output.request_id, None)

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from array import array
 from collections.abc import Sequence
 
 import msgspec
 
+from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
 from router.wire import Buffer
@@ -42,6 +44,9 @@ class NullCodec:
         return RequestSize(
             request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_output_tokens=request.max_tokens
         )
+
+    def block_hashes(self, request: NullRequest, hashing: BlockHashing) -> BlockHashes:
+        return array("Q")
 
     def with_ticket(
         self, request: NullRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
@@ -125,6 +130,9 @@ class NullEngine:
             else:
                 del self._due[request_id]
         return outputs
+
+    async def cached_blocks(self, since: int | None) -> None:
+        """It has no cache."""
 
     async def status(self) -> dict[str, int]:
         return {"running": len(self._due)}

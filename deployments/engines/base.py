@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from router.cached_blocks import BlockChanges
 from router.codec import Output, RequestSize
 from router.wire import Buffer
 
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
         One that does not wait for the step says in it, as `pass_s`, how long that takes already.
         """
+
+    async def cached_blocks(self, since: int | None) -> BlockChanges | None:
+        """What has changed in its prefix cache since this sequence number, or all that it holds where that cannot be
+        said; None where it has none, or none that tells hits."""
 
 
 @dataclass(frozen=True, slots=True)

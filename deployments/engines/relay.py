@@ -29,6 +29,7 @@ from policies.router.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
+from router.cached_blocks import BlockSet
 from router.clock import Clock, MonotonicClock
 from router.codec import Output
 from router.state_store import ReplicaInfo, StateStore
@@ -37,6 +38,8 @@ from router.wire import Buffer
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 << 20  # a router that reads nothing while this much waits for it is taken for dead
+MAX_UNSENT_BEFORE_BLOCKS = 1 << 20
+BLOCKS_PAUSE_S = 0.25  # between two reports of the prefix cache
 MAX_ENDED = 100_000  # while the shared state is away; what ends beyond is found by the leases
 ENGINE_STATUS_S = 3.0  # less than a router waits for it: what the relay itself has to say must arrive
 # While the shared state was away routers sent requests that it knows nothing of; some may arrive as it comes back.
@@ -111,6 +114,12 @@ class _Router:
         self.router_id = router_id
         self.writer = writer
         self.request_ids: set[str] = set()
+        self.knows_blocks = False  # of the prefix cache all that was reported
+
+    @property
+    def lags(self) -> bool:
+        """So much waits for it that what can be told later must not come on top."""
+        return self.writer.transport.get_write_buffer_size() > MAX_UNSENT_BEFORE_BLOCKS
 
     def send(self, kind: wire.Kind, parts: Sequence[Buffer]) -> None:
         """A router that cannot be sent to is hung up on: one bad frame or reader must not stop the others' tokens."""
@@ -158,6 +167,8 @@ class Relay:
         self._registrations_due = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._routers: set[_Router] = set()
+        self._blocks, self._blocks_due = BlockSet(), asyncio.Event()
         self._failures: Counter[str] = Counter()  # nobody scrapes a replica: routers ask for them with its status
         self._background = BackgroundTasks(self._count_failure)
 
@@ -199,6 +210,7 @@ class Relay:
         self._background.spawn(self._pump(), "pump")
         self._background.repeat(self._release, 0, "release")
         self._background.repeat(self._watch, self._config.heartbeat_s, "watch engine")
+        self._background.repeat(self._report_blocks, BLOCKS_PAUSE_S, "cached blocks")
         give_up_s = time.monotonic() + patience_s
         await self._patiently(lambda: self._store.register_replica(self.info, self.slots), give_up_s)
         self._background.repeat(self._beat, self._config.heartbeat_s, "heartbeat")
@@ -311,6 +323,8 @@ class Relay:
             writer.close()
 
     async def _obey_all(self, router: _Router, reader: asyncio.StreamReader) -> None:
+        self._routers.add(router)
+        self._blocks_due.set()
         try:
             while True:
                 await self._obey(router, await wire.read_frame(reader))
@@ -319,6 +333,7 @@ class Relay:
         except (ProtocolError, msgspec.MsgspecError) as error:
             logger.error("hanging up on router %s: %s", router.router_id, error)
         finally:
+            self._routers.discard(router)
             await self._stop(router.request_ids)
 
     async def _obey(self, router: _Router, frame: wire.Frame) -> None:
@@ -330,6 +345,9 @@ class Relay:
         elif frame.kind is wire.Kind.CALL:
             call = msgspec.msgpack.decode(frame.parts[0], type=wire.Call)
             self._background.spawn(self._answer(router, call), "call")
+        elif frame.kind is wire.Kind.BLOCKS:
+            router.knows_blocks = False
+            self._blocks_due.set()
         else:
             raise ProtocolError(f"a router sent {frame.kind.name}")
 
@@ -396,9 +414,30 @@ class Relay:
             while True:
                 batch = await self._engine.next_outputs()
                 self._stepped_s = time.monotonic()
+                self._blocks_due.set()
                 self._forward(batch)
         finally:
             self._give_up()
+
+    async def _report_blocks(self) -> None:
+        """What has changed in the engine's prefix cache, to every router; all of it to those that lack something."""
+        await self._blocks_due.wait()
+        self._blocks_due.clear()
+        if not self.healthy:
+            return
+        changes = await self._engine.cached_blocks(self._blocks.sequence)
+        if changes is None:
+            return
+        self._blocks.apply(changes)
+        for router in self._routers:
+            router.knows_blocks &= changes.since is not None and not router.lags
+            if router.lags:
+                self._blocks_due.set()
+                continue
+            for piece in [changes] if router.knows_blocks else self._blocks.whole():
+                if piece.is_news:
+                    router.send(wire.Kind.BLOCKS, [msgspec.msgpack.encode(piece)])
+            router.knows_blocks = True
 
     async def _watch(self) -> None:
         """What the engine would admit is what the next heartbeat offers; and one that hangs says nothing."""

@@ -129,6 +129,9 @@ class TransformersEngine:
             raise ReplicaLostError(f"the model failed: {type(batch).__name__}: {batch}") from batch
         return batch
 
+    async def cached_blocks(self, since: int | None) -> None:
+        """It keeps no prefixes."""
+
     async def status(self) -> dict[str, Any]:
         """It answers while the model computes, and tells for how long that is at its forward pass: `pass_s`."""
         return {

@@ -14,7 +14,9 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.engines.base import Logprobs, RowOutput
+from deployments.engines.vllm.cached_blocks import request_block_hashes
 from deployments.engines.vllm.request_metadata import RequestMetadata, without_metadata
+from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
 from router.wire import Buffer
@@ -71,6 +73,9 @@ class VllmCodec:
             min_output_tokens=_min_output_tokens(params) if params else 0,
             prompt_token_ids=request.prompt_token_ids or (),
         )
+
+    def block_hashes(self, request: EngineCoreRequest, hashing: BlockHashing) -> BlockHashes:
+        return request_block_hashes(request, hashing)
 
     def with_ticket(
         self, request: EngineCoreRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False

@@ -24,9 +24,12 @@ def register_plugin() -> None:
         return
     from vllm.v1.engine.core import EngineCore
 
+    from deployments.engines.vllm.cached_blocks import core_blocks, note_cached_blocks
     from deployments.engines.vllm.scheduler.plug_in import core_control, core_status
 
     EngineCore.sluice_status, EngineCore.sluice_control = core_status, core_control
+    EngineCore.sluice_blocks = core_blocks
+    note_cached_blocks()
     compile_grammars_side_by_side()
     count_prefix_hits()
     gc.freeze()  # vLLM collects garbage around loading the model: what is imported by now is none

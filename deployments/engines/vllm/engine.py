@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -21,6 +22,7 @@ from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
 from deployments.engines.vllm.measurement import loads, measure
 from policies.errors import ConfigError
 from policies.router.credit import late_uncounted
+from router.cached_blocks import BlockChanges
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class VllmEngine:
         self._loras = lora_requests(args)
         self._admits: int | None = None
         self._late = 0
+        self._tells_blocks = True
         self._core: AsyncMPClient = EngineCoreClient.make_async_mp_client(
             self._config, Executor.get_class(self._config), log_stats=False
         )
@@ -102,6 +105,17 @@ class VllmEngine:
         status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
         self._admits, self._late = status.get("batch_size"), status.get("late_requests", 0)
         return status
+
+    async def cached_blocks(self, since: int | None) -> BlockChanges | None:
+        """As `deployments.engines.base.Engine`, by the engine core's utility `sluice_blocks`."""
+        if not self._tells_blocks:
+            return None
+        told = await self._asked(self._core.call_utility_async("sluice_blocks", since))
+        if isinstance(told, str):
+            logger.info("routers guess what the prefix cache holds: %s", told)
+            self._tells_blocks = False
+            return None
+        return msgspec.convert(told, BlockChanges)
 
     async def measure(self, seconds: float) -> None:
         """Let the scheduler plug-in see what steps cost, for so long at most. The engine serves nobody yet."""

@@ -13,6 +13,7 @@ from deployments.process.environment import free_port
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
 from policies.types import StepCoefficients, StepTimes
 from router import wire
+from router.cached_blocks import BlockChanges
 from router.connection import ReplicaConnection
 from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
@@ -32,7 +33,8 @@ class Reader:
     def __init__(self, connection: ReplicaConnection) -> None:
         self.connection = connection
         self.outputs: list[FakeOutput] = []
-        self.ended = asyncio.create_task(connection.run(self._take))
+        self.changes: list[BlockChanges] = []
+        self.ended = asyncio.create_task(connection.run(self._take, lambda _, changes: self.changes.append(changes)))
 
     async def _take(self, connection: ReplicaConnection, parts: Sequence[Buffer]) -> None:
         self.outputs += CODEC.decode_outputs(parts).outputs

@@ -1,0 +1,112 @@
+"""In the engine-core process of a replica: what its prefix cache holds, for its routers; and their side of the hashes.
+
+vLLM (0.32) can publish events of its cache, and they do not say what it holds: of two blocks with one hash the first
+that goes is told as removed, while the other is still found. Events cost a copy of the block's tokens besides. So the
+table that the cache itself looks up notes which of its hashes have changed; what it holds of those is read when asked.
+"""
+
+from array import array
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import block_pool, kv_cache_utils
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from router.cached_blocks import HASH_BYTES, PIECE_BYTES, BlockHashes, BlockHashing
+
+MAX_NOTED = PIECE_BYTES // HASH_BYTES  # what has changed beyond is told with all the rest
+_sequences = count(1)  # one series for all tables: a reset makes a new one, which continues none
+
+
+class NotingBlocks(BlockHashToBlockMap):
+    """vLLM's table from hashes to blocks, which notes the hashes that were touched since it was last asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._touched: set[bytes] = set()
+        self._sequence = next(_sequences)
+
+    def insert(self, key: Any, block: Any) -> None:
+        super().insert(key, block)
+        self._note(key)
+
+    def pop(self, key: Any, block_id: int) -> Any:
+        self._note(key)
+        return super().pop(key, block_id)
+
+    def _note(self, key: bytes) -> None:
+        if len(self._touched) < MAX_NOTED:
+            self._touched.add(key)
+
+    def changes(self, since: int | None) -> dict[str, Any]:
+        """Since that sequence number, or all; of `router.cached_blocks.BlockChanges` all but the hashing."""
+        added: Iterable[bytes]
+        removed: Iterable[bytes]
+        if since != self._sequence or len(self._touched) >= MAX_NOTED:
+            since, added, removed = None, self._cache, ()
+        else:
+            added = [key for key in self._touched if key in self._cache]
+            removed = [key for key in self._touched if key not in self._cache]
+        if self._touched or since is None:
+            self._touched, self._sequence = set(), next(_sequences)
+        return {"since": since, "sequence": self._sequence, "added": _packed(added), "removed": _packed(removed)}
+
+
+def _packed(keys: Iterable[bytes]) -> bytes:
+    return b"".join(key[:HASH_BYTES] for key in keys)
+
+
+def note_cached_blocks() -> None:
+    """From now on in every prefix cache that vLLM makes."""
+    block_pool.BlockHashToBlockMap = NotingBlocks
+
+
+def core_blocks(core: Any, since: int | None) -> dict[str, Any] | str:
+    """Engine-core utility `sluice_blocks`: a `router.cached_blocks.BlockChanges`, or why there is none."""
+    why = _why_untold(core)
+    if why is not None:
+        return why
+    cache = core.scheduler.kv_cache_manager
+    hashing = {
+        "block_tokens": cache.block_pool.hash_block_size,
+        "algorithm": core.vllm_config.cache_config.prefix_caching_hash_algo,
+        "root": bytes(kv_cache_utils.NONE_HASH),
+        "dropped_blocks": int(cache.coordinator.single_type_managers[0].use_eagle),
+    }
+    return {**cache.block_pool.cached_block_hash_to_block.changes(since), "hashing": hashing}
+
+
+def _why_untold(core: Any) -> str | None:
+    cache = core.scheduler.kv_cache_manager
+    if not cache.enable_caching:
+        return "prefix caching is off"
+    if core.vllm_config.parallel_config.data_parallel_size > 1:
+        return "its data-parallel ranks have a cache each, and only vLLM knows which of them a request goes to"
+    coordinator = cache.coordinator
+    if type(coordinator) is not UnitaryKVCacheCoordinator or (
+        type(coordinator.single_type_managers[0]) is not FullAttentionManager
+    ):
+        return "not all of the model's layers attend to the whole context, and hits hang on more than the blocks"
+    return None
+
+
+def request_block_hashes(asked: EngineCoreRequest, hashing: BlockHashing) -> BlockHashes:
+    """As `router.codec.EngineCodec.block_hashes`: by vLLM's own functions, adapter, salt and media included.
+
+    The first block is hashed from the root that the engine has, for vLLM's own of this process may be another.
+    """
+    request = Request.from_engine_core_request(asked, None)
+    if request.num_tokens < hashing.block_tokens or request.skip_reading_prefix_cache:
+        return array("Q")
+    hash_function = get_hash_fn_by_name(hashing.algorithm)
+    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, hashing.block_tokens, 0)
+    tokens = request.all_token_ids[: hashing.block_tokens]
+    request.block_hashes.append(kv_cache_utils.hash_block_tokens(hash_function, hashing.root, tokens, extra_keys))
+    rest = kv_cache_utils.get_request_block_hasher(hashing.block_tokens, hash_function)(request)
+    return array("Q", _packed([request.block_hashes[0], *rest]))
