@@ -6,7 +6,7 @@ router's bins and predictions rest on the same.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -25,7 +25,6 @@ from router.metrics import RouterMetrics
 from router.state_store import FinishedLength, StateStore, Ticket
 
 MAX_UNSENT_LENGTHS = 4096
-NO_HITS: Mapping[str, int] = {}
 Mode = Literal["full", "shadow", "stock"]
 
 
@@ -65,7 +64,6 @@ class TicketWriter(Protocol):
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
         promise: Promise = NO_PROMISE,
-        hits: Mapping[str, int] = NO_HITS,
     ) -> Classified: ...
 
     @property
@@ -158,13 +156,11 @@ class Classifier:
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
         promise: Promise = NO_PROMISE,
-        hits: Mapping[str, int] = NO_HITS,
     ) -> Classified:
         """Args:
         arrival_s: of its HTTP request, on the store's clock.
         replica_ids: those that may know a prefix of it.
         foresight: what `foresee` said of it.
-        hits: tokens of it that replicas have cached, 0 included; of others it is guessed from what they were given.
         """
         predicted = self._predict(size, slo_class, foresight)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
@@ -190,7 +186,7 @@ class Classifier:
             unread_tokens=size.prompt_tokens,
             predicted_output_tokens=predicted,
             tie_s=self._prefix_tie_s,
-            prefixes=self._known_prefixes(size, replica_ids, hits),
+            prefixes=self._known_prefixes(size, replica_ids),
             fills_idle=fills_idle,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
@@ -205,13 +201,12 @@ class Classifier:
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
         return Classified(_as_stock(ticket, arrival_s), tokens, planned_key=planned_key)
 
-    def _known_prefixes(
-        self, size: RequestSize, replica_ids: Iterable[str], hits: Mapping[str, int]
-    ) -> tuple[tuple[str, int], ...]:
+    def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        """Of replicas that do not tell what they have cached it is guessed from what they were given."""
         if not self.knows_prefixes:
             return ()
-        untold = [replica_id for replica_id in replica_ids if replica_id not in hits]
-        known = {**self._prefixes.known_tokens(untold, size.prompt_token_ids), **hits}
+        untold = [replica_id for replica_id in replica_ids if replica_id not in size.hits]
+        known = {**self._prefixes.known_tokens(untold, size.prompt_token_ids), **size.hits}
         return tuple((replica_id, tokens) for replica_id, tokens in known.items() if tokens)
 
     def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """The engine's structures, as far as the routed client must touch them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from router.cached_blocks import BlockHashes, BlockHashing
@@ -29,10 +29,12 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSize:
-    """What a request says of its own length.
+    """What a request says of its own length, and what is known of its prompt.
 
     Attributes:
         min_output_tokens: of an answer that nothing ends earlier, whatever answers usually take.
+        blocks: of its prompt; none where no replica tells what it has cached.
+        hits: tokens of its prompt that replicas have cached, 0 included, by the id of those that tell.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class RequestSize:
     max_output_tokens: int | None
     min_output_tokens: int = 0
     prompt_token_ids: Sequence[int] = ()
+    blocks: BlockHashes = ()
+    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitStat
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
-from router.classifier import NO_HITS, Classified
+from router.classifier import Classified
 from router.clock import Clock
 from router.codec import EngineCodec, Output, RequestSize
 from router.metrics import SplitMetrics
@@ -110,7 +110,6 @@ class PrefillClassifier:
         replica_ids: Iterable[str] = (),
         foresight: Foresight | None = None,
         promise: Promise = NO_PROMISE,
-        hits: Mapping[str, int] = NO_HITS,
     ) -> Classified:
         bucket = self._order.assign(size.prompt_tokens)
         self._metrics.bucket_requests.labels(bucket).inc()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,7 +33,7 @@ from predictor.learned import Foresight, Question
 from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.cached_blocks import BlockChanges, BlockHashes, CachedBlocks
-from router.classifier import NO_HITS, Classified, TicketWriter
+from router.classifier import Classified, TicketWriter
 from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
@@ -115,7 +115,7 @@ class Entry(Generic[RequestT]):
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
         encoded: as it will be sent at once; None where it has changed since.
-        blocks: of its prompt, until it is sent; None where no replica tells what it has cached.
+        blocks: of its prompt, until it is sent; none where no replica tells what it has cached.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
         preparation: None without one, and once its first output has come.
@@ -139,7 +139,7 @@ class Entry(Generic[RequestT]):
     planned_key: float | None = None
     foresight: Foresight | None = None
     encoded: Sequence[Buffer] | None = None
-    blocks: BlockHashes | None = None
+    blocks: BlockHashes = ()
     bill: Bill | None = None
     held_back: list[Output] | None = None
     preparation: Preparation[RequestT] | None = None
@@ -311,13 +311,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """
         timing.promise, timing.key = promise, tenant.name if tenant else ""
         foresight = None if question is None else await self._classifier.foresee(question)
-        size = self._codec.size(request)
-        blocks, hits = await self._look_up(request, size)
+        size = await self.sized(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
         classified = self._classifier.ticket(
-            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise, hits
+            size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
         metrics = self._metrics.of(slo_class)
         ticket = replace(classified.ticket, api_key=timing.key)
@@ -327,7 +326,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now(), size.prompt_tokens)
         entry.planned_key, entry.foresight = classified.planned_key, foresight
         entry.encoded = self._encode(self._as_sent(entry))
-        entry.blocks = blocks
+        entry.blocks = size.blocks
         entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
         entry.preparation = preparation
         if self._codec.in_one_piece(request) and not self._codec.resumable(request):
@@ -347,15 +346,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if self._door.refuses_late(slo_class):
             self._retries.taken(slo_class)
 
-    async def _look_up(self, request: RequestT, size: RequestSize) -> tuple[BlockHashes | None, Mapping[str, int]]:
-        """The blocks of its prompt, and its tokens that replicas which tell theirs have cached."""
-        hashing = self._blocks.hashing
+    async def sized(self, request: RequestT) -> RequestSize:
+        """Its size, with the blocks of its prompt and what replicas have of them."""
+        size, hashing = self._codec.size(request), self._blocks.hashing
         if hashing is None or not self._classifier.knows_prefixes:
-            return None, NO_HITS
+            return size
 
-        def looked_up() -> tuple[BlockHashes, Mapping[str, int]]:
+        def looked_up() -> RequestSize:
             blocks = self._codec.block_hashes(request, hashing)
-            return blocks, self._blocks.hit_tokens(blocks, size.prompt_tokens, hashing)
+            return replace(size, blocks=blocks, hits=self._blocks.hit_tokens(blocks, size.prompt_tokens, hashing))
 
         return await asyncio.to_thread(looked_up) if size.prompt_tokens >= LONG_PROMPT_TOKENS else looked_up()
 
@@ -619,9 +618,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         entry.connection = connection
         if self._classifier.knows_prefixes:
             self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
-        if entry.blocks is not None:
-            self._blocks.sent(connection.info.replica_id, entry.blocks)
-            entry.blocks = None
+        self._blocks.sent(connection.info.replica_id, entry.blocks)
+        entry.blocks = ()
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)

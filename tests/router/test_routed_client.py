@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -28,8 +29,9 @@ from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from router import redis_store, wire
+from router import cached_blocks, redis_store, routed_client, wire
 from router.admission import ClassLimits, Door, Tenant
+from router.cached_blocks import BlockHashing
 from router.classifier import Classifier, Mode
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RouterMetrics
@@ -37,7 +39,7 @@ from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import Assignment, ReplicaInfo, Snapshot
 from router.timing import RequestTiming
-from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.gate import Gate
 from tests.router.test_key_metrics import counts as page_counts
 from tests.waiting import PATIENCE_S, until
@@ -1473,6 +1475,125 @@ async def test_a_redis_that_stands_still_for_a_while_doubles_nothing(redis_url: 
     await service.finish(answers)
     assert (replica.engine.taken, replica.engine.most_held) == (18, 4)
     await admin.aclose()
+
+
+# What replicas have cached, as they tell it
+
+PROMPT = list(range(41))  # ten blocks of a `FakeCache`
+
+
+async def hits(front_end: FrontEnd) -> dict[str, int]:
+    return dict((await front_end.client.sized(FakeRequest(request_id="?", prompt=PROMPT, max_tokens=1))).hits)
+
+
+async def hits_are(front_end: FrontEnd, **expected: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await hits(front_end) == expected:
+                return
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+def all_blocks(replica: Replica) -> set[int]:
+    assert replica.engine.cache is not None
+    asked = FakeRequest(request_id="?", prompt=PROMPT, max_tokens=1)
+    return set(replica.engine.codec.block_hashes(asked, replica.engine.cache.hashing))
+
+
+async def caching(service: Service, count: int) -> list[Replica]:
+    made = [await service.replica(slots=64) for _ in range(count)]
+    for replica in made:
+        replica.engine.cache = FakeCache()
+    return made
+
+
+async def test_a_router_that_has_sent_nothing_knows_where_a_prompt_is_cached(service: Service) -> None:
+    for replica in (await caching(service, 3))[1:2]:
+        replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    await hits_are(front_end, r0=0, r1=40, r2=0)
+    answers = await front_end.ask_each([FakeRequest(request_id=f"q{n}", prompt=PROMPT, max_tokens=3) for n in range(5)])
+    await service.finish(answers)
+    assert [replica.engine.taken for replica in service.replicas] == [0, 5, 0]
+
+
+async def test_each_router_hears_of_what_the_other_one_sent(service: Service) -> None:
+    (replica,) = await caching(service, 1)
+    one, other = [await service.front_end(prefix_tie_s=1e6) for _ in range(2)]
+    await hits_are(one, r0=0)
+    await service.finish([await one.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=3))])
+    await hits_are(other, r0=40)
+    replica.engine.cache.blocks.clear()  # type: ignore[union-attr]
+    await service.finish([await one.ask(FakeRequest(request_id="p", prompt=[1], max_tokens=3))])
+    await hits_are(other, r0=0)
+
+
+async def test_what_was_just_sent_counts_before_the_replica_tells_it(service: Service) -> None:
+    (replica,) = await caching(service, 1)
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    await hits_are(front_end, r0=0)
+    replica.engine.pause()
+    answer = await front_end.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=3))
+    assert await hits(front_end) == {"r0": 40}
+    replica.engine.resume()
+    await service.finish([answer])
+
+
+async def test_a_replica_that_evicts_is_not_taken_for_one_that_was_given_the_prompt(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of what was sent where is for replicas that do not tell."""
+    monkeypatch.setattr(cached_blocks, "ON_THE_WAY_S", 0.0)
+    (replica,) = await caching(service, 1)
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    prompt = list(range(100))  # longer than a block of that memory
+    await hits_are(front_end, r0=0)
+    await service.finish([await front_end.ask(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))])
+    size = await front_end.client.sized(FakeRequest(request_id="p", prompt=prompt, max_tokens=3))
+    silent = replace(size, hits={})
+    told = replace(size, hits={"r0": 0})
+    classifier = front_end.client._classifier
+    prefixes = [classifier.ticket(each, "standard", "a", 0.0, ["r0"]).ticket.prefixes for each in (silent, told)]
+    assert prefixes == [(("r0", 64),), ()]
+
+
+async def test_what_a_lost_replica_had_cached_is_forgotten_and_told_again(service: Service) -> None:
+    (replica,) = await caching(service, 1)
+    replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    await hits_are(front_end, r0=40)
+    replica.hang_up()
+    await hits_are(front_end)
+    await hits_are(front_end, r0=40)
+
+
+async def test_a_router_that_missed_changes_asks_for_the_whole(service: Service) -> None:
+    (replica,) = await caching(service, 1)
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    await hits_are(front_end, r0=0)
+    replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
+    front_end.client._blocks._replicas["r0"].told.sequence = 1000
+    await service.finish([await front_end.ask(FakeRequest(request_id="p", prompt=[1], max_tokens=3))])
+    await hits_are(front_end, r0=40)
+    assert front_end.count("cached_block_gaps_total") == 1
+
+
+async def test_a_long_prompt_is_hashed_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    await caching(service, 1)
+    front_end = await service.front_end(prefix_tie_s=1e6)
+    await hits_are(front_end, r0=0)
+    threads: list[str] = []
+    hashed = FakeCodec.block_hashes
+
+    def noting(codec: FakeCodec, asked: FakeRequest, hashing: BlockHashing) -> Sequence[int]:
+        threads.append(threading.current_thread().name)
+        return hashed(codec, asked, hashing)
+
+    monkeypatch.setattr(FakeCodec, "block_hashes", noting)
+    monkeypatch.setattr(routed_client, "LONG_PROMPT_TOKENS", len(PROMPT))
+    for prompt in (PROMPT, PROMPT[:-1]):
+        await front_end.client.sized(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))
+    assert [name == threading.main_thread().name for name in threads] == [False, True]
 
 
 # What a key is charged, and how much of a queue it may have

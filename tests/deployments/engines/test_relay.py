@@ -13,13 +13,13 @@ from deployments.process.environment import free_port
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
 from policies.types import StepCoefficients, StepTimes
 from router import wire
-from router.cached_blocks import BlockChanges
+from router.cached_blocks import BlockChanges, BlockSet
 from router.connection import ReplicaConnection
 from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, Ticket
 from router.wire import Buffer
-from tests.fakes import FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
+from tests.fakes import FakeCache, FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,8 +65,11 @@ class Replica:
             config=RelayConfig(**{"heartbeat_s": 0.02, **config}),  # type: ignore[arg-type]
         )
 
+    async def connection(self, router_id: str) -> ReplicaConnection:
+        return await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1")
+
     async def reader(self, router_id: str = "a") -> Reader:
-        return Reader(await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1"))
+        return Reader(await self.connection(router_id))
 
     async def running(self) -> int | None:
         load = (await self.store.snapshot()).replicas.get("r")
@@ -590,3 +593,110 @@ async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_
     assert await replica.store.enqueue(lonely) == []
     await settled(replica.running, 1)
     await replica.relay.close()
+
+
+# What the prefix cache holds
+
+
+def known(reader: Reader) -> BlockSet:
+    """By all that came."""
+    blocks = BlockSet()
+    for changes in reader.changes:
+        assert blocks.apply(changes)
+    return blocks
+
+
+@pytest.fixture
+def cache(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> FakeCache:
+    monkeypatch.setattr(relay_module, "BLOCKS_PAUSE_S", 0.01)
+    replica.engine.cache = FakeCache()
+    return replica.engine.cache
+
+
+async def test_every_router_is_told_the_whole_first_and_then_what_changes(replica: Replica, cache: FakeCache) -> None:
+    cache.blocks |= {1, 2, 3}
+    first = await replica.reader("a")
+    await until(lambda: known(first).blocks == {1, 2, 3})
+    cache.blocks ^= {3, 4}
+    first.add("x")
+    await until(lambda: known(first).blocks == {1, 2, 4})
+    second = await replica.reader("b")
+    await until(lambda: known(second).blocks == {1, 2, 4})
+    cache.blocks.clear()
+    second.add("y")
+    await until(lambda: not known(first).blocks and not known(second).blocks)
+    assert [changes.since is None for changes in first.changes] == [True, False, False]
+    assert [changes.since is None for changes in second.changes] == [True, False]
+
+
+async def test_nobody_is_told_anything_and_no_engine_is_asked_while_nothing_happens(
+    replica: Replica, cache: FakeCache
+) -> None:
+    reader = await replica.reader()
+    await until(lambda: bool(reader.changes))
+    asked = len(cache.asked)
+    await asyncio.sleep(0.1)
+    assert (len(cache.asked), len(reader.changes)) == (asked, 1)
+    reader.add("x")  # steps that leave the cache as it is
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await until(lambda: len(cache.asked) > asked)
+    assert len(reader.changes) == 1
+
+
+async def test_a_router_that_asks_is_told_the_whole_again(replica: Replica, cache: FakeCache) -> None:
+    cache.blocks.add(7)
+    first, second = [await replica.reader(name) for name in ("a", "b")]
+    await until(lambda: bool(first.changes) and bool(second.changes))
+    first.connection.ask_for_blocks()
+    await until(lambda: len(first.changes) == 2)
+    assert (first.changes[1].since, len(first.changes[1]), len(second.changes)) == (None, 1, 1)
+
+
+async def test_a_cache_that_was_lost_track_of_is_told_as_a_whole_to_all(replica: Replica, cache: FakeCache) -> None:
+    cache.blocks |= {1, 2}
+    readers = [await replica.reader(name) for name in ("a", "b")]
+    await until(lambda: all(reader.changes for reader in readers))
+    cache.sequence, cache.blocks = 100, {3}
+    readers[0].add("x")
+    await until(lambda: all(known(reader).blocks == {3} for reader in readers))
+    assert all(reader.changes[-1].since is None for reader in readers)
+
+
+async def test_a_router_that_reads_nothing_holds_up_no_other_and_is_told_the_whole_later(
+    replica: Replica, cache: FakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "MAX_UNSENT_BEFORE_BLOCKS", 0)
+    quick, slow = [await replica.reader(name) for name in ("quick", "slow")]
+    await until(lambda: bool(quick.changes) and bool(slow.changes))
+    slow.connection._reader._transport.pause_reading()  # type: ignore[attr-defined]
+    for count in (1_500_000, 10):  # of 12 MB, more than sockets take; what follows is not sent on top
+        cache.blocks = set(range(count))
+        quick.add("x")
+        await until(lambda count=count: len(quick.changes[-1]) in (count, 1_499_990))  # type: ignore[misc]
+    slow.connection._reader._transport.resume_reading()  # type: ignore[attr-defined]
+    await until(lambda: len(slow.changes[-1]) == 10)
+    assert [changes.since is None for changes in quick.changes] == [True, False, False]
+    assert [changes.since is None for changes in slow.changes] == [True, False, True]
+
+
+async def test_an_engine_that_cannot_tell_is_left_alone(replica: Replica) -> None:
+    reader = await replica.reader()
+    reader.add("x")
+    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    assert not reader.changes
+
+
+async def test_after_a_failure_the_engine_is_asked_again(
+    replica: Replica, cache: FakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(since: int | None) -> BlockChanges:
+        monkeypatch.undo()
+        raise EngineCallError("not now")
+
+    reader = await replica.reader()
+    await until(lambda: bool(reader.changes))
+    cache.blocks.add(1)
+    monkeypatch.setattr(cache, "changes", fail)
+    reader.add("x", max_tokens=200)
+    await until(lambda: known(reader).blocks == {1})
+    assert replica.relay._failures["cached blocks"] == 1
