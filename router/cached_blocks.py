@@ -10,6 +10,7 @@ import logging
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -109,14 +110,16 @@ class _Replica:
         self._forget_old(now_s)
         self._sent.update(blocks)
 
-    def leading(self, blocks: BlockHashes, now_s: float) -> int:
+    def leading(self, blocks: Sequence[int], now_s: float) -> int:
         """How many of the first ones it has without a gap."""
         self._forget_old(now_s)
         told, sent, sent_before = self.told.blocks, self._sent, self._sent_before
-        for count, block in enumerate(blocks):
+        known = len(list(takewhile(told.__contains__, blocks)))  # mostly all: the rest looks at each in Python
+        for block in islice(blocks, known, None):
             if block not in told and block not in sent and block not in sent_before:
-                return count
-        return len(blocks)
+                break
+            known += 1
+        return known
 
     def _forget_old(self, now_s: float) -> None:
         if now_s - self._turned_s > ON_THE_WAY_S:
@@ -175,8 +178,9 @@ class CachedBlocks:
             hashing: by which the blocks were hashed.
         """
         most, now_s = (prompt_tokens - 1) // hashing.block_tokens, self._clock.now()
+        hashes = list(blocks)  # once, for an array makes new integers each time
         return {
-            replica_id: max(0, min(replica.leading(blocks, now_s), most) - hashing.dropped_blocks)
+            replica_id: max(0, min(replica.leading(hashes, now_s), most) - hashing.dropped_blocks)
             * hashing.block_tokens
             for replica_id, replica in list(self._replicas.items())
             if replica.told.hashing == hashing

@@ -56,7 +56,9 @@ BESIDES = {
     "vllm.sampling_params.StructuredOutputsParams": """
         _backend _backend_was_auto all_constraints_none choice grammar json""",
     "vllm.utils.argparse_utils.FlexibleArgumentParser": "load_config_file",
-    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks num_gpu_blocks",
+    "vllm.v1.core.block_pool.BlockHashToBlockMap": "_cache insert pop",
+    "vllm.v1.core.block_pool.BlockPool": """
+        cached_block_hash_to_block get_num_free_blocks hash_block_size num_gpu_blocks""",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": """
         block_pool coordinator enable_caching get_block_ids log_stats prefix_cache_stats usage watermark_blocks""",
@@ -69,7 +71,7 @@ BESIDES = {
     "vllm.v1.core.sched.request_queue.RequestQueue": """
         add_request peek_request pop_request prepend_request prepend_requests remove_request remove_requests""",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": """
-        block_pool block_size kv_cache_spec max_admission_blocks_per_request""",
+        block_pool block_size kv_cache_spec max_admission_blocks_per_request use_eagle""",
     "vllm.v1.engine.EngineCoreOutput": """
         kv_transfer_params new_logprobs new_prompt_logprobs_tensors new_sampling_mask new_token_ids
         prefill_stats prompt_token_id_logprobs request_id routed_experts""",
@@ -79,7 +81,7 @@ BESIDES = {
     "vllm.v1.engine.async_llm.AsyncLLM": """
         _add_request abort add_request check_admission check_health engine_core errored get_supported_tasks
         input_processor model_config notify_kv_transfer_request_rejected output_processor renderer vllm_config""",
-    "vllm.v1.engine.core.EngineCore": "scheduler",
+    "vllm.v1.engine.core.EngineCore": "scheduler vllm_config",
     "vllm.v1.engine.core_client.EngineCoreClient": """
         abort_requests_async add_lora_async add_request_async get_output_async get_supported_tasks_async
         reset_mm_cache_async shutdown""",
