@@ -1,5 +1,6 @@
 """What an engine core says of its prefix cache, against vLLM's own look-ups; and how routers hash prompts."""
 
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,14 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
 
+from deployments.config.application import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm import cached_blocks
+from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.cached_blocks import core_blocks, note_cached_blocks, request_block_hashes
+from deployments.engines.vllm.engine import VllmEngine
 from router.cached_blocks import BlockChanges, BlockHashing, BlockSet, CachedBlocks
 from router.metrics import RouterMetrics
 from tests.fakes import ManualClock
@@ -245,6 +250,23 @@ def test_a_request_for_which_vllm_looks_nothing_up_has_no_blocks() -> None:
 def test_an_engine_whose_blocks_do_not_tell_its_hits_says_why(settings: dict[str, Any], why: str) -> None:
     answer = core_blocks(core_of(VirtualEngine(**settings)), None)
     assert isinstance(answer, str) and why in answer
+
+
+async def test_an_engine_that_tells_no_hits_is_asked_once_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    async def answer(*call: Any) -> str:
+        asked.append(call)
+        return "prefix caching is off"
+
+    core = SimpleNamespace(call_utility_async=answer, resources=SimpleNamespace(engine_dead=False))
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
+    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
+    with caplog.at_level(logging.INFO):
+        assert [await engine.cached_blocks(None) for _ in range(3)] == [None] * 3
+    assert (asked, caplog.text.count("prefix caching is off")) == ([("sluice_blocks", None)], 1)
 
 
 def test_of_ranks_with_a_cache_each_none_is_told() -> None:
