@@ -85,8 +85,7 @@ class _Replica:
 
     def pace_s(self, ticket: Ticket) -> float:
         """Its seconds for a token of this ticket's prompt."""
-        said_s = self.reading.prompt_token_s
-        return ticket.prompt_token_s * self.slowness if said_s is None else said_s
+        return ticket.token_s(self.slowness, self.reading.prompt_token_s)
 
     def offer(self, ticket: Ticket) -> Offer:
         unread_tokens = ticket.unread_at(self.info.replica_id)

@@ -34,7 +34,7 @@ from router.admission import Door, Tenant
 from router.background import BackgroundTasks
 from router.classifier import Classified, TicketWriter
 from router.clock import Clock, SharedClock
-from router.codec import WHOLE, EngineCodec, Output
+from router.codec import WHOLE, EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
 from router.connections import Connections
 from router.event_loop import look_for_lag
@@ -112,6 +112,8 @@ class Entry(Generic[RequestT]):
         planned_key: its deadline key by the policies, where requests are served in another order.
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
+        predicted_hit_tokens: of its prompt, what its replica was taken to have cached when it was sent; None once its
+            engine has said what it had.
         encoded: as it will be sent at once; None where it has changed since.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
@@ -135,6 +137,7 @@ class Entry(Generic[RequestT]):
     recalls: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
+    predicted_hit_tokens: int | None = None
     encoded: Sequence[Buffer] | None = None
     bill: Bill | None = None
     held_back: list[Output] | None = None
@@ -343,9 +346,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
         ticket, spare_s = classified.ticket, math.inf
         if ticket.deadline_s is not None:
-            slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
-            spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
+            spare_s = ticket.deadline_s - self._shared_clock.now() - self._least_reading_s(ticket)
         return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+
+    def _least_reading_s(self, ticket: Ticket) -> float:
+        """Seconds of reading its prompt on the replica that needs least for it, by what they said last."""
+        loads = self.snapshot.replicas.items()
+        reading = (ticket.unread_at(each) * ticket.token_s(load.slowness, load.prompt_token_s) for each, load in loads)
+        return min(reading, default=0.0)
+
+    def hit_tokens(self, size: RequestSize) -> int:
+        """Of its prompt, what the replica is taken to have cached that has most."""
+        return max((tokens for _, tokens in self._classifier.hits(size, self._connections.replica_ids)), default=0)
 
     def _arrival_s(self, timing: RequestTiming) -> float:
         """On the clock that all routers share."""
@@ -546,8 +558,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if not self._lives(entry):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
-        ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
-        ticket = replace(ticket, unread_tokens=self._codec.size(entry.request).prompt_tokens)
+        size = self._codec.size(entry.request)
+        prefixes = self._classifier.hits(size, self._connections.replica_ids)
+        ticket = entry.ticket.of_prompt(size.prompt_tokens, prefixes)
+        ticket = replace(ticket, arrival_s=None, recallable=recallable)
         if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
             key = banded(Band.RESUMED, self._arrival_s(entry.timing))
             ticket = replace(ticket, deadline_key=key, late_key=None)
@@ -599,10 +613,15 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return
         entry.connection = connection
         if self._classifier.knows_prefixes:
-            self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
+            self._note_prefix(entry, connection.info.replica_id)
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
+
+    def _note_prefix(self, entry: Entry[RequestT], replica_id: str) -> None:
+        entry.predicted_hit_tokens = entry.ticket.unread_tokens - entry.ticket.unread_at(replica_id)
+        self._metrics.predicted_hit_tokens.labels(entry.slo_class, replica_id).inc(entry.predicted_hit_tokens)
+        self._classifier.placed(replica_id, self._codec.size(entry.request))
 
     def _encoded(self, entry: Entry[RequestT]) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
@@ -670,6 +689,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         replica_id = connection.info.replica_id
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
         self._classifier.forget_replica(replica_id)
+        self._metrics.forget_replica(replica_id)
         if stranded or not has_ended or not await self._has_left(replica_id):
             self._metrics.replicas_lost.inc()
             logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
@@ -760,6 +780,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry.preparation is not None:
             entry.preparation.answered(output)
             entry.preparation = None
+        if entry.predicted_hit_tokens is not None:
+            self._note_hits(entry, output)
         if entry.repeats and not self._take_repeats(entry, output):
             return ()
         if output.new_token_ids:
@@ -773,6 +795,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._end_locally(entry.request_id)
             return entry.held_back or (output,)
         return (output,) if entry.held_back is None else ()
+
+    def _note_hits(self, entry: Entry[RequestT], output: Output) -> None:
+        hit_tokens = self._codec.cached_tokens(output)
+        if hit_tokens is not None and entry.predicted_hit_tokens is not None:
+            self._metrics.note_hits(entry.slo_class, entry.predicted_hit_tokens, hit_tokens)
+            entry.predicted_hit_tokens = None
 
     def _take_repeats(self, entry: Entry[RequestT], output: Output) -> bool:
         """Take the tokens that the client has already out of a replayed stream; False when nothing new is left."""
@@ -877,6 +905,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store, self._clock.now())
+        self._metrics.prefix_entries.set(self._classifier.prefix_entries)
         await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
 
     async def _settle(self) -> None:

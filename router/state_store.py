@@ -7,7 +7,7 @@ runs both over the same random histories.
 
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -74,6 +74,16 @@ class Ticket:
     def least_unread_tokens(self) -> int:
         """Where most of its prompt is cached."""
         return max(0, self.unread_tokens - max((tokens for _, tokens in self.prefixes), default=0))
+
+    def token_s(self, slowness: float, said_s: float | None) -> float:
+        """Seconds for a token of its prompt on a replica of this slowness, which may say better."""
+        return self.prompt_token_s * slowness if said_s is None else said_s
+
+    def of_prompt(self, prompt_tokens: int, prefixes: tuple[tuple[str, int], ...]) -> "Ticket":
+        """Of a prompt that has become another, or is cached elsewhere by now."""
+        new = replace(self, unread_tokens=prompt_tokens, prefixes=prefixes)
+        more_s = self.prompt_token_s * (new.least_unread_tokens - self.least_unread_tokens)
+        return replace(new, work_s=max(0.0, self.work_s + more_s))
 
     def work_at_s(self, replica_id: str) -> float:
         """As `work_s`, on this replica if its slowness is 1."""

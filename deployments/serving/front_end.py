@@ -109,6 +109,7 @@ class FrontEnd:
             self.routed,
             unsupported if self._config.gang else None,
             self._config.router.max_prompt_logprobs,
+            isolates_keys=self._config.keys.isolate_prefixes and self._config.caches_prefixes,
         )
         if not self._config.gang:
             self._grammars = self._made_grammars(resources)
@@ -273,8 +274,7 @@ class FrontEnd:
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,
             metrics=self.metrics,
-            prefixes=config.placement.prefixes(),
-            prefix_tie_s=config.placement.prefix_tie_s,
+            prefixes=config.placement.prefixes() if config.caches_prefixes else None,
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),
@@ -347,6 +347,7 @@ def _load(load: ReplicaLoad) -> dict[str, float | None]:
         "credit": load.credit,
         "unread_tokens": load.unread_tokens,
         "max_unread_tokens": load.max_unread_tokens,
+        "prompt_token_s": load.prompt_token_s,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
     }

@@ -4,9 +4,9 @@ Of the replicas that offer credit and serve the request's class. What is cached 
 what other prompts have to be read first counts. Where that makes no difference, the least predicted work decides. No
 paper of the five treats placement.
 
-The decision is split so that a Redis script can take it: `first_token_s` and the work of each replica make a small table,
-and `soonest` is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order.
-What else stands here is there to compare with.
+The decision is split so that a Redis script can take it: `first_token_s` and the work of each replica make a small
+table, and `soonest` is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte
+order. What else stands here is there to compare with.
 """
 
 import math
@@ -154,7 +154,7 @@ def first_token_s(unread_tokens_ahead: int, unread_tokens: int, prompt_token_s: 
 
 
 def soonest(offers: Mapping[str, Offer]) -> str | None:
-    """The replica whose first token comes soonest; of those that are less than a step behind it, the least work decides.
+    """The replica whose first token comes soonest; of those at most a step behind it, the one with the least work.
 
     A prompt is read from the beginning of a step on, so less than a step makes no difference to the first token. Work
     does to the others. None when there are no offers; their order does not matter.
@@ -184,7 +184,7 @@ class SoonestFirstToken:
 def _offer(replica: ReplicaView, request: RequestView, hit_tokens: int) -> Offer:
     times = replica.step_times
     pace = replica.prompt_token_s or times.prefill.prefill_s
-    unread_tokens = max(0, request.prefill_tokens - hit_tokens)
+    unread_tokens = request.prompt_tokens + request.output_tokens - max(request.cached_tokens, hit_tokens)
     token_s = first_token_s(replica.unread_tokens, unread_tokens, pace)
     return Offer(token_s, times.decode.overhead_s, replica.outstanding_s)
 
@@ -234,7 +234,7 @@ class PrefixIndexConfig:
     """
 
     block_tokens: int = 64
-    max_blocks: int = 64
+    max_blocks: int = 4096
     max_entries: int = 65536
 
     def __post_init__(self) -> None:
@@ -254,18 +254,20 @@ class PrefixIndex:
         self.config = config
         self._known: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def record(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """Note that a replica was given this prompt."""
-        for digest in reversed(list(self._digests(prompt_token_ids))):
+    def record(self, replica_id: str, prompt_token_ids: Sequence[int], salt: str = "") -> None:
+        """Note that a replica was given this prompt. Prompts of unlike salt have nothing in common."""
+        for digest in reversed(list(self._digests(prompt_token_ids, salt))):
             self._known[replica_id, digest] = None
             self._known.move_to_end((replica_id, digest))
         while len(self._known) > self.config.max_entries:
             self._known.popitem(last=False)
 
-    def known_tokens(self, replica_ids: Iterable[str], prompt_token_ids: Sequence[int]) -> dict[str, int]:
+    def known_tokens(
+        self, replica_ids: Iterable[str], prompt_token_ids: Sequence[int], salt: str = ""
+    ) -> dict[str, int]:
         """How many leading tokens of the prompt each replica was given before; those that know none are absent."""
         left, known = list(replica_ids), dict[str, int]()
-        for blocks, digest in enumerate(self._digests(prompt_token_ids), start=1):
+        for blocks, digest in enumerate(self._digests(prompt_token_ids, salt), start=1):
             left = [replica_id for replica_id in left if (replica_id, digest) in self._known]
             if not left:
                 break
@@ -280,9 +282,8 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._known)
 
-    def _digests(self, prompt_token_ids: Sequence[int]) -> Iterator[int]:
-        # Tuples of ints hash alike in every process: string hash randomisation does not touch them.
-        size, digest = self.config.block_tokens, 0
+    def _digests(self, prompt_token_ids: Sequence[int], salt: str) -> Iterator[int]:
+        size, digest = self.config.block_tokens, hash(salt)
         for start in islice(range(0, len(prompt_token_ids) - size + 1, size), self.config.max_blocks):
             digest = hash((digest, *prompt_token_ids[start : start + size]))
             yield digest

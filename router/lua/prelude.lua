@@ -233,17 +233,15 @@ local function note_reading(replica, packed)
   redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3], reading[4] }))
 end
 
--- router.state_store.Ticket.unread_at and least_unread: what a replica has to read of its prompt, and the one that has least.
-local function unread_at(ticket, replica)
-  local unread, least = ticket[UNREAD], ticket[UNREAD]
+-- router.state_store.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to read, by
+-- replica, and the one that has least.
+local function unread_of(ticket)
+  local left, least = {}, ticket[UNREAD]
   for _, pair in ipairs(ticket[HITS]) do
-    local left = math.max(0, ticket[UNREAD] - pair[2])
-    least = math.min(least, left)
-    if pair[1] == replica then
-      unread = left
-    end
+    local unread = math.max(0, ticket[UNREAD] - pair[2])
+    left[pair[1]], least = unread, math.min(least, unread)
   end
-  return unread, least
+  return left, least
 end
 
 -- router.state_store.Ticket.work_at_s
@@ -252,7 +250,8 @@ local function work_at_s(ticket, unread, least)
 end
 
 local function put_on(id, ticket, replica)
-  local unread, least = unread_at(ticket, replica)
+  local left, least = unread_of(ticket)
+  local unread = left[replica] or ticket[UNREAD]
   ticket[REPLICA] = replica
   ticket[SINCE_MS] = now_ms()
   ticket[CHARGE] = work_at_s(ticket, unread, least) * slowness_of(replica)
@@ -362,58 +361,50 @@ local function serves(replica, class)
   return is_for(redis.call('HGET', P .. ':serves', replica) or '', class)
 end
 
--- Of the replicas with credit, in one call for each table: {id, classes, work, slowness, unread, what was known of that,
--- whether it bounds them, its seconds per prompt token or false} ...
-local function offers()
-  local free, ids, found = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, {}
+-- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with the
+-- ticket, seconds until its first token, seconds of a step} ..., and the least seconds until the first token.
+-- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
+local function offers_to(ticket, owed)
+  local free, offers, least_s = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, math.huge
+  if not free[1] then
+    return offers
+  end
+  local ids = {}
   for i = 1, #free, 2 do
     ids[#ids + 1] = free[i]
   end
-  if #ids == 0 then
-    return found
-  end
-  local classes, slowness = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
-  local unread, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
+  local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
+  local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
+  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
+  local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
     local known, most, token_s = reading_in(readings[i])
-    found[i] = {
-      id = id,
-      classes = classes[i] or '',
-      work = tonumber(free[2 * i]),
-      slowness = tonumber(slowness[i] or '1'),
-      unread = math.max(0, tonumber(unread[i] or '0') - known),
-      is_bounded = most,
-      token_s = token_s,
-    }
-  end
-  return found
-end
-
--- policies.router.placement.soonest over the replicas with credit that serve the ticket's class, or nil when there is none:
--- least seconds until the first token; of those less than a step behind it the least work, then the seconds, then the id.
--- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
-local function choose(ticket, owed)
-  local able, least_s = {}, math.huge
-  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
-  for _, offer in ipairs(offers()) do
-    if is_for(offer.classes, ticket[CLASS]) and not (late and offer.is_bounded and offer.unread > 0) then
-      local unread, least = unread_at(ticket, offer.id)
-      offer.first_token_s = (offer.unread + unread) * (offer.token_s or ticket[TOKEN] * offer.slowness)
-      offer.work = offer.work + work_at_s(ticket, unread, least) * offer.slowness
-      able[#able + 1] = offer
-      least_s = math.min(least_s, offer.first_token_s)
+    local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
+    if is_for(classes[i] or '', ticket[CLASS]) and not (late and most and ahead > 0) then
+      local unread = left[id] or ticket[UNREAD]
+      local first_token_s = (ahead + unread) * (token_s or ticket[TOKEN] * slowness)
+      local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
+      offers[#offers + 1] = { id, work, first_token_s, ticket[STEP] * slowness }
+      least_s = math.min(least_s, first_token_s)
     end
   end
+  return offers, least_s
+end
+
+-- policies.router.placement.soonest, or nil when there is no offer: least seconds until the first token; of those less than
+-- a step behind it the least work, then the seconds, then the id.
+local function choose(ticket, owed)
+  local offers, least_s = offers_to(ticket, owed)
   local best
-  for _, offer in ipairs(able) do
-    if offer.first_token_s - ticket[STEP] * offer.slowness <= least_s then
-      if not best or offer.work < best.work or (offer.work == best.work and (offer.first_token_s < best.first_token_s
-          or (offer.first_token_s == best.first_token_s and offer.id < best.id))) then
-        best = offer
+  for _, other in ipairs(offers) do
+    if other[3] - other[4] <= least_s then
+      if not best or other[2] < best[2] or (other[2] == best[2] and (other[3] < best[3]
+          or (other[3] == best[3] and other[1] < best[1]))) then
+        best = other
       end
     end
   end
-  return best and best.id
+  return best and best[1]
 end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
@@ -447,7 +438,8 @@ local function is_late(ticket, replica)
     return false
   end
   local _, _, token_s = reading_of(replica)
-  local reading_s = unread_at(ticket, replica) * (token_s or ticket[TOKEN] * slowness_of(replica))
+  local unread = unread_of(ticket)[replica] or ticket[UNREAD]
+  local reading_s = unread * (token_s or ticket[TOKEN] * slowness_of(replica))
   return now_s() + reading_s > ticket[DEADLINE]
 end
 
