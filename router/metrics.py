@@ -82,6 +82,14 @@ class ProcessPage:
         return self._page
 
 
+def _values(counter: Counter, **labels: str) -> Iterator[float]:
+    """Of all series that have these labels."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                yield sample.value
+
+
 class ClassMetrics:
     """One class's children of the labelled metrics: looking a label up costs as much as counting, on every token."""
 
@@ -197,6 +205,15 @@ class RouterMetrics:
         self.hit_tokens.labels(slo_class).inc(hit_tokens)
         way = "missing" if predicted_tokens > hit_tokens else "unforeseen"
         self.wrong_hit_tokens.labels(slo_class, way).inc(abs(predicted_tokens - hit_tokens))
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Prompt tokens of all classes together: predicted, found, and what was mistaken of them."""
+        counts = {"predicted": self.predicted_hit_tokens, "found": self.hit_tokens}
+        totals = {name: sum(_values(counter)) for name, counter in counts.items()}
+        ways = ("missing", "unforeseen")
+        wrong = {way: sum(_values(self.wrong_hit_tokens, way=way)) for way in ways}
+        return {name: round(tokens) for name, tokens in (totals | wrong).items()}
 
     def forget_replica(self, replica_id: str) -> None:
         """A replica is gone: what counts by replica goes with it."""

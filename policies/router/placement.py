@@ -56,8 +56,8 @@ class LeastOutstandingWorkConfig:
 
     Attributes:
         tie_s: replicas whose scores differ by at most this much are equal but for the prefix they know. Reading a
-            cached prefix again would cost about prefix tokens * prefill seconds per token: set it to what a typical hit
-            saves.
+            cached prefix again would cost about prefix tokens * prefill seconds per token. None takes no account of
+            prefixes.
         default_output_tokens: the answer's length where there is no prediction.
         shared_batch_size: requests among which the fixed cost of a decode step is divided.
 
@@ -65,7 +65,7 @@ class LeastOutstandingWorkConfig:
         ConfigError: tie_s is negative, another value is not positive, or one is not finite.
     """
 
-    tie_s: float = 0.05
+    tie_s: float | None = 0.05
     default_output_tokens: float = 256.0
     shared_batch_size: int = 32
 
@@ -127,6 +127,8 @@ class LeastOutstandingWork:
         self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
     ) -> str | None:
         scores = {replica.replica_id: self.score(replica, request) for replica in _with_credit(replicas, request)}
+        if self.config.tie_s is None:
+            return pick(scores, {}, 0.0)
         return pick(scores, prefix_tokens or {}, self.config.tie_s)
 
 

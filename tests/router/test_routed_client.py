@@ -549,6 +549,7 @@ async def test_hits_are_counted_and_so_is_by_how_much_they_were_mistaken(service
     assert _hits(front_end, service) == 2 * 192
     assert front_end.count("hit_tokens_total", slo_class="standard") == 192
     assert front_end.count("wrong_hit_tokens_total", slo_class="standard", way="missing") == 192
+    assert front_end.metrics.hits == {"predicted": 384, "found": 192, "missing": 192, "unforeseen": 0}
 
 
 async def test_what_was_counted_of_a_replica_goes_with_it(service: Service) -> None:
