@@ -5,9 +5,11 @@ finished requests are exchanged with all routers, and the edges of the bins are 
 router's bins and predictions rest on the same.
 """
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from typing import Literal, Protocol
 
 from policies.errors import StateStoreError
@@ -25,6 +27,7 @@ from router.metrics import RouterMetrics
 from router.state_store import FinishedLength, StateStore, Ticket
 
 MAX_UNSENT_LENGTHS = 4096
+MOST_HITS = 8  # replicas of a ticket: Redis looks at each of them for every ticket that it places
 Mode = Literal["full", "shadow", "stock"]
 
 
@@ -34,13 +37,11 @@ class Classified:
 
     Attributes:
         tokens: of the prompt and the predicted answer together.
-        reading_s: predicted seconds of its prompt on a replica of slowness 1, but for what one is known to hold of it.
         planned_key: the deadline key by the policies when the ticket does not follow them, else None.
     """
 
     ticket: Ticket
     tokens: float
-    reading_s: float = 0.0
     planned_key: float | None = None
 
 
@@ -69,7 +70,12 @@ class TicketWriter(Protocol):
     @property
     def knows_prefixes(self) -> bool: ...
 
-    def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None: ...
+    @property
+    def prefix_entries(self) -> int: ...
+
+    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]: ...
+
+    def placed(self, replica_id: str, size: RequestSize) -> None: ...
 
     def forget_replica(self, replica_id: str) -> None: ...
 
@@ -85,8 +91,7 @@ class Classifier:
 
     `mode`: "full" follows the policies; "stock" is first come, first served, to the replica with the fewest requests;
     "shadow" serves as stock does and tells what the policies would have done.
-    `prefix_tie_s`: replicas whose predicted work differs by less are told apart by the prefix that they know; 0 does
-    without.
+    `prefixes`: what replicas are taken to have in their caches; None where they have none.
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
     `order`: of what waits; None goes by what each request is promised.
     `late_patience_s`: after which who stands behind those in time is owed a start, see `deadline_keys`.
@@ -102,8 +107,7 @@ class Classifier:
         shared_batch_size: int,
         default_output_tokens: int,
         metrics: RouterMetrics,
-        prefixes: PrefixIndex,
-        prefix_tie_s: float = 0.0,
+        prefixes: PrefixIndex | None,
         mode: Mode = "full",
         learned: LearnedPredictor | None = None,
         fills_idle: Collection[str] = (),
@@ -115,7 +119,7 @@ class Classifier:
         self.adopt(order=order, fills_idle=fills_idle, late_patience_s=late_patience_s)
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
-        self._prefixes, self._prefix_tie_s = prefixes, prefix_tie_s
+        self._prefixes = prefixes if mode == "full" else None
         self._metrics, self._learned = metrics, learned
         if learned is not None:
             metrics.registry.register(PredictorMetrics(learned))
@@ -141,7 +145,12 @@ class Classifier:
     @property
     def knows_prefixes(self) -> bool:
         """Whether what replicas were given has a say in where others go."""
-        return self._prefix_tie_s > 0.0
+        return self._prefixes is not None
+
+    @property
+    def prefix_entries(self) -> int:
+        """(replica, block) pairs remembered."""
+        return 0 if self._prefixes is None else len(self._prefixes)
 
     async def foresee(self, question: Question) -> Foresight | None:
         """What the learned predictor says, within its deadline; None where there is none."""
@@ -164,7 +173,8 @@ class Classifier:
         """
         predicted = self._predict(size, slo_class, foresight)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
-        request_work_s = self._work_s(size, output_tokens, arrival_s)
+        prefixes = self.hits(size, replica_ids)
+        request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
         fills_idle, late_key = slo_class in self._fills_idle, None
         if self._order is None:
             key, late_key = deadline_keys(
@@ -184,37 +194,41 @@ class Classifier:
             tpot_s=promise.tpot_s,
             late_key=late_key,
             unread_tokens=size.prompt_tokens,
+            prefixes=prefixes,
+            prompt_token_s=self._step_times.prefill.prefill_s,
+            step_s=self._step_times.decode.overhead_s,
             predicted_output_tokens=predicted,
-            tie_s=self._prefix_tie_s,
-            prefixes=self._known_prefixes(size, replica_ids),
             fills_idle=fills_idle,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
         tokens = size.prompt_tokens + output_tokens
         if self._mode == "full":
-            unread = size.prompt_tokens - max((known for _, known in ticket.prefixes), default=0)
-            reading_s = self._step_times.prefill.prefill_s * unread
-            if self.knows_prefixes:
-                ticket = replace(ticket, reading_s=reading_s)
-            return Classified(ticket, tokens, reading_s)
+            return Classified(ticket, tokens)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
-        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key=planned_key)
+        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key)
 
-    def _known_prefixes(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        """Of replicas that do not tell what they have cached it is guessed from what they were given."""
-        if not self.knows_prefixes:
+    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        """Tokens of its prompt that replicas have cached, of those that have most.
+
+        Of those that do not tell it is guessed from what they were given. An engine computes the last token of a prompt
+        in any case.
+        """
+        if self._prefixes is None:
             return ()
         untold = [replica_id for replica_id in replica_ids if replica_id not in size.hits]
-        known = {**self._prefixes.known_tokens(untold, size.prompt_token_ids), **size.hits}
-        return tuple((replica_id, tokens) for replica_id, tokens in known.items() if tokens)
+        known = {**self._prefixes.known_tokens(untold, size.prompt_token_ids, size.salt), **size.hits}
+        most = nlargest(MOST_HITS, known.items(), key=lambda hit: (hit[1], hit[0]))
+        return tuple((replica_id, min(tokens, size.prompt_tokens - 1)) for replica_id, tokens in most if tokens)
 
-    def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """A replica was given this prompt; to be told when this `knows_prefixes`."""
-        self._prefixes.record(replica_id, prompt_token_ids)
+    def placed(self, replica_id: str, size: RequestSize) -> None:
+        """A replica was given this prompt."""
+        if self._prefixes is not None:
+            self._prefixes.record(replica_id, size.prompt_token_ids, size.salt)
 
     def forget_replica(self, replica_id: str) -> None:
-        self._prefixes.forget(replica_id)
+        if self._prefixes is not None:
+            self._prefixes.forget(replica_id)
 
     def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
         prediction = foresight.prediction if foresight is not None else None
@@ -225,8 +239,14 @@ class Classifier:
             return None
         return _within(prediction.mean_tokens, size)
 
-    def _work_s(self, size: RequestSize, output_tokens: float, arrival_s: float) -> float:
-        view = RequestView(request_id=size.request_id, arrival_s=arrival_s, prompt_tokens=size.prompt_tokens)
+    def _work_s(self, size: RequestSize, output_tokens: float, arrival_s: float, hit_tokens: int) -> float:
+        """Where most of its prompt is cached."""
+        view = RequestView(
+            request_id=size.request_id,
+            arrival_s=arrival_s,
+            prompt_tokens=size.prompt_tokens,
+            cached_tokens=hit_tokens,
+        )
         return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)
 
     def observe(
@@ -294,8 +314,8 @@ def _as_stock(ticket: Ticket, arrival_s: float) -> Ticket:
         deadline_key=arrival_s,
         late_key=None,
         work_s=1.0,
-        tie_s=0.0,
-        prefixes=(),
+        prompt_token_s=0.0,
+        step_s=math.inf,
         fills_idle=False,
         bucket=0,
         prompt_tokens=None,

@@ -33,6 +33,7 @@ class RequestSize:
 
     Attributes:
         min_output_tokens: of an answer that nothing ends earlier, whatever answers usually take.
+        salt: prompts have a prefix in common only where this is equal too.
         blocks: of its prompt; none where no replica tells what it has cached.
         hits: tokens of its prompt that replicas have cached, 0 included, by the id of those that tell.
     """
@@ -42,6 +43,7 @@ class RequestSize:
     max_output_tokens: int | None
     min_output_tokens: int = 0
     prompt_token_ids: Sequence[int] = ()
+    salt: str = ""
     blocks: BlockHashes = ()
     hits: Mapping[str, int] = field(default_factory=dict)
 
@@ -74,6 +76,12 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
             ttft_left_s: until its first token is due, below 0 when it is late; None when nothing is due.
             resumed: its client has a part of the answer.
         """
+
+    def unread_tokens(self, request: RequestT, replica_id: str) -> int:
+        """Of its prompt, those that its ticket counts as unread on this replica; all without a ticket."""
+
+    def cached_tokens(self, output: Output) -> int | None:
+        """How many tokens of its prompt the engine had in its cache, said with a first output; None where it is not."""
 
     def encode_request(self, request: RequestT) -> Sequence[Buffer]: ...
 

@@ -27,7 +27,7 @@ from policies.router.admission import (
     spend,
 )
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
-from policies.router.placement import pick
+from policies.router.placement import Offer, first_token_s, soonest
 from policies.router.recall import RecallableView, WaitingView, recalls
 from policies.router.turns import HALF_LIFE_S, band_of, halved
 from router.state_store import (
@@ -82,6 +82,18 @@ class _Replica:
     def has_prompts_to_read(self) -> bool:
         """Where it says how many it may have."""
         return self.reading.max_unread_tokens is not None and self.unread_tokens > 0
+
+    def pace_s(self, ticket: Ticket) -> float:
+        """Its seconds for a token of this ticket's prompt."""
+        return ticket.token_s(self.slowness, self.reading.prompt_token_s)
+
+    def offer(self, ticket: Ticket) -> Offer:
+        unread_tokens = ticket.unread_at(self.info.replica_id)
+        return Offer(
+            first_token_s=first_token_s(self.unread_tokens, unread_tokens, self.pace_s(ticket)),
+            step_s=ticket.step_s * self.slowness,
+            work_s=self.work_s + ticket.work_at_s(self.info.replica_id) * self.slowness,
+        )
 
     @property
     def is_for_all(self) -> bool:
@@ -138,10 +150,10 @@ class MemoryStateStore:
 
     def _put_on(self, place: _Place, replica: _Replica) -> None:
         place.replica_id, place.since_s = replica.info.replica_id, self._now()
-        place.charge_s = place.ticket.work_s * replica.slowness
+        place.charge_s = place.ticket.work_at_s(place.replica_id) * replica.slowness
         replica.on.add(place.ticket.request_id)
-        if place.ticket.unread_tokens:
-            replica.unread[place.ticket.request_id] = place.ticket.unread_tokens
+        if unread_tokens := place.ticket.unread_at(place.replica_id):
+            replica.unread[place.ticket.request_id] = unread_tokens
         replica.work_s += place.charge_s
         if place.ticket.recallable and replica.is_for_all:
             self._recallable.add(place.ticket.request_id)
@@ -159,14 +171,14 @@ class MemoryStateStore:
     def _choose(self, ticket: Ticket, *, owed: bool = False) -> _Replica | None:
         """A late ticket goes where nothing is to be read, unless a start is owed to it."""
         late = not owed and ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
-        scores = {
-            replica_id: replica.work_s + ticket.work_s * replica.slowness
+        offers = {
+            replica_id: replica.offer(ticket)
             for replica_id, replica in self._replicas.items()
             if replica.takes_singles
             and replica.info.takes(ticket.slo_class)
             and not (late and replica.has_prompts_to_read)
         }
-        chosen = pick(scores, dict(ticket.prefixes), ticket.tie_s)
+        chosen = soonest(offers)
         return None if chosen is None else self._replicas[chosen]
 
     def _lanes(self) -> dict[_Lane, list[_Place]]:
@@ -225,7 +237,8 @@ class MemoryStateStore:
         """It was not called that before."""
         if ticket.late_key in (None, ticket.deadline_key) or ticket.deadline_s is None:
             return False
-        return is_late(ticket.deadline_s, ticket.reading_s * replica.slowness, self._now())
+        reading_s = ticket.unread_at(replica.info.replica_id) * replica.pace_s(ticket)
+        return is_late(ticket.deadline_s, reading_s, self._now())
 
     def _call_late(self, place: _Place) -> None:
         ticket = place.ticket
@@ -552,6 +565,7 @@ class MemoryStateStore:
                 gang=replica.info.gang_max_wait_s is not None,
                 unread_tokens=replica.unread_tokens,
                 max_unread_tokens=replica.reading.max_unread_tokens,
+                prompt_token_s=replica.reading.prompt_token_s,
             )
             for key, replica in self._replicas.items()
         }

@@ -82,6 +82,14 @@ class ProcessPage:
         return self._page
 
 
+def _values(counter: Counter, **labels: str) -> Iterator[float]:
+    """Of all series that have these labels."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                yield sample.value
+
+
 class ClassMetrics:
     """One class's children of the labelled metrics: looking a label up costs as much as counting, on every token."""
 
@@ -111,6 +119,7 @@ class RouterMetrics:
         self._of_class: dict[str, ClassMetrics] = {}
         self.keys = KeyMetrics(self._namespace, self._labels)
         self._declare_requests()
+        self._declare_prefixes()
         self._declare_router()
 
     def _declare_requests(self) -> None:
@@ -166,6 +175,49 @@ class RouterMetrics:
         self.recalled = self._counter(
             "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
         )
+
+    def _declare_prefixes(self) -> None:
+        """What requests were taken to find in their replicas' caches, and what they found."""
+        self.predicted_hit_tokens = self._counter(
+            "predicted_hit_tokens",
+            "Prompt tokens that the replica was taken to have cached to which their request went.",
+            "slo_class",
+            "replica",
+        )
+        self.hit_tokens = self._counter(
+            "hit_tokens", "Prompt tokens that their replica had cached, by its engine's own count.", "slo_class"
+        )
+        self.wrong_hit_tokens = self._counter(
+            "wrong_hit_tokens",
+            "Prompt tokens taken for cached that were not (missing), or that were cached all the same (unforeseen).",
+            "slo_class",
+            "way",
+        )
+        self.prefix_entries = Gauge(
+            "prefix_entries",
+            "(replica, block) pairs that a router remembers of the prompts that it sent.",
+            namespace=self._namespace,
+            registry=self.registry,
+        )
+
+    def note_hits(self, slo_class: str, predicted_tokens: int, hit_tokens: int) -> None:
+        """What a request was taken to find in its replica's cache, and what it found."""
+        self.hit_tokens.labels(slo_class).inc(hit_tokens)
+        way = "missing" if predicted_tokens > hit_tokens else "unforeseen"
+        self.wrong_hit_tokens.labels(slo_class, way).inc(abs(predicted_tokens - hit_tokens))
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Prompt tokens of all classes together: predicted, found, and what was mistaken of them."""
+        counts = {"predicted": self.predicted_hit_tokens, "found": self.hit_tokens}
+        totals = {name: sum(_values(counter)) for name, counter in counts.items()}
+        ways = ("missing", "unforeseen")
+        wrong = {way: sum(_values(self.wrong_hit_tokens, way=way)) for way in ways}
+        return {name: round(tokens) for name, tokens in (totals | wrong).items()}
+
+    def forget_replica(self, replica_id: str) -> None:
+        """A replica is gone: what counts by replica goes with it."""
+        self.predicted_hit_tokens.remove_by_labels({"replica": replica_id})
 
     def _declare_router(self) -> None:
         """How this process itself fares."""

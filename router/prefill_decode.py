@@ -13,7 +13,7 @@ decode replica reads the prompt itself. A cache is offered once: whoever gets th
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -126,8 +126,12 @@ class PrefillClassifier:
         return Classified(ticket, size.prompt_tokens)
 
     knows_prefixes = False
+    prefix_entries = 0
 
-    def placed(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
+    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        return ()
+
+    def placed(self, replica_id: str, size: RequestSize) -> None:
         """Prefixes are not told apart here."""
 
     def forget_replica(self, replica_id: str) -> None:
@@ -358,7 +362,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         question: Question | None = None,
     ) -> None:
         """As `RoutedClient.submit`."""
-        size = self.codec.size(request)
+        size = await self.decoding.sized(request)
         why = self._why(request, size, slo_class)
         self.metrics.decisions.labels(why).inc()
         await self.decoding.submit(
@@ -368,6 +372,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
             timing=timing,
             tenant=tenant,
             question=question,
+            size=size,
             preparation=_HandOver(self, request, size, slo_class, promise, timing) if why is Why.SPLIT else None,
         )
 
@@ -385,6 +390,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         return self.policy.choose(
             SplitState(
                 prompt_tokens=size.prompt_tokens,
+                hit_tokens=self.decoding.hit_tokens(size),
                 itl_target_s=self.config.itl_targets_s.get(slo_class),
                 prefill_replicas=self.pool.replicas,
                 prefill_wait_s=self.pool.wait_s(sum(self.reading_s.values())),

@@ -181,7 +181,7 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.router_id,
         False if ticket.arrival_s is None else ticket.arrival_s,
         False if ticket.predicted_output_tokens is None else ticket.predicted_output_tokens,
-        ticket.tie_s,
+        ticket.step_s,
         ticket.prefixes,
         ticket.fills_idle,
         ticket.recallable,
@@ -190,7 +190,7 @@ def _packed(ticket: Ticket) -> bytes:
         ticket.api_key,
         False if ticket.deadline_s is None else ticket.deadline_s,
         False if ticket.late_key is None else ticket.late_key,
-        ticket.reading_s,
+        ticket.prompt_token_s,
         ticket.unread_tokens,
     )
     return msgspec.msgpack.encode(fields)
@@ -217,7 +217,8 @@ def _packed_reading(reading: Reading | None) -> bytes:
     if reading is None:
         return b""
     most = False if reading.max_unread_tokens is None else reading.max_unread_tokens
-    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most))
+    token_s = False if reading.prompt_token_s is None else reading.prompt_token_s
+    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most, token_s))
 
 
 def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:

@@ -114,6 +114,8 @@ class Entry(Generic[RequestT]):
         planned_key: its deadline key by the policies, where requests are served in another order.
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
+        predicted_hit_tokens: of its prompt, what its replica was taken to have cached when it was sent; None once its
+            engine has said what it had.
         encoded: as it will be sent at once; None where it has changed since.
         blocks: of its prompt, until it is sent; none where no replica tells what it has cached.
         bill: of its key's tokens, None where those have no limit.
@@ -138,6 +140,7 @@ class Entry(Generic[RequestT]):
     recalls: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
+    predicted_hit_tokens: int | None = None
     encoded: Sequence[Buffer] | None = None
     blocks: BlockHashes = ()
     bill: Bill | None = None
@@ -296,12 +299,14 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         promise: Promise = NO_PROMISE,
         tenant: Tenant | None = None,
         question: Question | None = None,
+        size: RequestSize | None = None,
         preparation: Preparation[RequestT] | None = None,
     ) -> None:
         """Queue a request; its outputs come through `next_outputs`.
 
         Args:
             promise: counts from when the request was received.
+            size: as `sized` told it, where it was asked already.
             preparation: comes first; limits and quotas count now, and once.
 
         Raises:
@@ -311,7 +316,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """
         timing.promise, timing.key = promise, tenant.name if tenant else ""
         foresight = None if question is None else await self._classifier.foresee(question)
-        size = await self.sized(request)
+        size = size or await self.sized(request)
         if size.request_id in self._entries:
             raise InputError(f"request {size.request_id} is not over yet: its input cannot be continued")
         arrival_s, replica_ids = self._arrival_s(timing), self._connections.replica_ids
@@ -361,9 +366,18 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _limits(self, classified: Classified, tenant: Tenant | None) -> Limits:
         ticket, spare_s = classified.ticket, math.inf
         if ticket.deadline_s is not None:
-            slowness = min((load.slowness for load in self.snapshot.replicas.values()), default=1.0)
-            spare_s = ticket.deadline_s - self._shared_clock.now() - slowness * classified.reading_s
+            spare_s = ticket.deadline_s - self._shared_clock.now() - self._least_reading_s(ticket)
         return self._door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+
+    def _least_reading_s(self, ticket: Ticket) -> float:
+        """Seconds of reading its prompt on the replica that needs least for it, by what they said last."""
+        loads = self.snapshot.replicas.items()
+        reading = (ticket.unread_at(each) * ticket.token_s(load.slowness, load.prompt_token_s) for each, load in loads)
+        return min(reading, default=0.0)
+
+    def hit_tokens(self, size: RequestSize) -> int:
+        """Of its prompt, what the replica is taken to have cached that has most."""
+        return max((tokens for _, tokens in self._classifier.hits(size, self._connections.replica_ids)), default=0)
 
     def _arrival_s(self, timing: RequestTiming) -> float:
         """On the clock that all routers share."""
@@ -561,11 +575,13 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _queue_again(self, entry: Entry[RequestT]) -> None:
         """Back into its bin under its old key, or before all others if its client has a part of the answer and it does
         not fill idle capacity; unless it is over by now. Never refused: it was admitted once."""
+        size = await self.sized(entry.request)
         if not self._lives(entry):
             return
         recallable = entry.ticket.recallable and entry.recalls < self._config.max_recalls
-        ticket = replace(entry.ticket, arrival_s=None, prefixes=(), recallable=recallable)
-        ticket = replace(ticket, unread_tokens=self._codec.size(entry.request).prompt_tokens)
+        prefixes, entry.blocks = self._classifier.hits(size, self._connections.replica_ids), size.blocks
+        ticket = entry.ticket.of_prompt(size.prompt_tokens, prefixes)
+        ticket = replace(ticket, arrival_s=None, recallable=recallable)
         if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:
             key = banded(Band.RESUMED, self._arrival_s(entry.timing))
             ticket = replace(ticket, deadline_key=key, late_key=None)
@@ -617,12 +633,17 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             return
         entry.connection = connection
         if self._classifier.knows_prefixes:
-            self._classifier.placed(connection.info.replica_id, self._codec.size(entry.request).prompt_token_ids)
-        self._blocks.sent(connection.info.replica_id, entry.blocks)
-        entry.blocks = ()
+            self._note_prefix(entry, connection.info.replica_id)
         if entry.timing.assigned_s is None:
             entry.timing.assigned_s = self._clock.now()
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
+
+    def _note_prefix(self, entry: Entry[RequestT], replica_id: str) -> None:
+        entry.predicted_hit_tokens = entry.ticket.unread_tokens - entry.ticket.unread_at(replica_id)
+        self._metrics.predicted_hit_tokens.labels(entry.slo_class, replica_id).inc(entry.predicted_hit_tokens)
+        self._classifier.placed(replica_id, self._codec.size(entry.request))
+        self._blocks.sent(replica_id, entry.blocks)
+        entry.blocks = ()
 
     def _encoded(self, entry: Entry[RequestT]) -> Sequence[Buffer]:
         encoded, entry.encoded = entry.encoded, None
@@ -691,6 +712,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         stranded = [entry for entry in self._entries.values() if entry.connection is connection]
         self._classifier.forget_replica(replica_id)
         self._blocks.forget(replica_id)
+        self._metrics.forget_replica(replica_id)
         if stranded or not has_ended or not await self._has_left(replica_id):
             self._metrics.replicas_lost.inc()
             logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
@@ -787,6 +809,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry.preparation is not None:
             entry.preparation.answered(output)
             entry.preparation = None
+        if entry.predicted_hit_tokens is not None:
+            self._note_hits(entry, output)
         if entry.repeats and not self._take_repeats(entry, output):
             return ()
         if output.new_token_ids:
@@ -800,6 +824,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._end_locally(entry.request_id)
             return entry.held_back or (output,)
         return (output,) if entry.held_back is None else ()
+
+    def _note_hits(self, entry: Entry[RequestT], output: Output) -> None:
+        hit_tokens = self._codec.cached_tokens(output)
+        if hit_tokens is not None and entry.predicted_hit_tokens is not None:
+            self._metrics.note_hits(entry.slo_class, entry.predicted_hit_tokens, hit_tokens)
+            entry.predicted_hit_tokens = None
 
     def _take_repeats(self, entry: Entry[RequestT], output: Output) -> bool:
         """Take the tokens that the client has already out of a replayed stream; False when nothing new is left."""
@@ -917,6 +947,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store, self._clock.now())
+        self._metrics.prefix_entries.set(self._classifier.prefix_entries)
         await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
 
     async def _settle(self) -> None:

@@ -7,7 +7,7 @@ runs both over the same random histories.
 
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -27,21 +27,21 @@ class Ticket:
         bin_index: its bin of predicted output length.
         bucket: its bucket of prompt length; with its class and bin it makes its lane. 0 where they are not told apart.
         deadline_key: the fixed sort key of its order; least goes first.
-        work_s: predicted seconds of engine time, on a replica of slowness 1.
+        work_s: predicted seconds of engine time, on a replica of slowness 1 that has most of its prompt cached.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             replica was lost.
         deadline_s: on the store's clock, when its first token is due; None when nothing is promised.
         tpot_s: seconds per further token that it was promised; None when nothing is.
         late_key: under which it goes once its first token cannot be in time; None where its order has none.
-        reading_s: predicted seconds of reading its prompt on a replica of slowness 1; 0 where nobody knows how much of
-            it replicas have.
-        unread_tokens: of its prompt, which count against what a replica may hold unread.
+        unread_tokens: of its prompt, those that a replica with nothing of it would read.
+        prefixes: how many of them replicas are known to have cached, as (replica id, tokens).
+        prompt_token_s: predicted seconds of reading one on a replica of slowness 1, where it does not say better.
+        step_s: predicted seconds of an engine step there; replicas whose first token would come less than that apart
+            are as good as equal.
         predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
             swapped; None stays.
         fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
         recallable: it may, where it runs on a replica that serves all classes.
-        tie_s, prefixes: replicas within tie_s of the least work are equal but for the prompt tokens that they know,
-            as (replica id, tokens).
         api_key: the name of its key, with which it takes turns (policies.router.turns); "" without.
     """
 
@@ -55,16 +55,39 @@ class Ticket:
     deadline_s: float | None = None
     tpot_s: float | None = None
     late_key: float | None = None
-    reading_s: float = 0.0
     unread_tokens: int = 0
-    predicted_output_tokens: float | None = None
-    tie_s: float = 0.0
     prefixes: tuple[tuple[str, int], ...] = ()
+    prompt_token_s: float = 0.0
+    step_s: float = 0.0
+    predicted_output_tokens: float | None = None
     fills_idle: bool = False
     recallable: bool = False
     bucket: int = 0
     prompt_tokens: int | None = None
     api_key: str = ""
+
+    def unread_at(self, replica_id: str) -> int:
+        """Prompt tokens that this replica has to read."""
+        return max(0, self.unread_tokens - dict(self.prefixes).get(replica_id, 0))
+
+    @property
+    def least_unread_tokens(self) -> int:
+        """Where most of its prompt is cached."""
+        return max(0, self.unread_tokens - max((tokens for _, tokens in self.prefixes), default=0))
+
+    def token_s(self, slowness: float, said_s: float | None) -> float:
+        """Seconds for a token of its prompt on a replica of this slowness, which may say better."""
+        return self.prompt_token_s * slowness if said_s is None else said_s
+
+    def of_prompt(self, prompt_tokens: int, prefixes: tuple[tuple[str, int], ...]) -> "Ticket":
+        """Of a prompt that has become another, or is cached elsewhere by now."""
+        new = replace(self, unread_tokens=prompt_tokens, prefixes=prefixes)
+        more_s = self.prompt_token_s * (new.least_unread_tokens - self.least_unread_tokens)
+        return replace(new, work_s=max(0.0, self.work_s + more_s))
+
+    def work_at_s(self, replica_id: str) -> float:
+        """As `work_s`, on this replica if its slowness is 1."""
+        return self.work_s + self.prompt_token_s * (self.unread_at(replica_id) - self.least_unread_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +96,16 @@ class Reading:
 
     Attributes:
         read: ids of requests whose prompt it has read, since it said so last.
-        known_tokens: of the prompts of all others, those that it has read, or had in its cache.
+        known_tokens: of the unread tokens of all others, those that it has read, or had in its cache; below 0 by those
+            that it has to read though they were taken for cached.
         max_unread_tokens: with so many it takes no more; None sets no bound.
+        prompt_token_s: its seconds per prompt token, decodes in between included; None while it cannot tell.
     """
 
     read: tuple[str, ...] = ()
     known_tokens: int = 0
     max_unread_tokens: int | None = None
+    prompt_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,7 @@ class ReplicaLoad:
         gang: it takes whole batches, when all its slots are free.
         unread_tokens: prompt tokens that it was given, and has not read as far as is known.
         max_unread_tokens: with so many it takes no more; None sets no bound.
+        prompt_token_s: seconds per prompt token, by its own word; None without.
     """
 
     slots: int
@@ -169,6 +196,7 @@ class ReplicaLoad:
     gang: bool = False
     unread_tokens: int = 0
     max_unread_tokens: int | None = None
+    prompt_token_s: float | None = None
 
     @property
     def is_full(self) -> bool:

@@ -2,9 +2,9 @@
 
 `stock` is plain vLLM behind a plain balancer: first come, first served, most free slots, nothing held back; what an
 engine refuses, by vLLM's own limits, is not tried at another.
-`sluice` is every default: forecast admission, steps and queues by promises, exclusive or mixed by cost, least work, and
-requests that wait in the router while replicas have enough to read. It is told what is promised. Neither has bins: they
-only matter to gang batches.
+`sluice` is every default: forecast admission, steps and queues by promises, exclusive or mixed by cost, the replica
+whose first token comes soonest, and requests that wait in the router while replicas have enough to read. It is told
+what is promised. Neither has bins: they only matter to gang batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +48,8 @@ def system(
                 "max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock"
             )
         engine = replace(engine, ordered=True)
-        defaults = _told(targets or {}, profile) | {"batch": "auto", "order": "deadline"}
+        defaults = _told(targets or {}, profile)
+        defaults |= {"batch": "auto", "order": "deadline", "placement": "soonest_first_token"}
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
     return ClusterConfig(
@@ -86,7 +87,7 @@ FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
     "promises": lambda config: replace(config, promises={}),
     "phases by cost": _batch(mode="mixed"),
     "virtual deadline": _in_order_of_arrival,
-    "placement by work": lambda config: replace(config, placement="most_credit"),
+    "placement by first token": lambda config: replace(config, placement="most_credit"),
     "queue in the router": lambda config: replace(
         config, router=replace(config.router, credit_lookahead=None, credit_s=None)
     ),

@@ -40,6 +40,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     cache: the one that it begins with.
     fetches: False only tells that nobody will.
     told: what its router says of it: seconds until its first token is due, and whether it goes on.
+    unread: tokens of its prompt that count as unread, by replica.
     """
 
     request_id: str
@@ -52,6 +53,10 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     cache: dict[str, int] | None = None
     fetches: bool = True
     told: tuple[float | None, bool] = (None, False)
+    unread: dict[str, int] = {}
+
+
+BLOCK_TOKENS = 64
 
 
 class FakeOutput(msgspec.Struct):
@@ -105,7 +110,15 @@ class FakeCodec:
     def with_ticket(
         self, request: FakeRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
     ) -> FakeRequest:
-        return msgspec.structs.replace(request, told=(ttft_left_s, resumed))
+        unread = {replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes}
+        return msgspec.structs.replace(request, told=(ttft_left_s, resumed), unread=unread)
+
+    def unread_tokens(self, request: FakeRequest, replica_id: str) -> int:
+        return request.unread.get(replica_id, len(request.prompt))
+
+    def cached_tokens(self, output: Output) -> int | None:
+        assert isinstance(output, FakeOutput)
+        return output.hits
 
     def encode_request(self, request: FakeRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
@@ -206,6 +219,10 @@ class FakeEngine:
         self.taken = 0
         self.fetched = self.let_go = 0  # caches
         self.loses_caches = self.transfers_hang = False
+        self.prefixes: set[tuple[int, ...]] | None = (
+            None  # that it has in its cache, of whole blocks; None says nothing
+        )
+        self._hits: dict[str, int] = {}
         self.finish_reason = "length"
         self._held: dict[str, FakeRequest] = {}
         self._states: dict[str, tuple[int, int]] = {}  # digest of all tokens so far, tokens generated
@@ -224,6 +241,8 @@ class FakeEngine:
         if request.request_id in self._held:
             self.die()
         self._held[request.request_id] = request
+        if self.prefixes is not None:
+            self._hits[request.request_id] = self._look_up(request.prompt, self.prefixes)
         self._states[request.request_id] = self._read(request), 0
         self.taken += 1
         self.most_held = max(self.most_held, len(self._held))
@@ -237,6 +256,13 @@ class FakeEngine:
             return digest(request.prompt, self.salt)
         self.fetched += 1
         return request.cache["digest"]
+
+    def _look_up(self, prompt: list[int], prefixes: set[tuple[int, ...]]) -> int:
+        """How much of a prompt it had; it has all of it from now on."""
+        begun = [tuple(prompt[:end]) for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)]
+        hits = sum(each in prefixes for each in begun)
+        prefixes.update(begun)
+        return hits * BLOCK_TOKENS
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -267,7 +293,8 @@ class FakeEngine:
             self._forget(request.request_id)
         leaves = request.leaves_cache and finished and not self.loses_caches
         cache = {"digest": digest(request.prompt, self.salt), "hits": len(request.prompt) // 2} if leaves else None
-        return FakeOutput(request.request_id, [token], self.finish_reason if finished else None, cache)
+        hits = self._hits.pop(request.request_id, None)
+        return FakeOutput(request.request_id, [token], self.finish_reason if finished else None, cache, hits)
 
     def _forget(self, request_id: str) -> None:
         self._held.pop(request_id, None)

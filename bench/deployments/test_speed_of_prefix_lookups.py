@@ -91,4 +91,4 @@ def test_forget_a_cache_of_1_600_000_tokens(benchmark: BenchmarkFixture) -> None
     def learn() -> None:
         known.apply("r", BlockChanges(None, 1, hashing(16), packed))
 
-    benchmark.pedantic(known.forget, ("r",), setup=learn, rounds=20)
+    benchmark.pedantic(known.forget, ("r",), setup=learn, rounds=20)  # type: ignore[no-untyped-call]

@@ -53,6 +53,12 @@ class NullCodec:
     ) -> NullRequest:
         return request
 
+    def unread_tokens(self, request: NullRequest, replica_id: str) -> int:
+        return request.prompt_tokens
+
+    def cached_tokens(self, output: Output) -> int | None:
+        return None
+
     def encode_request(self, request: NullRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
 

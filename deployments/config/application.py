@@ -467,13 +467,10 @@ class ClassSection(Section):
 
 
 class PlacementSection(Section):
-    """Which replica takes a request: the one with the least predicted work."""
+    """Which replica takes a request: the one that is predicted to send its first token soonest (docs/prefixes.md)."""
 
-    prefix_tie_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Replicas whose predicted work differs by less go by the longest known prefix of the prompt: about what reading a
-    typical prefix again would cost. 0 does without."""
     prefix_entries: int = Field(default=65536, ge=1)
-    """(replica, block of 64 tokens) pairs that a router remembers, some 200 bytes each."""
+    """(replica, block of 64 tokens) pairs that a router remembers of the prompts that it sent, some 200 bytes each."""
 
     def prefixes(self) -> PrefixIndex:
         return PrefixIndex(PrefixIndexConfig(max_entries=self.prefix_entries))
@@ -486,6 +483,9 @@ class KeysSection(Section):
     """YAML file of keys, see deployments/http/keys.py; read again when it changes."""
     redis: bool = False
     """Keys in Redis, written by `sluice keys new --store`."""
+    isolate_prefixes: bool = False
+    """Whether requests of each key find only prompts of that key in the caches. Without, how soon an answer begins can
+    tell what others asked; with, what several keys ask is read once for each of them."""
 
 
 class OrderSection(Section):
@@ -746,6 +746,11 @@ class ModelSection(Section):
             return self
         share = ("--gpu-memory-utilization", f"{CPU_MEMORY_SHARE / engines:.3g}")
         return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether engines find in their caches what they have read before."""
+        return self.engine.kind == "vllm" and "--no-enable-prefix-caching" not in _options(self.vllm_args)
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -358,10 +358,11 @@ class Relay:
         self._arrivals += 1
         request.request_id = engine_id = f"{request_id}~{self._arrivals}"
         prompt_tokens = self._engine.codec.size(request).prompt_tokens
+        unread_tokens = self._engine.codec.unread_tokens(request, self.info.replica_id)
         self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
         if self._config.prefill_budget_tokens is not None:
             self._mean_prompt_tokens += (prompt_tokens - self._mean_prompt_tokens) / min(self._arrivals, 32)
-        self._prompts.came(request_id, prompt_tokens)
+        self._prompts.came(request_id, unread_tokens, prompt_tokens - unread_tokens)
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again
         self._idle.clear()

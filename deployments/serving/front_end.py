@@ -109,6 +109,7 @@ class FrontEnd:
             self.routed,
             unsupported if self._config.gang else None,
             self._config.router.max_prompt_logprobs,
+            isolates_keys=self._config.keys.isolate_prefixes and self._config.caches_prefixes,
         )
         if not self._config.gang:
             self._grammars = self._made_grammars(resources)
@@ -273,8 +274,7 @@ class FrontEnd:
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,
             metrics=self.metrics,
-            prefixes=config.placement.prefixes(),
-            prefix_tie_s=config.placement.prefix_tie_s,
+            prefixes=config.placement.prefixes() if config.caches_prefixes else None,
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),
@@ -321,6 +321,8 @@ class FrontEnd:
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
+            # Other routers have memories of their own.
+            "prefixes": {"entries": self._classifier.prefix_entries, "hit_tokens": self.metrics.hits},
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
 
@@ -347,6 +349,7 @@ def _load(load: ReplicaLoad) -> dict[str, float | None]:
         "credit": load.credit,
         "unread_tokens": load.unread_tokens,
         "max_unread_tokens": load.max_unread_tokens,
+        "prompt_token_s": load.prompt_token_s,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
     }

@@ -1,11 +1,12 @@
-"""Which replica takes a request: the one that would be done with it first, by predicted work and not by count.
+"""Which replica takes a request: the one that is predicted to send its first token soonest.
 
-Least predicted outstanding work, in seconds, among the replicas that offer credit and serve the request's class; among
-near-equal ones the replica that knows the longest prefix of the prompt. A count of requests takes a 20-token answer and
-a 2000-token answer for equal; predicted work does not. No paper of the five treats placement.
+Of the replicas that offer credit and serve the request's class. What is cached of its prompt need not be read there;
+what other prompts have to be read first counts. Where that makes no difference, the least predicted work decides. No
+paper of the five treats placement.
 
-The decision is split so that a Redis script can take it: `score` and the known prefixes make a small table, and `pick`
-is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order.
+The decision is split so that a Redis script can take it: `first_token_s` and the work of each replica make a small
+table, and `soonest` is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte
+order. What else stands here is there to compare with.
 """
 
 import math
@@ -13,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from policies.checks import require_at_least, require_positive
 from policies.types import ReplicaView, RequestView, StepTimes
@@ -55,8 +56,8 @@ class LeastOutstandingWorkConfig:
 
     Attributes:
         tie_s: replicas whose scores differ by at most this much are equal but for the prefix they know. Reading a
-            cached prefix again would cost about prefix tokens * prefill seconds per token: set it to what a typical hit
-            saves.
+            cached prefix again would cost about prefix tokens * prefill seconds per token. None takes no account of
+            prefixes.
         default_output_tokens: the answer's length where there is no prediction.
         shared_batch_size: requests among which the fixed cost of a decode step is divided.
 
@@ -64,7 +65,7 @@ class LeastOutstandingWorkConfig:
         ConfigError: tie_s is negative, another value is not positive, or one is not finite.
     """
 
-    tie_s: float = 0.05
+    tie_s: float | None = 0.05
     default_output_tokens: float = 256.0
     shared_batch_size: int = 32
 
@@ -126,29 +127,68 @@ class LeastOutstandingWork:
         self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
     ) -> str | None:
         scores = {replica.replica_id: self.score(replica, request) for replica in _with_credit(replicas, request)}
+        if self.config.tie_s is None:
+            return pick(scores, {}, 0.0)
         return pick(scores, prefix_tokens or {}, self.config.tie_s)
 
 
-class SoonestFirstToken:
-    """Chooses the replica that is predicted to send the first token soonest; of equals the one with the least work.
+class Offer(NamedTuple):
+    """What a replica offers to a request.
 
-        (unread tokens ahead + prompt tokens - those of them that it holds) * its seconds per prompt token
-
-    One price in seconds for queue and hit: a replica that holds the prefix and has a queue competes with an idle one
-    that does not. Decodes count through the pace.
+    Attributes:
+        first_token_s: predicted seconds until its first token there, see `first_token_s`.
+        step_s: seconds of an engine step there.
+        work_s: predicted seconds of the work that it would hold with the request.
     """
+
+    first_token_s: float
+    step_s: float
+    work_s: float
+
+
+def first_token_s(unread_tokens_ahead: int, unread_tokens: int, prompt_token_s: float) -> float:
+    """One price for queue and hit: (unread tokens ahead + those of the prompt, not cached) * seconds per prompt token.
+
+    A replica that holds the prefix and has a queue competes with an idle one that does not. Decodes count through the
+    pace.
+    """
+    return (unread_tokens_ahead + unread_tokens) * prompt_token_s
+
+
+def soonest(offers: Mapping[str, Offer]) -> str | None:
+    """The replica whose first token comes soonest; of those at most a step behind it, the one with the least work.
+
+    A prompt is read from the beginning of a step on, so less than a step makes no difference to the first token. Work
+    does to the others. None when there are no offers; their order does not matter.
+    """
+    if not offers:
+        return None
+    least_s = min(offer.first_token_s for offer in offers.values())
+    near = (each for each, offer in offers.items() if offer.first_token_s - offer.step_s <= least_s)
+    return min(near, key=lambda each: (offers[each].work_s, offers[each].first_token_s, each))
+
+
+class SoonestFirstToken:
+    """Chooses the replica that is predicted to send the first token soonest, see `soonest`."""
 
     def choose(
         self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
     ) -> str | None:
         held = prefix_tokens or {}
+        return soonest(
+            {
+                replica.replica_id: _offer(replica, request, held.get(replica.replica_id, 0))
+                for replica in _with_credit(replicas, request)
+            }
+        )
 
-        def price(replica: ReplicaView) -> tuple[float, float, str]:
-            pace = replica.prompt_token_s or replica.step_times.prefill.prefill_s
-            tokens = replica.unread_tokens + request.prefill_tokens - held.get(replica.replica_id, 0)
-            return tokens * pace, replica.outstanding_s, replica.replica_id
 
-        return min(map(price, _with_credit(replicas, request)), default=(0.0, 0.0, None))[2]
+def _offer(replica: ReplicaView, request: RequestView, hit_tokens: int) -> Offer:
+    times = replica.step_times
+    pace = replica.prompt_token_s or times.prefill.prefill_s
+    unread_tokens = request.prompt_tokens + request.output_tokens - max(request.cached_tokens, hit_tokens)
+    token_s = first_token_s(replica.unread_tokens, unread_tokens, pace)
+    return Offer(token_s, times.decode.overhead_s, replica.outstanding_s)
 
 
 class RoundRobin:
@@ -196,7 +236,7 @@ class PrefixIndexConfig:
     """
 
     block_tokens: int = 64
-    max_blocks: int = 64
+    max_blocks: int = 4096
     max_entries: int = 65536
 
     def __post_init__(self) -> None:
@@ -216,18 +256,20 @@ class PrefixIndex:
         self.config = config
         self._known: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def record(self, replica_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """Note that a replica was given this prompt."""
-        for digest in reversed(list(self._digests(prompt_token_ids))):
+    def record(self, replica_id: str, prompt_token_ids: Sequence[int], salt: str = "") -> None:
+        """Note that a replica was given this prompt. Prompts of unlike salt have nothing in common."""
+        for digest in reversed(list(self._digests(prompt_token_ids, salt))):
             self._known[replica_id, digest] = None
             self._known.move_to_end((replica_id, digest))
         while len(self._known) > self.config.max_entries:
             self._known.popitem(last=False)
 
-    def known_tokens(self, replica_ids: Iterable[str], prompt_token_ids: Sequence[int]) -> dict[str, int]:
+    def known_tokens(
+        self, replica_ids: Iterable[str], prompt_token_ids: Sequence[int], salt: str = ""
+    ) -> dict[str, int]:
         """How many leading tokens of the prompt each replica was given before; those that know none are absent."""
         left, known = list(replica_ids), dict[str, int]()
-        for blocks, digest in enumerate(self._digests(prompt_token_ids), start=1):
+        for blocks, digest in enumerate(self._digests(prompt_token_ids, salt), start=1):
             left = [replica_id for replica_id in left if (replica_id, digest) in self._known]
             if not left:
                 break
@@ -242,9 +284,8 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._known)
 
-    def _digests(self, prompt_token_ids: Sequence[int]) -> Iterator[int]:
-        # Tuples of ints hash alike in every process: string hash randomisation does not touch them.
-        size, digest = self.config.block_tokens, 0
+    def _digests(self, prompt_token_ids: Sequence[int], salt: str) -> Iterator[int]:
+        size, digest = self.config.block_tokens, hash(salt)
         for start in islice(range(0, len(prompt_token_ids) - size + 1, size), self.config.max_blocks):
             digest = hash((digest, *prompt_token_ids[start : start + size]))
             yield digest

@@ -7,7 +7,7 @@ travel, the last prompt token is computed twice, and the prefill replicas do not
 
 A prompt that is read where others decode stretches their next steps to
 
-    gap_s = mixed step of (chunk, batch),   chunk = min(prompt_tokens, max_batch_tokens)
+    gap_s = mixed step of (chunk, batch),   chunk = min(unread_tokens, max_batch_tokens)
 
 and without it they would take the decode step of that batch. Reading it elsewhere pays when that gap breaks the
 inter-token target and the own steps do not, when the prefill costs more than the transfer, and when a prefill replica
@@ -70,7 +70,7 @@ class PrefillDecodeConfig:
 
     Attributes:
         mode: "auto" decides by cost, "always" splits whatever is long enough, "never" nothing.
-        min_prompt_tokens: shorter prompts are never split.
+        min_prompt_tokens: prompts of which a decode replica would read less are never split.
         max_batch_tokens: the longest chunk that a step of a decode replica reads.
         max_wait_s: the longest that a prompt may wait for a prefill replica.
         gain: the prefill must take so many times the seconds of the transfer.
@@ -97,6 +97,7 @@ class SplitState:
     """A request, and both pools as they stand.
 
     Attributes:
+        hit_tokens: of its prompt, those that a decode replica has cached: they are not read anywhere.
         itl_target_s: what its service allows between two tokens, None where nothing is promised.
         prefill_replicas: those alive.
         prefill_wait_s: predicted seconds until the least loaded of them would start this prompt.
@@ -112,6 +113,11 @@ class SplitState:
     decode_batch: float
     context_tokens: float | None = None
     slowness: float = 1.0
+    hit_tokens: int = 0
+
+    @property
+    def unread_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.hit_tokens)
 
 
 class PrefillDecode:
@@ -125,7 +131,7 @@ class PrefillDecode:
         config = self.config
         if config.mode == "never":
             return Why.OFF
-        if state.prompt_tokens < config.min_prompt_tokens:
+        if state.unread_tokens < config.min_prompt_tokens:
             return Why.SHORT
         if not state.prefill_replicas:
             return Why.NO_REPLICA
@@ -138,13 +144,12 @@ class PrefillDecode:
             return Why.NO_TARGET
         if state.decode_batch < 1.0:
             return Why.IDLE  # nobody would notice
-        if self.prefill_s(state.prompt_tokens) < self.config.gain * self.config.transfer.transfer_s(
-            state.prompt_tokens
-        ):
+        transfer_s = self.config.transfer.transfer_s(state.prompt_tokens)
+        if self.prefill_s(state.unread_tokens) < self.config.gain * transfer_s:
             return Why.TRANSFER
         if self._step_s(state, 0) > state.itl_target_s:
             return Why.BEYOND_TARGET  # missed anyhow: what is needed there is smaller batches
-        chunk = min(state.prompt_tokens, self.config.max_batch_tokens)
+        chunk = min(state.unread_tokens, self.config.max_batch_tokens)
         return Why.SPLIT if self._step_s(state, chunk) > state.itl_target_s else Why.WITHIN_TARGET
 
     def prefill_s(self, prompt_tokens: int) -> float:

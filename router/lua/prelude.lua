@@ -18,9 +18,10 @@
 --   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:on:<r>        set of ids on replica r
---   P:unread_of:<r> hash  id -> tokens of its prompt; those on replica r that it has not read
+--   P:unread_of:<r> hash  id -> tokens of its prompt that were not cached; those on replica r that it has not read
 --   P:unread        hash  replica -> all of those
---   P:reading       hash  replica -> msgpack {of those it has read, or cached; with so many unread it takes no more, or false}
+--   P:reading       hash  replica -> msgpack {of those it has read, or cached, below 0 where more is to be read; with so
+--                                 many unread it takes no more, or false; its seconds per prompt token, or false}
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
@@ -38,8 +39,8 @@
 -- The twin in Python is router/memory_store.py; a contract test runs both over the same histories.
 
 local P, APPLICATION = KEYS[1], KEYS[2]
-local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, TIE, PREFIXES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, READING, UNREAD = 10, 11, 12, 13, 14, 15, 16, 17, 18
+local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, STEP, HITS = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, TOKEN, UNREAD = 10, 11, 12, 13, 14, 15, 16, 17, 18
 local REPLICA, SINCE_MS, CHARGE = 19, 20, 21 -- since when it is in its lane, or on its replica
 
 -- policies.router.order: BAND_S, Band.IN_TIME, Band.NO_TARGET, Band.LATE, STARTS_FOR_THE_PATIENT.
@@ -115,10 +116,13 @@ local function spend(spent)
   end
 end
 
--- What a replica said last of its prompts: tokens that it knows, and most that it may have unread, false for any number.
+-- What a replica said last of its prompts, as in P:reading.
+local function reading_in(raw)
+  return unpack(raw and cmsgpack.unpack(raw) or { 0, false, false })
+end
+
 local function reading_of(replica)
-  local raw = redis.call('HGET', P .. ':reading', replica)
-  return unpack(raw and cmsgpack.unpack(raw) or { 0, false })
+  return reading_in(redis.call('HGET', P .. ':reading', replica))
 end
 
 -- Prompt tokens that a replica was given, but for those that it is known to have read.
@@ -129,12 +133,6 @@ end
 local function is_full_of_prompts(replica)
   local known, most = reading_of(replica)
   return most and unread_tokens(replica, known) >= most
-end
-
--- Whether it has prompts before it, where it says how many it may have.
-local function has_prompts_to_read(replica)
-  local known, most = reading_of(replica)
-  return most and unread_tokens(replica, known) > 0
 end
 
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up, or it has
@@ -223,7 +221,7 @@ local function note_read(replica, id)
   end
 end
 
--- A replica's word {{id that it has read ...}, tokens of other prompts that it knows, most that it may have unread or false}.
+-- A replica's word {{id that it has read ...}, then of the other prompts what P:reading has}.
 local function note_reading(replica, packed)
   if packed == '' then
     return
@@ -232,18 +230,36 @@ local function note_reading(replica, packed)
   for _, id in ipairs(reading[1]) do
     note_read(replica, id)
   end
-  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3] }))
+  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3], reading[4] }))
+end
+
+-- router.state_store.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to read, by
+-- replica, and the one that has least.
+local function unread_of(ticket)
+  local left, least = {}, ticket[UNREAD]
+  for _, pair in ipairs(ticket[HITS]) do
+    local unread = math.max(0, ticket[UNREAD] - pair[2])
+    left[pair[1]], least = unread, math.min(least, unread)
+  end
+  return left, least
+end
+
+-- router.state_store.Ticket.work_at_s
+local function work_at_s(ticket, unread, least)
+  return ticket[WORK] + ticket[TOKEN] * (unread - least)
 end
 
 local function put_on(id, ticket, replica)
+  local left, least = unread_of(ticket)
+  local unread = left[replica] or ticket[UNREAD]
   ticket[REPLICA] = replica
   ticket[SINCE_MS] = now_ms()
-  ticket[CHARGE] = ticket[WORK] * slowness_of(replica)
+  ticket[CHARGE] = work_at_s(ticket, unread, least) * slowness_of(replica)
   save_ticket(id, ticket)
   redis.call('SADD', P .. ':on:' .. replica, id)
-  if ticket[UNREAD] > 0 then
-    redis.call('HSET', P .. ':unread_of:' .. replica, id, ticket[UNREAD])
-    redis.call('HINCRBY', P .. ':unread', replica, ticket[UNREAD])
+  if unread > 0 then
+    redis.call('HSET', P .. ':unread_of:' .. replica, id, unread)
+    redis.call('HINCRBY', P .. ':unread', replica, unread)
   end
   add_counted(':running', ':work', replica, 1, ticket[CHARGE])
   if ticket[RECALLABLE] and is_for_all(replica) then
@@ -337,33 +353,53 @@ local function more_urgent(a, b)
   return a.class < b.class
 end
 
-local function serves(replica, class)
-  local classes = redis.call('HGET', P .. ':serves', replica) or ''
+local function is_for(classes, class)
   return classes == '' or string.find(classes, ',' .. class .. ',', 1, true) ~= nil
 end
 
--- policies.router.placement.pick over the replicas with credit that serve the ticket's class, or nil when there is none:
--- least work, this ticket included; within the ticket's tie the longest known prefix, then the work, then the id.
+local function serves(replica, class)
+  return is_for(redis.call('HGET', P .. ':serves', replica) or '', class)
+end
+
+-- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with the
+-- ticket, seconds until its first token, seconds of a step} ..., and the least seconds until the first token.
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
-local function choose(ticket, owed)
-  local known, scores, least = {}, {}, nil
-  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
-  for _, pair in ipairs(ticket[PREFIXES]) do
-    known[pair[1]] = pair[2]
+local function offers_to(ticket, owed)
+  local free, offers, least_s = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, math.huge
+  if not free[1] then
+    return offers
   end
-  local free = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES')
+  local ids = {}
   for i = 1, #free, 2 do
-    if serves(free[i], ticket[CLASS]) and not (late and has_prompts_to_read(free[i])) then
-      local score = tonumber(free[i + 1]) + ticket[WORK] * slowness_of(free[i])
-      scores[#scores + 1] = { free[i], score, known[free[i]] or 0 }
-      least = (not least or score < least) and score or least
+    ids[#ids + 1] = free[i]
+  end
+  local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
+  local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
+  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
+  local left, least_unread = unread_of(ticket)
+  for i, id in ipairs(ids) do
+    local known, most, token_s = reading_in(readings[i])
+    local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
+    if is_for(classes[i] or '', ticket[CLASS]) and not (late and most and ahead > 0) then
+      local unread = left[id] or ticket[UNREAD]
+      local first_token_s = (ahead + unread) * (token_s or ticket[TOKEN] * slowness)
+      local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
+      offers[#offers + 1] = { id, work, first_token_s, ticket[STEP] * slowness }
+      least_s = math.min(least_s, first_token_s)
     end
   end
+  return offers, least_s
+end
+
+-- policies.router.placement.soonest, or nil when there is no offer: least seconds until the first token; of those less than
+-- a step behind it the least work, then the seconds, then the id.
+local function choose(ticket, owed)
+  local offers, least_s = offers_to(ticket, owed)
   local best
-  for _, other in ipairs(scores) do
-    if other[2] <= least + ticket[TIE] then
-      if not best or other[3] > best[3] or (other[3] == best[3] and (other[2] < best[2]
-          or (other[2] == best[2] and other[1] < best[1]))) then
+  for _, other in ipairs(offers) do
+    if other[3] - other[4] <= least_s then
+      if not best or other[2] < best[2] or (other[2] == best[2] and (other[3] < best[3]
+          or (other[3] == best[3] and other[1] < best[1]))) then
         best = other
       end
     end
@@ -398,8 +434,13 @@ end
 
 -- policies.router.order.is_late, from a replica that could take it, of a ticket that was not called that before.
 local function is_late(ticket, replica)
-  return ticket[LATE_KEY] and ticket[DEADLINE] and ticket[KEY] ~= ticket[LATE_KEY]
-      and now_s() + ticket[READING] * slowness_of(replica) > ticket[DEADLINE]
+  if not ticket[LATE_KEY] or not ticket[DEADLINE] or ticket[KEY] == ticket[LATE_KEY] then
+    return false
+  end
+  local _, _, token_s = reading_of(replica)
+  local unread = unread_of(ticket)[replica] or ticket[UNREAD]
+  local reading_s = unread * (token_s or ticket[TOKEN] * slowness_of(replica))
+  return now_s() + reading_s > ticket[DEADLINE]
 end
 
 -- Give it the key of those behind.

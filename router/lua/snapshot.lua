@@ -4,7 +4,7 @@ for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
   lanes[lane] = redis.call('ZCARD', P .. ':lane:' .. lane)
 end
 for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
-  local known, most = reading_of(replica)
+  local known, most, token_s = reading_of(replica)
   replicas[replica] = {
     slots = hash_number(':slots', replica),
     running = hash_number(':running', replica),
@@ -12,6 +12,7 @@ for _, replica in ipairs(redis.call('HKEYS', P .. ':replicas')) do
     slowness = slowness_of(replica),
     unread_tokens = unread_tokens(replica, known),
     max_unread_tokens = most or cjson.null,
+    prompt_token_s = token_s or cjson.null,
     gang = redis.call('HEXISTS', P .. ':gangs', replica) == 1,
   }
 end

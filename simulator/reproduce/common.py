@@ -29,6 +29,8 @@ SOURCES = {
     "arxiv": ("arxiv_summarization_lengths.csv.gz", "microsoft/vidur, arXiv summarization lengths (MIT)"),
     "alpaca": ("halueval_general_train.jsonl.gz", "RUCAIBox/HaluEval, general_data (MIT)"),
     "gsm8k": ("gsm8k_models_train.jsonl.gz", "openai/grade-school-math (MIT), lm-sys/RouteLLM (Apache-2.0)"),
+    "agents": ("agentic_coding_sessions.csv.gz", "callanjfox/kv-cache-tester, agent sessions (Apache-2.0)"),
+    "mooncake": ("mooncake_conversation.csv.gz", "kvcache-ai/Mooncake, conversation trace (Apache-2.0)"),
     "deepseek_r1": ("servegen_deepseek_r1_1h.csv.gz", "alibaba/ServeGen, deepseek-r1 (Apache-2.0)"),
 }
 
@@ -49,13 +51,17 @@ class Setting:
     runs: int = 3
     processes: int = 1
 
-    def workload(self, name: str) -> Workload:
+    def file(self, name: str) -> Path:
         """Raises InputError where the data are not at hand, naming their source."""
         file, source = SOURCES[name]
         found = sorted(self.data.rglob(file)) if self.data else []
         if not found:
             raise InputError(f"needs {file} in the folder of --data; it is from {source}")
-        return read_workload(found[0], rng=np.random.default_rng(0))
+        return found[0]
+
+    def workload(self, name: str) -> Workload:
+        """Raises InputError as `file`."""
+        return read_workload(self.file(name), rng=np.random.default_rng(0))
 
     def figure(self, name: str) -> Path | None:
         return None if self.figures is None else self.figures / f"{name}.png"

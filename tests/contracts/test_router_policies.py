@@ -30,7 +30,14 @@ from policies.router.order import (
     VirtualDeadline,
     VirtualDeadlineConfig,
 )
-from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, MostCredit, Placement
+from policies.router.placement import (
+    LeastOutstandingWork,
+    LeastOutstandingWorkConfig,
+    MostCredit,
+    Placement,
+    RoundRobin,
+    SoonestFirstToken,
+)
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
 ORDERS: dict[str, Callable[[], Order]] = {
@@ -43,6 +50,8 @@ ORDERS: dict[str, Callable[[], Order]] = {
 }
 PLACEMENTS: dict[str, Callable[[], Placement]] = {
     "least_outstanding_work": lambda: LeastOutstandingWork(LeastOutstandingWorkConfig()),
+    "soonest_first_token": SoonestFirstToken,
+    "round_robin": RoundRobin,
     "most_credit": MostCredit,
 }
 BUCKETS: dict[str, Callable[[], BucketPolicy]] = {
@@ -108,13 +117,13 @@ def test_an_order_gives_every_request_one_finite_key(name: str, requests: list[R
 def test_a_placement_finds_a_replica_whenever_one_may_take_the_request(
     name: str, replicas: list[ReplicaView], request_: RequestView
 ) -> None:
-    placement, twin = PLACEMENTS[name](), pickle.loads(pickle.dumps(PLACEMENTS[name]()))
+    placement, other, twin = PLACEMENTS[name](), PLACEMENTS[name](), pickle.loads(pickle.dumps(PLACEMENTS[name]()))
     before = copy.deepcopy(replicas)
     prefix_tokens = {replica.replica_id: 64 * replica.credit for replica in replicas}
     chosen = placement.choose(replicas, request_, prefix_tokens)
     able = {replica.replica_id for replica in replicas if replica.credit and replica.serves(request_.slo_class)}
     assert chosen in able if able else chosen is None
-    assert placement.choose(replicas[::-1], request_, prefix_tokens) == chosen
+    assert other.choose(replicas[::-1], request_, prefix_tokens) == chosen
     assert twin.choose(tuple(replicas), request_, prefix_tokens) == chosen
     assert replicas == before
 

@@ -323,13 +323,62 @@ async def test_a_heartbeat_changes_the_speed(store: StateStore) -> None:
     assert (await store.snapshot()).replicas["r"].slowness == 4.0
 
 
-async def test_among_replicas_of_like_work_the_longest_known_prefix_decides(store: StateStore) -> None:
+def prompt(request_id: str, tokens: int, **fields: Any) -> Ticket:
+    """A token takes a quarter of a second where the replica does not say better."""
+    return ticket(request_id, unread_tokens=tokens, **{"prompt_token_s": 0.25, **fields})
+
+
+async def test_a_request_goes_where_most_of_its_prompt_is_cached(store: StateStore) -> None:
     for name in ("p", "q", "r"):
         await store.register_replica(info(name), 4)
-    known = (("q", 64), ("r", 128))
-    assert await store.enqueue(ticket("x", work_s=0.25, prefixes=known)) == [Assignment("x", "r")]
-    assert await store.enqueue(ticket("y", work_s=0.25, prefixes=known)) == [Assignment("y", "q")]
-    assert await store.enqueue(ticket("z", work_s=0.25, prefixes=known, tie_s=0.5)) == [Assignment("z", "r")]
+    known = (("q", 64), ("r", 96))
+    assert await store.enqueue(prompt("x", 100, prefixes=known)) == [Assignment("x", "r")]
+    assert (await store.snapshot()).replicas["r"].unread_tokens == 4
+
+
+async def test_a_popular_prefix_spreads_when_waiting_costs_more_than_reading(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 9)
+    known = (("q", 60),)
+    placed = [(await store.enqueue(prompt(f"x{n}", 100, prefixes=known)))[0].replica_id for n in range(4)]
+    assert placed == ["q", "q", "p", "q"]  # after 80 and 100 tokens that wait
+
+
+async def test_a_replica_that_reads_slowly_by_its_own_word_competes_by_that(store: StateStore) -> None:
+    for name, token_s in (("p", 1.0), ("q", 0.5)):
+        await store.register_replica(info(name), 4)
+        await store.beat_replica(name, 4, FOR_EVER_S, reading=Reading(prompt_token_s=token_s))
+    assert (await store.snapshot()).replicas["p"].prompt_token_s == 1.0
+    assert await store.enqueue(prompt("x", 100, prefixes=(("p", 50),))) == [Assignment("x", "p")]  # 50 s either way
+    assert await store.enqueue(prompt("y", 100, prefixes=(("p", 90),))) == [Assignment("y", "q")]  # behind those 50
+
+
+async def test_less_than_a_step_makes_no_difference(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 4)
+    await store.enqueue(ticket("old", work_s=2.0))
+    known = (("p", 4),)
+    assert await store.enqueue(prompt("x", 100, prefixes=known, step_s=1.0)) == [Assignment("x", "q")]
+    await store.cancel(["x"])
+    assert await store.enqueue(prompt("x", 100, prefixes=known, step_s=0.75)) == [Assignment("x", "p")]
+
+
+async def test_what_is_cached_is_no_work(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 1)
+    for name in ("x", "y"):  # by its work where most is cached
+        await store.enqueue(prompt(name, 100, prefixes=(("q", 80),), work_s=7.0))
+    loads = (await store.snapshot()).replicas
+    assert (loads["q"].outstanding_s, loads["p"].outstanding_s) == (7.0, 27.0)
+
+
+async def test_a_prompt_that_was_taken_for_cached_counts_once_its_replica_says_so(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 4)
+    await store.enqueue(prompt("x", 100, prefixes=(("q", 96),)))
+    await store.beat_replica("q", 4, FOR_EVER_S, reading=Reading(known_tokens=-96))
+    assert (await store.snapshot()).replicas["q"].unread_tokens == 100
+    assert await store.enqueue(prompt("y", 100, prefixes=(("q", 50),))) == [Assignment("y", "p")]
 
 
 async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
@@ -535,15 +584,15 @@ async def test_the_longest_overtaking_is_told(store: StateStore) -> None:
 
 async def test_who_is_late_when_it_is_its_turn_moves_behind_and_is_counted(store: StateStore) -> None:
     late_key = banded(Band.LATE, FAR_S)
-    for name, key, deadline_s, reading_s in (
+    for name, key, deadline_s, prompt_token_s in (
         ("passed", 1.0, PASSED_S, 0.0),
         ("too long", 2.0, FAR_S, FAR_S),
         ("in time", 3.0, FAR_S, 0.0),
         ("no target", banded(Band.NO_TARGET, FAR_S), None, 0.0),
         ("idle", banded(Band.FILLS_IDLE, FAR_S), None, 0.0),
     ):
-        given = {"key": key, "late_key": key if deadline_s is None else late_key, "reading_s": reading_s}
-        await store.enqueue(ticket(name, deadline_s=deadline_s, **given))
+        given = {"key": key, "late_key": key if deadline_s is None else late_key, "prompt_token_s": prompt_token_s}
+        await store.enqueue(prompt(name, 1, deadline_s=deadline_s, **given))
     names = ["in time", "no target", "passed", "too long", "idle"]
     for number in range(1, 6):
         await store.register_replica(info(f"r{number}"), 1)
@@ -570,11 +619,21 @@ async def test_who_is_late_on_arrival_waits_where_there_are_prompts_to_read(stor
 
 
 async def test_a_slow_replica_makes_late_what_a_fast_one_does_not(store: StateStore) -> None:
-    fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "reading_s": FAR_S / 2}
-    await store.enqueue(ticket("x", **fields))
+    fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "prompt_token_s": FAR_S / 2}
+    await store.enqueue(prompt("x", 1, **fields))
     await store.register_replica(info("r"), 1)
-    await store.enqueue(ticket("y", **fields))
+    await store.enqueue(prompt("y", 1, **fields))
     await store.register_replica(info("slow"), 1, slowness=2.0)
+    assert (await store.snapshot()).late == {("standard", "reading"): 1}
+
+
+async def test_a_prompt_that_is_cached_is_in_time_where_it_is(store: StateStore) -> None:
+    fields = {"key": 1.0, "deadline_s": FAR_S, "late_key": banded(Band.LATE, FAR_S), "prompt_token_s": FAR_S}
+    await store.register_replica(info("p"), 1)
+    await store.enqueue(prompt("x", 9, prefixes=(("q", 9),), **fields))
+    assert (await store.snapshot()).late == {("standard", "reading"): 1}
+    await store.register_replica(info("q"), 1)
+    await store.enqueue(prompt("y", 9, prefixes=(("q", 9),), **fields))
     assert (await store.snapshot()).late == {("standard", "reading"): 1}
 
 
@@ -1006,8 +1065,10 @@ tickets = st.builds(
     slo_class=st.sampled_from(CLASSES),
     arrival_s=st.sampled_from([None, 1.0, 2.0, 3.0]),
     predicted_output_tokens=st.sampled_from([None, 3.0, 10.0, 15.0]),
-    tie_s=st.sampled_from([0.0, 0.0, 1.0]),
-    prefixes=st.lists(st.tuples(st.sampled_from(REPLICAS), st.integers(0, 2)), max_size=2).map(tuple),
+    step_s=st.sampled_from([0.0, 0.0, 1.0, math.inf]),
+    prefixes=st.lists(
+        st.tuples(st.sampled_from(REPLICAS), st.sampled_from([2, 9, 30])), max_size=2, unique_by=lambda hit: hit[0]
+    ).map(tuple),
     fills_idle=st.booleans(),
     recallable=st.booleans(),
     bucket=st.integers(0, 1),
@@ -1015,7 +1076,7 @@ tickets = st.builds(
     api_key=st.sampled_from(["", "m", "n"]),
     deadline_s=st.sampled_from([None, PASSED_S, FAR_S]),
     late_key=st.sampled_from([None, None, 2.0, banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S)]),
-    reading_s=st.sampled_from([0.0, FAR_S]),
+    prompt_token_s=st.sampled_from([0.0, 0.25, FAR_S]),
     unread_tokens=st.sampled_from([0, 10, 25]),
 )
 quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
@@ -1041,8 +1102,9 @@ enqueues = st.tuples(st.just("enqueue"), tickets, limits)
 readings = st.none() | st.builds(
     Reading,
     read=some_ids.map(tuple),
-    known_tokens=st.sampled_from([0, 5]),
+    known_tokens=st.sampled_from([0, 5, -7]),
     max_unread_tokens=st.sampled_from([None, 1, 20]),
+    prompt_token_s=st.sampled_from([None, 0.0, 0.25, 0.5]),
 )
 leases = st.sampled_from([None, None, 0.0, FOR_EVER_S])
 releases = st.tuples(st.just("release"), replica_ids, some_ids, leases, readings)

@@ -15,7 +15,7 @@ from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
 from predictor.learned import LearnedConfig, LearnedPredictor, Question
-from router.classifier import MAX_UNSENT_LENGTHS, Classifier, Mode
+from router.classifier import MAX_UNSENT_LENGTHS, MOST_HITS, Classifier, Mode
 from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
@@ -289,3 +289,56 @@ def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
     after = changed.ticket(size(), "slow", "a", 100.0).ticket
     assert (before.fills_idle, after.fills_idle) == (False, True)
     assert before.deadline_key > after.deadline_key == 102.0
+
+
+def prompt(tokens: int, salt: str = "") -> RequestSize:
+    ids = range(tokens)
+    return RequestSize(request_id="x", prompt_tokens=tokens, max_output_tokens=None, prompt_token_ids=ids, salt=salt)
+
+
+def test_what_a_replica_has_of_a_prompt_is_no_work() -> None:
+    made = classifier()
+    made.placed("r", prompt(640))
+    ticket = made.ticket(prompt(1000), "fast", "a", 0.0, ["q", "r"]).ticket
+    assert ticket.prefixes == (("r", 640),)
+    assert (ticket.unread_at("r"), ticket.unread_at("q")) == (360, 1000)
+    assert ticket.work_s == ticket.work_at_s("r") == pytest.approx(0.36 + 100 * 0.0025)
+    assert ticket.work_at_s("q") == pytest.approx(1.0 + 100 * 0.0025)
+
+
+def test_the_last_token_of_a_prompt_is_always_read() -> None:
+    made = classifier()
+    made.placed("r", prompt(640))
+    assert made.hits(prompt(640), ["r"]) == (("r", 639),)
+
+
+def test_a_ticket_names_the_replicas_alone_that_have_most() -> None:
+    made = classifier()
+    replica_ids = [f"r{n:02}" for n in range(MOST_HITS + 3)]
+    for number, replica_id in enumerate(replica_ids, start=1):
+        made.placed(replica_id, prompt(64 * number))
+    assert [name for name, _ in made.hits(prompt(1000), replica_ids)] == replica_ids[:2:-1]
+
+
+def test_prompts_of_unlike_salt_have_nothing_in_common() -> None:
+    made = classifier()
+    made.placed("r", prompt(640, "m"))
+    assert made.hits(prompt(640, "n"), ["r"]) == made.hits(prompt(640), ["r"]) == ()
+    assert made.hits(prompt(640, "m"), ["r"]) == (("r", 639),)
+
+
+@pytest.mark.parametrize("mode", ["stock", "shadow"])
+def test_without_the_policies_nothing_is_remembered_and_the_fewest_requests_decide(mode: Mode) -> None:
+    made = classifier(mode=mode)
+    made.placed("r", prompt(640))
+    ticket = made.ticket(prompt(640), "fast", "a", 0.0, ["r"]).ticket
+    assert (made.knows_prefixes, made.prefix_entries) == (False, 0)
+    assert (ticket.prefixes, ticket.work_s, ticket.prompt_token_s, ticket.step_s) == ((), 1.0, 0.0, math.inf)
+
+
+def test_a_ticket_of_a_prompt_that_has_grown_has_more_work_but_for_what_is_cached() -> None:
+    made = classifier()
+    ticket = made.ticket(prompt(1000), "fast", "a", 0.0).ticket
+    assert ticket.of_prompt(1010, ()).work_s == pytest.approx(ticket.work_s + 0.01)
+    moved = ticket.of_prompt(1010, (("r", 960),))
+    assert (moved.unread_at("r"), moved.work_s) == (50, pytest.approx(ticket.work_s - 0.95))

@@ -234,7 +234,7 @@ class Service:
         max_wait_s: float = 60.0,
         silence_s: float = 5.0,
         max_moves: int = 8,
-        prefix_tie_s: float = 0.0,
+        prefill_s: float = 0.0,
         mode: Mode = "full",
         version: str = "fake-1",
     ) -> FrontEnd:
@@ -244,7 +244,7 @@ class Service:
             router_id=f"router{len(self.front_ends)}",
             store=self._stores[-1],
             codec=FakeCodec(version),
-            classifier=_classifier(metrics, prefix_tie_s, mode),
+            classifier=_classifier(metrics, prefill_s, mode),
             door=Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
@@ -311,17 +311,16 @@ STEP_TIMES = StepTimes(
 TARGETS_S = {"soon": 0.2, "standard": 1.0, "later": 3.0, "patient": 60.0, "offline": 60.0, "strict": 5.0}
 
 
-def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Classifier:
+def _classifier(metrics: RouterMetrics, prefill_s: float, mode: Mode) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
         order=None,
-        step_times=STEP_TIMES,
+        step_times=replace(STEP_TIMES, prefill=StepCoefficients(overhead_s=0.01, prefill_s=prefill_s)),
         shared_batch_size=4,
         default_output_tokens=16,
         metrics=metrics,
         prefixes=PrefixIndex(PrefixIndexConfig()),
-        prefix_tie_s=prefix_tie_s,
         mode=mode,
         fills_idle=("offline",),
     )
@@ -525,15 +524,66 @@ async def test_a_replica_of_measured_half_speed_gets_less(service: Service) -> N
 async def test_prompts_that_begin_alike_go_to_one_replica(service: Service) -> None:
     for _ in range(2):
         await service.replica(slots=64)
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end(prefill_s=1e-3)
     shared = list(range(200))
     ask = [FakeRequest(request_id=secrets.token_hex(8), prompt=[*shared, n], max_tokens=3) for n in range(10)]
-    answers = []
     for each in ask:
-        answers.append(await front_end.ask(each))
-        await until(lambda: answers[-1].tokens)
+        await service.finish([await front_end.ask(each)])
     assert sorted(replica.engine.taken for replica in service.replicas) == [0, 10]
-    await service.finish(answers)
+    assert _hits(front_end, service) == 9 * 192
+
+
+def _hits(front_end: FrontEnd, service: Service, name: str = "predicted_hit_tokens_total") -> float:
+    """Of all replicas."""
+    return sum(front_end.count(name, slo_class="standard", replica=each.replica_id) for each in service.replicas)
+
+
+async def test_hits_are_counted_and_so_is_by_how_much_they_were_mistaken(service: Service) -> None:
+    replica = await service.replica()
+    replica.engine.prefixes = set()
+    front_end = await service.front_end(prefill_s=1e-3)
+    shared = list(range(200))
+    for n in range(3):
+        if n == 2:
+            replica.engine.prefixes.clear()  # all that it had was evicted
+        asked = FakeRequest(request_id=f"x{n}", prompt=[*shared, n], max_tokens=2)
+        await service.finish([await front_end.ask(asked)])
+    assert _hits(front_end, service) == 2 * 192
+    assert front_end.count("hit_tokens_total", slo_class="standard") == 192
+    assert front_end.count("wrong_hit_tokens_total", slo_class="standard", way="missing") == 192
+    assert front_end.metrics.hits == {"predicted": 384, "found": 192, "missing": 192, "unforeseen": 0}
+
+
+async def test_what_was_counted_of_a_replica_goes_with_it(service: Service) -> None:
+    lost, front_end = await service.replica(), await service.front_end(prefill_s=1e-3)
+    for n in range(2):
+        asked = FakeRequest(request_id=f"x{n}", prompt=list(range(200)), max_tokens=2)
+        await service.finish([await front_end.ask(asked)])
+    assert _hits(front_end, service) == 192
+    await lost.die()
+    await until(lambda: not _hits(front_end, service))
+
+
+async def test_a_request_that_lost_its_replica_goes_on_where_its_prefix_is_cached(service: Service) -> None:
+    has_it, front_end = await service.replica(slots=64), await service.front_end(prefill_s=1e-3)
+    shared = list(range(200))
+    await service.finish([await front_end.ask(FakeRequest(request_id="first", prompt=shared, max_tokens=2))])
+    long = await front_end.ask(request(60_000))  # by its work alone no other would come here
+    await until(lambda: long.tokens)
+    has_it.engine.pause()
+    big = await front_end.ask(FakeRequest(request_id="big", prompt=[7] * 3000, max_tokens=1))
+    lost = await service.replica()
+    lost.engine.pause()
+    moved = await front_end.ask(FakeRequest(request_id="moved", prompt=shared, max_tokens=2))
+    await until(lambda: lost.engine.held == 1)  # for the big prompt takes longer
+    has_it.engine.resume()
+    await until(lambda: big.outcome is not None)
+    idle = await service.replica()
+    await lost.die()
+    await until(lambda: moved.outcome is not None)
+    assert (idle.engine.taken, has_it.engine.taken) == (0, 4)
+    await front_end.client.cancel([long.asked.request_id], "cancelled")
+    await service.is_empty()
 
 
 async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counted(service: Service) -> None:
@@ -1508,18 +1558,33 @@ async def caching(service: Service, count: int) -> list[Replica]:
 
 
 async def test_a_router_that_has_sent_nothing_knows_where_a_prompt_is_cached(service: Service) -> None:
-    for replica in (await caching(service, 3))[1:2]:
-        replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    _, holder, _ = await caching(service, 3)
+    holder.engine.cache.blocks = all_blocks(holder)  # type: ignore[union-attr]
+    front_end = await service.front_end(prefill_s=1e-3)
     await hits_are(front_end, r0=0, r1=40, r2=0)
-    answers = await front_end.ask_each([FakeRequest(request_id=f"q{n}", prompt=PROMPT, max_tokens=3) for n in range(5)])
-    await service.finish(answers)
-    assert [replica.engine.taken for replica in service.replicas] == [0, 5, 0]
+    await service.finish([await front_end.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=3))])
+    assert [replica.engine.taken for replica in service.replicas] == [0, 1, 0]
+    assert front_end.count("predicted_hit_tokens_total", slo_class="standard", replica="r1") == 40
+
+
+async def test_a_request_that_is_moved_goes_on_where_its_prompt_is_cached(service: Service) -> None:
+    lost, *_, holder = await caching(service, 3)
+    lost.engine.cache.blocks = all_blocks(lost)  # type: ignore[union-attr]
+    front_end = await service.front_end(prefill_s=1e-3)
+    await hits_are(front_end, r0=40, r1=0, r2=0)
+    answer = await front_end.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=2000))
+    holder.engine.cache.blocks = all_blocks(holder)  # type: ignore[union-attr]
+    await front_end.ask(FakeRequest(request_id="p", prompt=[1], max_tokens=3))
+    holder.relay._blocks_due.set()
+    await hits_are(front_end, r0=40, r1=0, r2=40)
+    await lost.die()
+    await until(lambda: holder.engine.held == 1)
+    await front_end.client.cancel([answer.asked.request_id], "cancelled")
 
 
 async def test_each_router_hears_of_what_the_other_one_sent(service: Service) -> None:
     (replica,) = await caching(service, 1)
-    one, other = [await service.front_end(prefix_tie_s=1e6) for _ in range(2)]
+    one, other = [await service.front_end() for _ in range(2)]
     await hits_are(one, r0=0)
     await service.finish([await one.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=3))])
     await hits_are(other, r0=40)
@@ -1530,7 +1595,7 @@ async def test_each_router_hears_of_what_the_other_one_sent(service: Service) ->
 
 async def test_what_was_just_sent_counts_before_the_replica_tells_it(service: Service) -> None:
     (replica,) = await caching(service, 1)
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end()
     await hits_are(front_end, r0=0)
     replica.engine.pause()
     answer = await front_end.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=3))
@@ -1545,7 +1610,7 @@ async def test_a_replica_that_evicts_is_not_taken_for_one_that_was_given_the_pro
     """The memory of what was sent where is for replicas that do not tell."""
     monkeypatch.setattr(cached_blocks, "ON_THE_WAY_S", 0.0)
     (replica,) = await caching(service, 1)
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end()
     prompt = list(range(100))  # longer than a block of that memory
     await hits_are(front_end, r0=0)
     await service.finish([await front_end.ask(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))])
@@ -1560,7 +1625,7 @@ async def test_a_replica_that_evicts_is_not_taken_for_one_that_was_given_the_pro
 async def test_what_a_lost_replica_had_cached_is_forgotten_and_told_again(service: Service) -> None:
     (replica,) = await caching(service, 1)
     replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end()
     await hits_are(front_end, r0=40)
     replica.hang_up()
     await hits_are(front_end)
@@ -1569,7 +1634,7 @@ async def test_what_a_lost_replica_had_cached_is_forgotten_and_told_again(servic
 
 async def test_a_router_that_missed_changes_asks_for_the_whole(service: Service) -> None:
     (replica,) = await caching(service, 1)
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end()
     await hits_are(front_end, r0=0)
     replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
     front_end.client._blocks._replicas["r0"].told.sequence = 1000
@@ -1580,7 +1645,7 @@ async def test_a_router_that_missed_changes_asks_for_the_whole(service: Service)
 
 async def test_a_long_prompt_is_hashed_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     await caching(service, 1)
-    front_end = await service.front_end(prefix_tie_s=1e6)
+    front_end = await service.front_end()
     await hits_are(front_end, r0=0)
     threads: list[str] = []
     hashed = FakeCodec.block_hashes

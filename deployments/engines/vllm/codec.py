@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.engines.base import Logprobs, RowOutput
 from deployments.engines.vllm.cached_blocks import request_block_hashes
-from deployments.engines.vllm.request_metadata import RequestMetadata, without_metadata
+from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of, without_metadata
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
@@ -47,6 +47,13 @@ def _min_output_tokens(params: SamplingParams) -> int:
     return int((params.max_tokens or 0) if params.ignore_eos else params.min_tokens)
 
 
+def _salt(request: EngineCoreRequest) -> str:
+    """What vLLM puts into the hashes of blocks besides their tokens; of media, all that the prompt has."""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    media = [feature.identifier for feature in request.mm_features or ()]
+    return repr((request.cache_salt, adapter, media)) if request.cache_salt or adapter or media else ""
+
+
 class VllmCodec:
     """`router.codec.EngineCodec` for vLLM. Not thread-safe, as vLLM's encoder is not."""
 
@@ -72,6 +79,7 @@ class VllmCodec:
             max_output_tokens=params.max_tokens if params else 1,
             min_output_tokens=_min_output_tokens(params) if params else 0,
             prompt_token_ids=request.prompt_token_ids or (),
+            salt=_salt(request),
         )
 
     def block_hashes(self, request: EngineCoreRequest, hashing: BlockHashing) -> BlockHashes:
@@ -91,10 +99,21 @@ class VllmCodec:
             tpot_s=ticket.tpot_s,
             resumed=resumed,
             fills_idle=ticket.fills_idle,
+            unread_tokens=ticket.unread_tokens,
+            unread_at={replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes},
         )
         params = request.sampling_params.clone()
         params.extra_args = {**(params.extra_args or {}), **metadata.as_extra_args()}
         return replace(request, sampling_params=params)
+
+    def unread_tokens(self, request: EngineCoreRequest, replica_id: str) -> int:
+        params = request.sampling_params
+        said = metadata_of(params.extra_args if params else None)
+        everywhere = self.size(request).prompt_tokens if said.unread_tokens is None else said.unread_tokens
+        return said.unread_at.get(replica_id, everywhere)
+
+    def cached_tokens(self, output: Any) -> int | None:
+        return None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
 
     def encode_request(self, request: EngineCoreRequest) -> Sequence[Buffer]:
         return self._encoder.encode(request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import time
 from argparse import Namespace
@@ -95,12 +96,16 @@ class RoutedEngineCore(EngineCoreClient):
         model: str,
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
         logprobs: PromptLogprobs | None = None,
+        *,
+        isolates_keys: bool = False,
     ) -> None:
         """Args:
         unsupported: names what a request asks for that the engines do not do; None where they do all that vLLM does.
         logprobs: bounds those of prompts; None does not.
+        isolates_keys: requests find only prompts of their own API key in the engines' caches.
         """
         self._routed, self._model, self._unsupported, self._logprobs = routed, model, unsupported, logprobs
+        self._isolates_keys = isolates_keys
         # vLLM ends the front end for good when its engine is dead; ours has many, and new ones come.
         self.resources = SimpleNamespace(engine_dead=False)
 
@@ -118,6 +123,8 @@ class RoutedEngineCore(EngineCoreClient):
             self._refuse_unsupported(request)
             if self._logprobs is not None:
                 self._logprobs.check(request)
+            if self._isolates_keys and context.tenant is not None:
+                request.cache_salt = salt_of_key(context.tenant.name, request.cache_salt)
             await self._routed.submit(
                 request,
                 slo_class=context.slo_class,
@@ -178,6 +185,15 @@ class RoutedEngineCore(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: the application closes the routed client."""
+
+
+def salt_of_key(name: str, own: str | None) -> str:
+    """What a key's prompts have in common in the engines' caches: by its name and its client's own salt.
+
+    No secret is needed: every request of a key goes through here, and no two pairs give the same text to hash, so that
+    no client can make another key's salt. The key itself is no part of it.
+    """
+    return hashlib.sha256(json.dumps([name, own]).encode()).hexdigest()
 
 
 def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError:
@@ -257,6 +273,8 @@ class RoutedAsyncLLM(AsyncLLM):
         routed: EngineClient[EngineCoreRequest, EngineCoreOutputs],
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
         max_prompt_logprobs: int | None = None,
+        *,
+        isolates_keys: bool = False,
     ) -> None:
         self._routed = routed
         self._grammars: Grammars | None = None
@@ -265,7 +283,7 @@ class RoutedAsyncLLM(AsyncLLM):
         model = (args.served_model_name or [args.model])[0]
         vocabulary = config.model_config.get_vocab_size()
         self._logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
-        core = RoutedEngineCore(routed, model, unsupported, self._logprobs)
+        core = RoutedEngineCore(routed, model, unsupported, self._logprobs, isolates_keys=isolates_keys)
         with _handed_in(core):
             super().__init__(
                 vllm_config=config,

@@ -24,6 +24,8 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     tpot_s: seconds per token after the first that it was promised, on average over its answer; None when nothing is.
     resumed: it goes on after a lost replica or a recall, and its client has a part of the answer.
     fills_idle: its class takes what the others leave.
+    unread_tokens: of its prompt, those that a replica with nothing of it would read; None counts all.
+    unread_at: those of replicas that are taken to have some of it cached, by their ids.
     measures: it is not a client's, and shows what steps cost: nothing is learned from its length.
     """
 
@@ -34,6 +36,8 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     tpot_s: float | None = None
     resumed: bool = False
     fills_idle: bool = False
+    unread_tokens: int | None = None
+    unread_at: Mapping[str, int] = msgspec.field(default_factory=dict)
     measures: bool = False
 
     def as_extra_args(self) -> dict[str, Any]:

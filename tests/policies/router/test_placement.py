@@ -1,5 +1,6 @@
 """Choosing replicas by predicted work, with prefixes as tie-breaks and replicas that belong to classes."""
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -12,10 +13,15 @@ from policies.router.placement import (
     LeastOutstandingWork,
     LeastOutstandingWorkConfig,
     MostCredit,
+    Offer,
     PrefixIndex,
     PrefixIndexConfig,
+    RoundRobin,
+    SoonestFirstToken,
+    first_token_s,
     output_tokens_left,
     pick,
+    soonest,
     work_s,
 )
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
@@ -54,6 +60,50 @@ def test_a_replica_without_credit_is_not_chosen() -> None:
 def test_without_credit_anywhere_there_is_no_choice() -> None:
     assert make_policy().choose([make_replica("a", 0.0, 0)], REQUEST) is None
     assert make_policy().choose([], REQUEST) is None
+
+
+def test_queue_and_hit_are_one_price() -> None:
+    """0.1 ms for a token: 2000 tokens ahead against 2000 that are cached."""
+    busy, idle = replace(make_replica("busy"), unread_tokens=2000), make_replica("idle")
+    long = REQUEST._replace(prompt_tokens=5000)
+    for cached, chosen in ((1800, "idle"), (2200, "busy")):
+        assert SoonestFirstToken().choose([busy, idle], long, {"busy": cached}) == chosen
+    assert first_token_s(2000, 5000 - 1800, 1e-4) == pytest.approx(0.52)
+
+
+def test_a_replica_counts_in_its_own_pace() -> None:
+    slow, fast = (replace(make_replica(name), prompt_token_s=pace) for name, pace in (("slow", 1e-3), ("fast", 1e-4)))
+    long = REQUEST._replace(prompt_tokens=5000)
+    assert SoonestFirstToken().choose([slow, fast], long, {"slow": 4000}) == "fast"
+    assert SoonestFirstToken().choose([slow, fast], long, {"slow": 4800}) == "slow"
+
+
+def test_what_is_cached_everywhere_is_read_nowhere() -> None:
+    a, b = replace(make_replica("a"), prompt_token_s=1e-3), replace(make_replica("b", 1.0), prompt_token_s=1e-4)
+    assert SoonestFirstToken().choose([a, b], REQUEST) == "b"
+    assert SoonestFirstToken().choose([a, b], REQUEST._replace(cached_tokens=100)) == "a"
+
+
+def test_of_those_less_than_a_step_apart_the_least_work_decides() -> None:
+    offers = {"a": Offer(1.0, 0.25, 9.0), "b": Offer(1.25, 0.25, 1.0), "c": Offer(1.5, 0.25, 0.0)}
+    assert soonest(offers) == "b"
+    assert soonest({each: offer._replace(step_s=0.0) for each, offer in offers.items()}) == "a"
+    assert soonest({each: offer._replace(step_s=math.inf) for each, offer in offers.items()}) == "c"
+    assert soonest({}) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.floats(0.0, 5.0)), min_size=1, max_size=8))
+def test_the_first_token_is_never_a_step_later_than_elsewhere(drawn: list[tuple[float, float, float]]) -> None:
+    offers = {f"r{number}": Offer(*each) for number, each in enumerate(drawn)}
+    chosen = soonest(offers)
+    assert chosen is not None
+    assert offers[chosen].first_token_s - offers[chosen].step_s <= min(each.first_token_s for each in offers.values())
+    assert soonest(dict(reversed(offers.items()))) == chosen
+
+
+def test_in_turn_is_in_turn() -> None:
+    policy, replicas = RoundRobin(), [make_replica("b"), make_replica("a"), make_replica("c", 0.0, 0)]
+    assert [policy.choose(replicas, REQUEST) for _ in range(3)] == ["a", "b", "a"]
 
 
 def test_a_replica_of_another_class_is_not_chosen() -> None:

@@ -50,6 +50,8 @@ def state(**changes: object) -> SplitState:
     [
         ({}, Why.SPLIT),
         ({"prompt_tokens": 200}, Why.SHORT),
+        ({"hit_tokens": 3800}, Why.SHORT),  # for the decode replica, which has the rest
+        ({"hit_tokens": 3000}, Why.TRANSFER),  # of the whole prompt's cache, to save the reading of a quarter
         ({"prefill_replicas": 0}, Why.NO_REPLICA),
         ({"prefill_wait_s": 5.0}, Why.LATE),
         ({"itl_target_s": None}, Why.NO_TARGET),

@@ -78,6 +78,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
         router_id="r",
         tpot_s=0.05,
         predicted_output_tokens=33.0,
+        unread_tokens=3,
         fills_idle=True,
     )
     codec, plain = VllmCodec(), request()
@@ -89,6 +90,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
         bin_index=2,
         ttft_left_s=-0.5,
         tpot_s=0.05,
+        unread_tokens=3,
         fills_idle=True,
     )
     assert plain.sampling_params.extra_args is None
@@ -301,3 +303,70 @@ def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     sees = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=MultiModalConfig)
     made: Any = SimpleNamespace(model_config=sees, parallel_config=config.parallel_config)
     assert isinstance(factories.processor_cache_from_config(made), factories.MultiModalProcessorOnlyCache)
+
+
+def test_a_replica_learns_how_much_of_a_prompt_counts_as_unread_there() -> None:
+    from deployments.engines.vllm.codec import VllmCodec
+
+    codec, request = VllmCodec(), request_with(prompt_token_ids=list(range(100)))
+    ticket = Ticket(
+        request_id="a",
+        bin_index=0,
+        deadline_key=0.0,
+        work_s=1.0,
+        router_id="x",
+        unread_tokens=100,
+        prefixes=(("r", 64),),
+    )
+    sent = codec.decode_request(codec.encode_request(codec.with_ticket(request, ticket, ttft_left_s=None)))
+    assert [codec.unread_tokens(sent, name) for name in ("r", "q")] == [36, 100]
+    assert codec.unread_tokens(request, "r") == 100, "without a ticket"
+
+
+def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashes() -> None:
+    from vllm.lora.request import LoRARequest
+
+    from deployments.engines.vllm.codec import VllmCodec
+
+    picture = SimpleNamespace(identifier="picture")
+    adapted = LoRARequest(lora_name="b", lora_int_id=1, lora_path="/b")
+    asked: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora_request": adapted},
+        {"mm_features": [picture]},
+        {"mm_features": [picture, picture]},
+    ]
+    salts = [VllmCodec().size(request_with(**changes)).salt for changes in asked]
+    assert salts[0] == "" and len(set(salts)) == len(asked)
+
+
+def test_an_engine_says_with_the_first_output_what_it_had_cached() -> None:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.metrics.stats import PrefillStats
+
+    from deployments.engines.vllm.codec import VllmCodec
+
+    said = EngineCoreOutput("a", [1], prefill_stats=PrefillStats(num_cached_tokens=48))
+    assert [VllmCodec().cached_tokens(output) for output in (said, EngineCoreOutput("a", [2]))] == [48, None]
+
+
+async def test_requests_of_a_key_find_only_prompts_of_that_key() -> None:
+    from deployments.engines.vllm.front_end import RoutedEngineCore
+    from router.admission import Tenant
+    from router.timing import HttpContext, current
+
+    salts: list[str | None] = []
+
+    async def submit(request: Any, **_: Any) -> None:
+        salts.append(request.cache_salt)
+
+    routed: Any = SimpleNamespace(submit=submit)
+    for isolates in (True, False):
+        core = RoutedEngineCore(routed, "m", isolates_keys=isolates)
+        for name, own in (("m", None), ("m", None), ("n", None), ("m", "own"), (None, "own")):
+            current.set(HttpContext(received_s=0.0, slo_class="s", tenant=Tenant(name=name) if name else None))
+            await core.add_request_async(request_with(cache_salt=own))
+    assert salts[0] == salts[1] and len(set(salts[1:5])) == 4
+    assert salts[4:] == ["own", None, None, None, "own", "own"]

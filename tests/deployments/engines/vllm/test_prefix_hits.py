@@ -65,7 +65,6 @@ class Router:
             default_output_tokens=16,
             metrics=self.metrics,
             prefixes=PrefixIndex(PrefixIndexConfig()),
-            prefix_tie_s=1e6,
         )
         self.client = RoutedClient[Any, Any](
             router_id=name,
