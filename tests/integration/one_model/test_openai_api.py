@@ -158,6 +158,18 @@ def requests_total(sluice: Sluice, slo_class: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if f'slo_class="{slo_class}"' in line)
 
 
+def test_every_router_knows_what_the_engines_have_cached(sluice: Sluice, client: openai.OpenAI) -> None:
+    """Also the one that has sent nothing."""
+    text = "Name three facts about rivers, and three about lakes. " * 30  # some blocks of 128 tokens
+    client.completions.create(model=MODEL, prompt=text, max_tokens=4)
+
+    def known() -> list[float]:
+        lines = [line for line in sluice.metrics() if line.startswith("sluice_cached_blocks{")]
+        return [float(line.split()[-1]) for line in lines]
+
+    wait_until(lambda: len(known()) == 2 and min(known()) == max(known()) >= 2, 60, "both routers know the same blocks")
+
+
 def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.OpenAI) -> None:
     """Of a class that hardly another test uses: the page shows each other router as of that one's last heartbeat."""
     before = requests_total(sluice, "interactive")
