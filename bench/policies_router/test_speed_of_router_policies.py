@@ -23,12 +23,7 @@ from policies.papers.bin_worth import bins_for_load
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import EdgeRule, MultiBin, MultiBinConfig
 from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
-from policies.router.placement import (
-    LeastOutstandingWork,
-    LeastOutstandingWorkConfig,
-    PrefixIndex,
-    PrefixIndexConfig,
-)
+from policies.router.placement import PrefixIndex, PrefixIndexConfig, SoonestFirstToken
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
 RNG_SEED = 20_000
@@ -91,8 +86,7 @@ def test_choose_a_replica(benchmark: BenchmarkFixture, replica_count: int) -> No
         ReplicaView(replica_id=f"r{n}", credit=1, outstanding_s=float(n), step_times=TIMES)
         for n in range(replica_count)
     ]
-    placement = LeastOutstandingWork(LeastOutstandingWorkConfig())
-    assert benchmark(placement.choose, replicas, REQUEST, {"r0": 64}) == "r0"
+    assert benchmark(SoonestFirstToken().choose, replicas, REQUEST, {"r0": 64}) == "r0"
 
 
 def test_record_a_prefix_of_2000_tokens(benchmark: BenchmarkFixture) -> None:
@@ -107,6 +101,16 @@ def test_look_up_a_prefix_of_2000_tokens_on_8_replicas(benchmark: BenchmarkFixtu
     for replica_id in replica_ids:
         index.record(replica_id, prompt)
     assert len(benchmark(index.known_tokens, replica_ids, prompt)) == 8
+
+
+def test_look_up_a_prefix_of_100_000_tokens_and_record_it(benchmark: BenchmarkFixture) -> None:
+    index, prompt = PrefixIndex(PrefixIndexConfig()), list(range(100_000))
+
+    def look_up_and_record() -> dict[str, int]:
+        index.record("r0", prompt)
+        return index.known_tokens(["r0", "r1"], prompt)
+
+    assert benchmark(look_up_and_record) == {"r0": 99_968}
 
 
 @pytest.mark.parametrize(

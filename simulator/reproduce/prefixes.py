@@ -36,9 +36,9 @@ ENGINE = "Llama-3.1-8B@h100_sxm"
 TARGET = Target(ttft_s=5.0, tpot_s=0.1)
 REPLICAS = (4, 8)
 CACHES = (400_000, 2_000_000)
-SECONDS: Mapping[str, float] = {"agents": 1800.0, "mooncake": 600.0}
+SECONDS: Mapping[str, float] = {"agents": 1200.0, "mooncake": 400.0}
 WARM_UP_S = 200.0
-MOST_ANSWER_TOKENS = 16
+MOST_ANSWER_TOKENS = 8
 # Session starts a second, and factors on Mooncake's own rate; for four replicas.
 LOADS: Mapping[str, tuple[float, float]] = {"agents": (0.02, 0.05), "mooncake": (1.0, 2.0)}
 PLACEMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

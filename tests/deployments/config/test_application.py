@@ -624,3 +624,14 @@ def test_a_replica_reads_ahead_for_as_long_as_the_longest_promise_of_a_first_tok
     free = config(classes={"any": {"ttft_s": None}}, default_class="any")
     assert (free.credit_s, free.credit_lookahead(256, None)) == (None, 0)
     assert config(mode="stock", classes=classes, default_class="chat").credit_s is None
+
+
+def test_prefixes_are_remembered_where_engines_cache_them() -> None:
+    assert AppConfig(model="m").caches_prefixes
+    assert not AppConfig(model="m", vllm_args=("--no-enable-prefix-caching",)).caches_prefixes
+    assert not AppConfig.model_validate({"model": "m", "engine": {"kind": "transformers"}}).caches_prefixes
+
+
+def test_the_tie_of_known_prefixes_is_gone() -> None:
+    with pytest.raises(ValidationError, match=r"placement\.prefix_tie_s"):
+        AppConfig.model_validate({"model": "m", "placement": {"prefix_tie_s": 0.05}})

@@ -38,7 +38,10 @@ def said(text: str) -> str:
             "more_models: [{model: n, engine: {replica: 3}}]",
             "more_models[0].engine.replica: there is no such key; did you mean more_models[0].engine.replicas?",
         ),
-        ("keys: {colour: red}", "keys.colour: there is no such key; these may stand there: file, redis"),
+        (
+            "keys: {colour: red}",
+            "keys.colour: there is no such key; these may stand there: file, redis, isolate_prefixes",
+        ),
         ("engine: {autoscaling: {}}", "engine.autoscaling.max_replicas: is needed"),
         (
             "engine: {drain_timeout_s: 10m}",
