@@ -639,8 +639,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.metrics.queue_wait_s.observe(entry.timing.assigned_s - entry.timing.received_s)
 
     def _note_prefix(self, entry: Entry[RequestT], replica_id: str) -> None:
-        entry.predicted_hit_tokens = entry.ticket.unread_tokens - entry.ticket.unread_at(replica_id)
-        self._metrics.predicted_hit_tokens.labels(entry.slo_class, replica_id).inc(entry.predicted_hit_tokens)
+        if unread_tokens := entry.ticket.unread_tokens:  # else it was read elsewhere, which makes no hits
+            entry.predicted_hit_tokens = unread_tokens - entry.ticket.unread_at(replica_id)
+            self._metrics.predicted_hit_tokens.labels(entry.slo_class, replica_id).inc(entry.predicted_hit_tokens)
         self._classifier.placed(replica_id, self._codec.size(entry.request))
         self._blocks.sent(replica_id, entry.blocks)
         entry.blocks = ()
