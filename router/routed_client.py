@@ -235,6 +235,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """In force in this router, in prompt tokens; none where prompts are not told apart."""
         return self._classifier.bucket_edges
 
+    @property
+    def prefix_entries(self) -> int:
+        """(replica, block) pairs that this router remembers of prompts."""
+        return self._classifier.prefix_entries
+
     def room(self, slo_class: str) -> float:
         """As of the last heartbeat: how many requests of this class the replicas could start, or its queue take.
 
@@ -948,7 +953,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store, self._clock.now())
-        self._metrics.prefix_entries.set(self._classifier.prefix_entries)
+        self._metrics.prefix_entries.set(self.prefix_entries)
         await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
 
     async def _settle(self) -> None:

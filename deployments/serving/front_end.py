@@ -322,7 +322,7 @@ class FrontEnd:
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
             # Other routers have memories of their own.
-            "prefixes": {"entries": self._classifier.prefix_entries, "hit_tokens": self.metrics.hits},
+            "prefixes": {"entries": self._answering.prefix_entries, "hit_tokens": self.metrics.hits},
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
         }
 

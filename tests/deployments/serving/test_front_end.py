@@ -165,7 +165,8 @@ async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(
         return {}
 
     router = front_end(store, 1)
-    router.routed = router._answering = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=())  # type: ignore[assignment]
+    client: Any = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=(), prefix_entries=7)
+    router.routed = router._answering = client
     await store.join("a", 100)
     for name, work_s in (("modest", 0.5), ("greedy", 7.0)):
         waits = Ticket(request_id=name, bin_index=0, deadline_key=0.0, work_s=work_s, router_id="r", api_key=name)
@@ -174,3 +175,4 @@ async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(
     status = await router.status()
     assert status["keys_served_s"] == [7.0, 0.5]
     assert "greedy" not in str(status)
+    assert status["prefixes"]["entries"] == 7
