@@ -3,20 +3,21 @@
 Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1. Which
 batch goes next, and when a partial one may, is decided by `policies.gang.batches`, as it is live: a batch that has to
 wait for a replica grows until one is idle, up to its size. When no arrivals are left, what is there goes as it is
-(ERRATA 0.12).
+(ERRATA 0.12). What batches are to an engine with continuous batching, `simulator.router.BatchRouter` has.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from policies.checks import require_positive
 from policies.errors import ConfigError
-from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.multi_bin import MultiBin
 from policies.types import StepTimes
 from simulator.core import Event, Kind
@@ -66,6 +67,61 @@ class PaddedTimes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """A request in a lane, since when, and under which key."""
+
+    request: Request
+    key: float
+    since_s: float
+
+
+class Lanes:
+    """What waits, by class and bin, until its batch goes.
+
+    Attributes:
+        config: how batches are formed, from now on.
+    """
+
+    def __init__(self, config: GangConfig) -> None:
+        self.config = config
+        self._lanes: dict[tuple[str, int], list[_Waits]] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return (waits.request for waits in chain.from_iterable(self._lanes.values()))
+
+    def add(self, request: Request, bin_index: int, key: float, now_s: float, slo_class: str = "") -> float:
+        """Returns when its wait for others is over, inf for never."""
+        lane = self._lanes.setdefault((slo_class, bin_index), [])
+        insort(lane, _Waits(request, key, now_s), key=attrgetter("key"))
+        # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
+        return math.nextafter(now_s + self.config.max_wait_s, math.inf)
+
+    def take(self, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Request]:
+        """The batch that goes next, off its lane; empty when none is formed.
+
+        Args:
+            slo_classes: of one of these; None is any.
+        """
+        lanes = ((name, lane) for name, lane in self._lanes.items() if slo_classes is None or name[0] in slo_classes)
+        views = [self._view(*name, lane, now_s) for name, lane in lanes if lane]
+        if (chosen := next_batch(views, self.config)) is None:
+            return []
+        lane = self._lanes[chosen.slo_class, chosen.bin_index]
+        batch = [waits.request for waits in lane[: len(chosen.keys)]]
+        del lane[: len(batch)]
+        return batch
+
+    def _view(self, slo_class: str, bin_index: int, lane: list[_Waits], now_s: float) -> LaneView:
+        batch = lane[: self.config.size_of(bin_index)]
+        return LaneView(
+            slo_class=slo_class,
+            bin_index=bin_index,
+            keys=[waits.key for waits in batch],
+            waited_s=now_s - min(waits.since_s for waits in batch),
+        )
+
+
 class GangCluster:
     """Bins of waiting requests, and replicas that take whole batches from them, first formed, first served.
 
@@ -85,28 +141,25 @@ class GangCluster:
         self.busy_s = 0.0
         self.wasted_tokens = 0
         self.bins = bins
-        self._config, self._times = config, times
-        self._waiting: list[deque[Request]] = [deque() for _ in range(bins.config.bins)]
+        self._lanes, self._times = Lanes(config), times
         self._idle = replicas
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
         index = self.bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
-        self._waiting[index].append(request)
+        due_s = self._lanes.add(request, index, request.arrival_s, now_s)
         events = self._start(now_s)
-        if request.started_s is None and self._config.max_wait_s < math.inf:
-            # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
-            due_s = math.nextafter(now_s + self._config.max_wait_s, math.inf)
+        if request.started_s is None and due_s < math.inf:
             events.append(Event(due_s, Kind.TIMER, self._start))
         return events
 
     def flush(self, now_s: float) -> list[Event]:
         """No more arrivals: what is left goes as it is."""
-        self._config = replace(self._config, max_wait_s=0.0)
+        self._lanes.config = replace(self._lanes.config, max_wait_s=0.0)
         return self._start(now_s)
 
     def _start(self, now_s: float) -> list[Event]:
         events = []
-        while self._idle and (batch := self._next(now_s)):
+        while self._idle and (batch := self._lanes.take(now_s)):
             self._idle -= 1
             batch_s = self._times.batch_s(batch)
             self.batches += 1
@@ -115,18 +168,6 @@ class GangCluster:
                 request.started_s = now_s
             events.append(Event(now_s + batch_s, Kind.STEP, partial(self._end, batch)))
         return events
-
-    def _next(self, now_s: float) -> list[Request]:
-        """The batch that was formed first, off its bin; empty when none is formed."""
-        lanes = (self._lane(index, now_s) for index, waiting in enumerate(self._waiting) if waiting)
-        if (chosen := first_formed(lanes, self._config)) is None:
-            return []
-        waiting = self._waiting[chosen.bin_index]
-        return [waiting.popleft() for _ in chosen.keys]
-
-    def _lane(self, index: int, now_s: float) -> LaneView:
-        keys = [request.arrival_s for request in islice(self._waiting[index], self._config.size_of(index))]
-        return LaneView(slo_class="", bin_index=index, keys=keys, waited_s=now_s - keys[0])
 
     def _end(self, batch: list[Request], now_s: float) -> Iterable[Event]:
         longest = max(request.output_tokens for request in batch)

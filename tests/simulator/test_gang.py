@@ -32,8 +32,15 @@ def bins(k: int) -> MultiBinConfig:
     return MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
 
 
-def served(k: int, batch_size: int, workload: Workload, replicas: int = 1, max_wait_s: float = math.inf) -> GangRun:
-    config = GangConfig(batch_size=batch_size, max_wait_s=max_wait_s)
+def served(
+    k: int,
+    batch_size: int,
+    workload: Workload,
+    replicas: int = 1,
+    max_wait_s: float = math.inf,
+    patience_s: float = 0.0,
+) -> GangRun:
+    config = GangConfig(batch_size=batch_size, max_wait_s=max_wait_s, patience_s=patience_s)
     return run_gang(config, bins(k), LengthTimes(s_per_token=1 / UNIT), workload, replicas)
 
 
@@ -70,6 +77,17 @@ def test_a_batch_that_waits_for_a_replica_grows_until_one_is_idle() -> None:
     assert first.started_s == pytest.approx(0.5)
     assert {request.started_s for request in others} == {first.finished_s}
     assert result.cluster.batches == 2
+
+
+def longest_wait_s(result: GangRun) -> float:
+    return max((r.started_s or 0.0) - r.arrival_s for r in result.requests)
+
+
+def test_shortest_first_lowers_the_mean_latency_and_patience_bounds_what_the_long_ones_pay() -> None:
+    work = uniform(4000, rate=1.3)  # the capacity of these replicas
+    first_formed, bounded, shortest = (served(4, 8, work, 2, patience_s=at_s) for at_s in (0.0, 200.0, math.inf))
+    assert shortest.mean_latency_s < bounded.mean_latency_s < 0.9 * first_formed.mean_latency_s
+    assert longest_wait_s(first_formed) < longest_wait_s(bounded) < 0.9 * longest_wait_s(shortest)
 
 
 def test_bins_that_follow_the_load_are_few_while_it_is_low_and_more_when_it_is_high() -> None:
