@@ -204,10 +204,11 @@ class LoraSection(Section):
 
 
 class GangSection(Section):
-    """Batches of the Transformers engine: each runs until its longest request ends."""
+    """Batches that run until their longest request ends: of the Transformers engine, and `batch_size` and `max_wait_s`
+    of engines of kind vllm with `bins.dispatch: batches`."""
 
     batch_size: int = Field(default=8, ge=1, le=1024)
-    """Most requests of a batch; all are of one bin and class. What memory allows may be less."""
+    """Most requests of a batch; all are of one bin and class. What memory allows may be less, and `--max-num-seqs`."""
     max_wait_s: float = Field(default=0.1, ge=0)
     """How long a request waits for a full batch; 0 starts with what is there, .inf waits for ever."""
     prefill: PrefillMode = "prepacked"
@@ -229,6 +230,11 @@ class GangSection(Section):
     """Tokens that a batch's cache may hold, padding included; null is by the memory that is free at the start."""
     gather_s: Seconds = 0.01
     """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
+
+    def of_transformers_only(self) -> list[str]:
+        """Names of settings that differ from their defaults and that an engine of kind vllm would not heed."""
+        given = self.model_dump(exclude_defaults=True).keys()
+        return sorted(given - {"batch_size", "max_wait_s"})
 
     def prefill_config(self) -> PrefillConfig:
         return PrefillConfig(
@@ -300,7 +306,7 @@ class EngineSection(Section):
     kind: Literal["vllm", "transformers"] = "vllm"
     """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
     gang: GangSection = GangSection()
-    """Of the kind `transformers`."""
+    """How an engine takes whole batches."""
     replicas: int = Field(default=1, ge=1)
     """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
     prefill: PrefillSection | None = None
@@ -387,16 +393,25 @@ def least_replicas(group: EngineSection | PrefillSection | RouterSection) -> int
 
 
 class BinsSection(Section):
-    """Bins of predicted output length."""
+    """Bins of predicted output length. Engines with continuous batching run requests of all bins side by side, so by
+    default bins change nothing there."""
 
     count: int = Field(default=4, ge=1, le=64)
     """How many; 1 does not tell lengths apart."""
+    dispatch: Literal["requests", "batches"] = "requests"
+    """What engines of kind vllm are given: `requests`, each as soon as a replica has a slot, or `batches`: an idle
+    replica takes up to `engine.gang.batch_size` requests of one bin and class, once they are as many or one has waited
+    for `engine.gang.max_wait_s`, and nothing more until all have ended; `fills_idle` calls none of them back. Engines
+    of kind transformers always take batches."""
+    serving: Literal["first_formed", "shortest_first"] = "first_formed"
+    """Which batch goes first: the one that was formed first, or that of the shortest bin, until one has waited for
+    `router.late_patience_s` (as it was when the replica started)."""
     seconds_per_token: Seconds | None = None
-    """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
+    """Of batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
     moment: one while requests are few, for which batches of many bins would take too long to fill."""
     rule: EdgeRule | None = None
-    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a gang batch), or
-    `fixed`, which keeps `edges`; null is `optimal` with engines of kind transformers, else `equal_mass`."""
+    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a batch), or `fixed`,
+    which keeps `edges`; null is `optimal` where engines take batches, else `equal_mass`."""
     edges: tuple[float, ...] | None = None
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
@@ -404,7 +419,7 @@ class BinsSection(Section):
     window_requests: int = Field(default=4096, ge=8)
     """The last finished requests whose lengths count."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
-    """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
+    """Of batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
@@ -775,9 +790,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _asks_its_kind_of_engine(self) -> Self:
         engine = self.engine
-        if engine.kind == "vllm" and engine.gang != GangSection():
-            raise ValueError("engine.gang: an engine of kind vllm takes single requests, set engine.kind: transformers")
         if engine.kind == "vllm":
+            if unheeded := engine.gang.of_transformers_only():
+                raise ValueError(f"engine.gang: {unheeded} are of engine.kind: transformers, and this one is vllm")
             return self
         if engine.prefill:
             raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
@@ -917,14 +932,39 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _sets_what_its_engines_heed(self) -> "AppConfig":
         kinds = {section.engine.kind for section in (self, *self.more_models)}
-        if "transformers" not in kinds:
-            for name in ("seconds_per_token", "prompt_buckets"):
+        if "transformers" not in kinds and self.bins.dispatch == "requests":
+            for name in ("serving", "seconds_per_token", "prompt_buckets"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
-                    raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
+                    raise ValueError(
+                        f"bins.{name} is of batches: it needs bins.dispatch: batches, or an engine.kind: transformers"
+                    )
         if "vllm" not in kinds:
             held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
                 raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _gives_vllm_what_it_is_set_to_take(self) -> "AppConfig":
+        engines = [section.engine for section in (self, *self.more_models) if section.engine.kind == "vllm"]
+        if self.bins.dispatch == "requests":
+            if any(engine.gang != GangSection() for engine in engines):
+                raise ValueError(
+                    "engine.gang: an engine of kind vllm takes single requests, set bins.dispatch: batches, or "
+                    "engine.kind: transformers"
+                )
+            return self
+        if engines and self.mode != "full":
+            raise ValueError(f"bins.dispatch: batches is a policy of mode: full, not of mode: {self.mode}")
+        if any(engine.prefill for engine in engines):
+            raise ValueError(
+                "engine.prefill hands a KV cache over as soon as it is read, and with bins.dispatch: batches it would "
+                "wait for a batch: leave one of the two out"
+            )
+        if any(engine.credit_lookahead for engine in engines):
+            raise ValueError(
+                "engine.credit_lookahead is of no use with bins.dispatch: batches: replicas take whole ones"
+            )
         return self
 
     @model_validator(mode="after")
@@ -1068,7 +1108,13 @@ class AppConfig(ModelSection):
     @property
     def gang(self) -> GangSection | None:
         """How engines take batches, None where they take single requests."""
-        return self.engine.gang if self.engine.kind == "transformers" else None
+        takes_batches = self.engine.kind == "transformers" or self.bins.dispatch == "batches"
+        return self.engine.gang if takes_batches else None
+
+    @property
+    def gang_patience_s(self) -> float:
+        """For which batches of shorter answers go before one."""
+        return self.router.late_patience_s if self.bins.serving == "shortest_first" else 0.0
 
     @property
     def credit_s(self) -> float | None:

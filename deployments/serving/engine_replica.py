@@ -162,6 +162,7 @@ class EngineReplica:
                 max_batch_tokens=self._engine.max_batch_tokens,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
+                gang_patience_s=config.gang_patience_s,
                 silence_s=config.router.silence_s,
                 kv_layout=self._engine.kv_layout,
             ),

@@ -94,7 +94,8 @@ class FrontEnd:
         self._store = RedisStateStore(client, self._config.namespace(ENGINE_VERSION))
         self._prefill_store = RedisStateStore(client, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
-        if self._config.gang:
+        is_vllm = self._config.engine.kind == "vllm"
+        if not is_vllm:
             args = as_front_end_of_any_model(args)
         infos = await self._enough_replicas()
         self.max_model_len = args.max_model_len = min(info.max_model_len for info in infos)
@@ -107,10 +108,10 @@ class FrontEnd:
         self._llm = RoutedAsyncLLM(
             args,
             self.routed,
-            unsupported if self._config.gang else None,
+            None if is_vllm else unsupported,
             self._config.router.max_prompt_logprobs,
         )
-        if not self._config.gang:
+        if is_vllm:
             self._grammars = self._made_grammars(resources)
             self._llm.compile_grammars_with(self._grammars)
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
@@ -319,6 +320,7 @@ class FrontEnd:
             # Whoever has a key may read this page: how unlike the shares are, but not whose.
             "keys_served_s": sorted((round(each, 3) for each in snapshot.served_s.values()), reverse=True),
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
+            "batches": {f"{index}:{why}": count for (index, why), count in snapshot.batches.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
@@ -342,6 +344,7 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
 
 def _load(load: ReplicaLoad) -> dict[str, float | None]:
     return {
+        "takes_batches": load.gang,
         "slots": load.slots,
         "running": load.running,
         "credit": load.credit,

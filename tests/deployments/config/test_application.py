@@ -189,13 +189,42 @@ def test_an_engine_that_serves_no_adapters_refuses_their_names() -> None:
     assert "--lora-modules" in refused(engine=GANGS, vllm_args=["--lora-modules", "a=/adapters/a"])[""]
 
 
-@pytest.mark.parametrize(("name", "value"), [("seconds_per_token", 0.01), ("prompt_buckets", 2)])
-def test_bins_that_only_gangs_fill_need_an_engine_that_takes_them(name: str, value: float) -> None:
-    assert f"bins.{name} is of gang batches" in refused(bins={name: value})[""]
+@pytest.mark.parametrize(
+    ("name", "value"), [("serving", "shortest_first"), ("seconds_per_token", 0.01), ("prompt_buckets", 2)]
+)
+def test_what_is_of_batches_needs_engines_that_take_them(name: str, value: float | str) -> None:
+    assert f"bins.{name} is of batches" in refused(bins={name: value})[""]
+    batches = config(bins={name: value, "dispatch": "batches"})
+    assert batches.gang is not None
     mixed = config(bins={name: value}, more_models=[{"model": "n", "engine": GANGS}])
     plain, gangs = mixed.each_model()
     assert (plain.gang, plain.bins.build(plain.gang).seconds_per_token) == (None, None)
     assert gangs.bins.build(gangs.gang).seconds_per_token == mixed.bins.seconds_per_token
+
+
+def test_engines_of_vllm_take_whole_batches_where_they_are_to() -> None:
+    gang = {"batch_size": 24, "max_wait_s": 0.5}
+    made = config(bins={"dispatch": "batches", "serving": "shortest_first"}, engine={"gang": gang})
+    assert made.gang is not None and (made.gang.batch_size, made.gang.max_wait_s) == (24, 0.5)
+    bins = made.bins.build(made.gang)
+    assert (bins.rule, bins.batch_size) == ("optimal", 24)
+    assert (made.credit_s, made.credit_lookahead(24, made.credit_s)) == (None, 0)
+    assert made.gang_patience_s == made.router.late_patience_s
+    assert config(bins={"dispatch": "batches"}).gang_patience_s == 0.0
+    assert "--scheduler-cls" in made.engine_argv()  # inside a batch steps are planned as ever
+
+
+@pytest.mark.parametrize(
+    ("clash", "says"),
+    [
+        ({"mode": "stock"}, "a policy of mode: full"),
+        ({"engine": {"prefill": {}}}, "engine.prefill"),
+        ({"engine": {"credit_lookahead": 1}}, "engine.credit_lookahead"),
+        ({"engine": {"gang": {"prefill": "padded", "shrink": False}}}, "['prefill', 'shrink'] are of engine.kind"),
+    ],
+)
+def test_what_batches_do_not_go_with_is_refused(clash: dict[str, Any], says: str) -> None:
+    assert says in refused(bins={"dispatch": "batches"}, **clash)[""]
 
 
 def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
@@ -209,7 +238,7 @@ def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
 
 
 def test_an_engine_is_not_told_what_it_would_not_do() -> None:
-    assert "engine.gang" in refused(engine={"gang": {"batch_size": 4}})[""]
+    assert "bins.dispatch: batches" in refused(engine={"gang": {"batch_size": 4}})[""]
     assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
     assert "tpot_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"tpot_s": 0.05}})[""]
     for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
