@@ -6,6 +6,7 @@ configuration.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from policies.checks import require_at_least
@@ -21,7 +22,7 @@ from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
 from simulator.gang import GangCluster, GangTimes
 from simulator.requests import Request
-from simulator.router import Router, RouterConfig
+from simulator.router import BatchRouter, Router, RouterConfig
 from simulator.workload import Workload
 
 
@@ -64,6 +65,9 @@ class ClusterConfig:
         self.batch_policy()
         self.order_policy()
         self.placement_policy()
+        batches = self.router.batches
+        if batches is not None and batches.batch_size > self.engine.slots:
+            raise ConfigError(f"batches of {batches.batch_size} requests do not fit into {self.engine.slots} slots")
         if self.replica_classes and len(self.replica_classes) != self.replicas:
             raise ConfigError(f"replica_classes must name {self.replicas} replicas, got {len(self.replica_classes)}")
 
@@ -144,7 +148,9 @@ def new_router(
     on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
 ) -> Router:
     """``order`` in the place of the configured one."""
-    return Router(
+    batches = config.router.batches
+    make = Router if batches is None else partial(BatchRouter, batches=batches)
+    return make(
         config.router,
         order=order or config.order_policy(),
         placement=config.placement_policy(),

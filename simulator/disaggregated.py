@@ -165,6 +165,8 @@ def run_disaggregated(
     """
     if config.engine.refuses:
         raise ConfigError("a pool for prefill cannot be simulated with max_num_queued_reqs or max_num_queued_tokens")
+    if config.router.batches is not None:
+        raise ConfigError("a pool for prefill cannot be simulated with batches, which caches would have to wait for")
     if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
         raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
     served, refused = admitted(config, workload)
