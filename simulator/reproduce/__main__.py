@@ -11,11 +11,14 @@ from simulator.reproduce import goodput, paper_000, paper_001, paper_002, paper_
 from simulator.reproduce.common import SOURCES, Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
+    "000-figure-1a": paper_000.figure_1a,
     "000-figure-3": paper_000.figure_3,
     "000-figure-4": paper_000.figure_4,
+    "000-figure-5": paper_000.figure_5,
     "000-figure-6": paper_000.figure_6,
     "000-figure-8": paper_000.figure_8,
     "000-figure-9": paper_000.figure_9,
+    "000-dispatch": paper_000.dispatch,
     "001-table-1": paper_001.table_1,
     "001-table-2": paper_001.table_2,
     "002-offline": paper_002.offline,

@@ -70,6 +70,13 @@ class Setting:
             return list(bar(pool.map(task, listed)))
 
 
+def earlier_and_later(source: Workload) -> tuple[Workload, Workload]:
+    """The halves of a set in the order of arrival, or of its file where it has no times: what is cut or learned on the
+    earlier one is tried on the later one, as it would be served."""
+    middle = len(source) // 2
+    return source.rows(np.arange(middle)), source.rows(np.arange(middle, len(source)))
+
+
 def fixed_bins(edges: FloatArray) -> MultiBinConfig:
     """Bins between these edges, shape (bins + 1,), whatever lengths come."""
     return MultiBinConfig(bins=len(edges) - 1, rule="fixed", initial_edges=tuple(edges.tolist()))
@@ -99,6 +106,15 @@ def steady_rate(run: Run) -> float:
     ends = np.sort([request.finished_s for request in run.requests if request.finished_s is not None])
     low, high = int(0.2 * len(ends)), int(0.8 * len(ends))
     return float((high - low) / (ends[high] - ends[low]))
+
+
+def output_rate(run: Run) -> float:
+    """Output tokens per second, from the first arrival to the end."""
+    return sum(request.output_tokens for request in run.requests) / run.makespan_s
+
+
+def mean_ttft_s(run: Run) -> float:
+    return mean([request.ttft_s for request in run.requests if request.ttft_s is not None])
 
 
 def saturated(config: ClusterConfig, workload: Workload) -> Run:

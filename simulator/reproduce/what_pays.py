@@ -25,7 +25,16 @@ from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, drawn, fixed_bins, saturated, spread, steady_rate, table
+from simulator.reproduce.common import (
+    Setting,
+    drawn,
+    earlier_and_later,
+    fixed_bins,
+    saturated,
+    spread,
+    steady_rate,
+    table,
+)
 from simulator.router import RouterConfig
 from simulator.workload import Workload, gamma_bursts, length_law, mixed, poisson, synthetic
 
@@ -72,7 +81,7 @@ class _Gang:
 
 
 def gang_bins(setting: Setting) -> list[str]:
-    """Gang batches of 8, saturated: throughput with bins against without, edges cut on another half of the set."""
+    """Gang batches of 8, saturated: throughput with bins against without, edges cut on the earlier half of the set."""
     sources = {name: setting.workload(name) for name in _SETS}
     kinds = [("oracle", "equal_mass"), ("oracle", "optimal"), ("noise:0.44", "equal_mass"), ("noise:0.44", "optimal")]
     jobs = [
@@ -91,9 +100,7 @@ def gang_bins(setting: Setting) -> list[str]:
 
 def _gang_gain(sources: Mapping[str, Workload], job: _Gang) -> float:
     rng = np.random.default_rng(job.seed)
-    source = sources[job.name]
-    halves = np.array_split(rng.permutation(len(source)), 2)
-    past, served = (source.rows(np.sort(half)) for half in halves)
+    past, served = earlier_and_later(sources[job.name])
     work = predicted(replace(served, arrival_s=np.zeros(len(served))).head(12_000), job.predictor, rng)
     plain, binned = (_gang_rate(work, past, k, job.rule) for k in (1, job.k))
     return binned / plain
