@@ -1,6 +1,7 @@
 """When a router takes requests: all that come, once it does."""
 
 import asyncio
+import math
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,13 +31,16 @@ class Store(MemoryStateStore):
         self.looks += 1
         return await super().replica_infos()
 
-    async def join(self, replica_id: str, max_model_len: int, *classes: str) -> None:
+    async def join(
+        self, replica_id: str, max_model_len: int, *classes: str, gang_max_wait_s: float | None = None
+    ) -> None:
         info = ReplicaInfo(
             replica_id=replica_id,
             host="127.0.0.1",
             port=1,
             max_model_len=max_model_len,
             classes=classes,
+            gang_max_wait_s=gang_max_wait_s,
         )
         await self.register_replica(info, 1)
 
@@ -160,12 +164,29 @@ async def test_a_router_that_was_changed_before_does_not_overwrite_one_changed_s
     assert await first.told_user_config() == LIVE
 
 
-async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+def shown(store: Store, bin_edges: tuple[float, ...] = ()) -> FrontEnd:
     async def nothing() -> dict[str, object]:
         return {}
 
     router = front_end(store, 1)
-    router.routed = router._answering = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=())  # type: ignore[assignment]
+    router.routed = router._answering = SimpleNamespace(statuses=nothing, bin_edges=bin_edges, bucket_edges=())  # type: ignore[assignment]
+    return router
+
+
+async def test_the_status_page_shows_bins_what_waits_in_them_and_the_batches_that_went(store: Store) -> None:
+    router = shown(store, bin_edges=(0.0, 18.0, math.inf))
+    await store.join("a", 100, gang_max_wait_s=0.0)
+    for name, bin_index in (("x", 1), ("y", 0), ("z", 0)):
+        waits = Ticket(request_id=name, bin_index=bin_index, deadline_key=0.0, work_s=1.0, router_id="r")
+        await store.enqueue(waits)
+    status = await router.status()
+    assert status["bin_edges_tokens"] == [0.0, 18.0, None]
+    assert (status["waiting"], status["batches"]) == ({"standard:0": 2}, {"1:full": 1})
+    assert status["replicas"]["a"]["takes_batches"]
+
+
+async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+    router = shown(store)
     await store.join("a", 100)
     for name, work_s in (("modest", 0.5), ("greedy", 7.0)):
         waits = Ticket(request_id=name, bin_index=0, deadline_key=0.0, work_s=work_s, router_id="r", api_key=name)
