@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,11 +71,11 @@ class Setting:
             return list(bar(pool.map(task, listed)))
 
 
-def earlier_and_later(source: Workload) -> tuple[Workload, Workload]:
-    """The halves of a set in the order of arrival, or of its file where it has no times: what is cut or learned on the
-    earlier one is tried on the later one, as it would be served."""
-    middle = len(source) // 2
-    return source.rows(np.arange(middle)), source.rows(np.arange(middle, len(source)))
+def walk_forward(source: Workload, parts: int) -> list[tuple[Workload, Workload]]:
+    """Every part of a set but the first, behind all that came before it, in the order of arrival, or of its file where
+    it has no times: what is learned from the one is tried on the other, as when it serves."""
+    cuts = np.linspace(0, len(source), parts + 1).astype(np.int64)
+    return [(source.rows(np.arange(low)), source.rows(np.arange(low, high))) for low, high in pairwise(cuts[1:])]
 
 
 def fixed_bins(edges: FloatArray) -> MultiBinConfig:

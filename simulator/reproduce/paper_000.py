@@ -26,13 +26,13 @@ from simulator.gang import LengthTimes
 from simulator.predictors import predicted
 from simulator.reproduce.common import (
     Setting,
-    earlier_and_later,
     fixed_bins,
     mean,
     mean_ttft_s,
     output_rate,
     spread,
     table,
+    walk_forward,
 )
 from simulator.router import RouterConfig
 from simulator.workload import Workload, length_law, poisson, synthetic
@@ -186,7 +186,7 @@ def _dispatched(sources: Mapping[str, Workload], job: tuple[str, str, int]) -> l
     """Tokens per second and mean time to the first token, of single requests and of each way to form batches."""
     name, predictor, seed = job
     rng = np.random.default_rng(seed)
-    past, later = earlier_and_later(sources[name])
+    ((past, later),) = walk_forward(sources[name], 2)
     work = predicted(later.sample(2000, rng).without_prefixes(), predictor, rng)
     single = run(_engine(_ENGINES[1], _BATCH), work)
     arriving = work.arriving(poisson(0.5 * len(work) / single.makespan_s, len(work), rng))

@@ -70,6 +70,15 @@ def lengths(*outputs: int, every_s: float) -> Workload:
     return Workload.of("given", arrival_s, tokens, tokens, predicted_output_tokens=tokens.astype(float))
 
 
+@pytest.mark.parametrize(("k", "takes_s"), [(1, 11.0), (2, 8.0)])
+def test_the_four_requests_of_figure_1b_take_8_seconds_in_two_bins_and_11_in_one(k: int, takes_s: float) -> None:
+    edges = {1: (0.0, 7.0 * UNIT), 2: (0.0, 4.0 * UNIT, 7.0 * UNIT)}[k]
+    binned = MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
+    full = GangConfig(batch_size=2, max_wait_s=math.inf)
+    work = lengths(UNIT, 5 * UNIT, 2 * UNIT, 6 * UNIT, every_s=0.0)
+    assert run_gang(full, binned, LengthTimes(s_per_token=1 / UNIT), work).makespan_s == pytest.approx(takes_s)
+
+
 def test_a_batch_that_waits_for_a_replica_grows_until_one_is_idle() -> None:
     """As live: max_wait_s of the second request is over long before the first batch ends, and three more join it."""
     result = served(1, 8, lengths(20 * UNIT, *[UNIT] * 5, every_s=1.0), max_wait_s=0.5)

@@ -11,11 +11,11 @@ from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.reproduce.__main__ import EXPERIMENTS, main
-from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
+from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table, walk_forward
 from simulator.reproduce.paper_003 import _POLYNOMIALS, _times
 from simulator.reproduce.paper_004 import _gains
 from simulator.validate import cache_blocks
-from simulator.workload import length_law, synthetic
+from simulator.workload import Workload, length_law, synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,6 +46,13 @@ def test_the_published_polynomial_is_the_cost_per_token_of_a_mixed_step() -> Non
             decodes, prefill = 1000 * share, 1000 * (1 - share)
             step_s = mixed.step_s(prefill_tokens=prefill, decode_requests=decodes)
             assert step_s / 1000 == pytest.approx(a + b * share + c * share**2)
+
+
+def test_what_is_learned_from_the_past_is_tried_on_each_later_part() -> None:
+    tokens = np.arange(1, 8)
+    source = Workload.of("ascending", np.arange(7.0), tokens, tokens)
+    found = [(past.output_tokens.tolist(), part.output_tokens.tolist()) for past, part in walk_forward(source, 3)]
+    assert found == [([1, 2], [3, 4]), ([1, 2, 3, 4], [5, 6, 7])]
 
 
 def test_packing_gains_are_those_of_the_rows_and_nothing_against_full_ones() -> None:

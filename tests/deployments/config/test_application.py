@@ -196,6 +196,7 @@ def test_what_is_of_batches_needs_engines_that_take_them(name: str, value: float
     assert f"bins.{name} is of batches" in refused(bins={name: value})[""]
     batches = config(bins={name: value, "dispatch": "batches"})
     assert batches.gang is not None
+    assert batches.bins.build(batches.gang).seconds_per_token == batches.bins.seconds_per_token
     mixed = config(bins={name: value}, more_models=[{"model": "n", "engine": GANGS}])
     plain, gangs = mixed.each_model()
     assert (plain.gang, plain.bins.build(plain.gang).seconds_per_token) == (None, None)
