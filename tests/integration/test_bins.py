@@ -1,6 +1,7 @@
 """Whole batches of one bin to a replica of vLLM: real routers, Redis, Ray Serve and engine, which is killed in one."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -125,11 +126,16 @@ async def test_batches_are_of_one_bin_and_a_replica_takes_the_next_when_one_has_
 
 
 async def test_a_batch_whose_engine_is_killed_goes_on_as_one_on_the_next(batches: Sluice) -> None:
-    middle = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    middle = {"max_tokens": 1000, "extra_body": {"ignore_eos": True}}
     whole = await asyncio.gather(*(each.task for each in ask(batches, BATCH_SIZE, **middle)))
     asked = ask(batches, BATCH_SIZE, **middle)
     await asyncio.gather(*(each.began.wait() for each in asked))
     (core,) = batches.engine_cores()
     core.kill()
+    assert not any(each.task.done() for each in asked)
     assert await asyncio.gather(*(each.task for each in asked)) == whole
+    resumed = next(
+        line for line in batches.metrics() if re.match(r'sluice_requests_recovered_total.*way="resumed"', line)
+    )
+    assert float(resumed.rsplit(" ", 1)[1]) == BATCH_SIZE
     await shows(batches, waiting={}, running=0)
