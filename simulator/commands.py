@@ -230,13 +230,9 @@ def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]
 
 
 def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig:
-    tokens = options.cache_tokens or profile.cache_tokens
-    if tokens is None:
-        raise ConfigError(f"how much KV cache {profile.name} leaves is not known: say it with --cache-tokens")
-    block_size = EngineConfig().block_size
     return EngineConfig(
         slots=options.slots,
-        total_blocks=tokens // block_size,
+        total_blocks=profile.cache(options.cache_tokens) // EngineConfig().block_size,
         max_batch_tokens=options.max_batch_tokens,
         watermark=options.watermark,
     )

@@ -52,6 +52,17 @@ class EngineProfile:
     cache_tokens: int | None
     gpus: int = 1
 
+    def cache(self, tokens: int | None) -> int:
+        """Tokens of KV cache: so many if given, else what is known.
+
+        Raises:
+            ConfigError: neither is.
+        """
+        found = tokens or self.cache_tokens
+        if found is None:
+            raise ConfigError(f"how much KV cache {self.name} leaves is not known: say it with --cache-tokens")
+        return found
+
 
 def engine_profile(name: str) -> EngineProfile:
     """Raises ConfigError for an unknown name, InputError for a calibration file that cannot be read."""

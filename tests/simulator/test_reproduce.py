@@ -14,7 +14,6 @@ from simulator.reproduce.__main__ import EXPERIMENTS, main
 from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
 from simulator.reproduce.paper_003 import _POLYNOMIALS, _times
 from simulator.reproduce.paper_004 import _gains
-from simulator.validate import cache_blocks
 from simulator.workload import length_law, synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -64,17 +63,6 @@ def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
     finished = saturated(config, drawn(source, 2000, 0))
     decode_s = profile.times.step_s(decode_requests=8, kv_tokens=8 * 50)
     assert steady_rate(finished) == pytest.approx(8 / (40 * decode_s), rel=0.15)
-
-
-def test_the_cache_of_a_recorded_run_follows_from_its_use() -> None:
-    record = {
-        "first_token_s": np.array([0.0, 0.0]),
-        "last_token_s": np.array([10.0, 20.0]),
-        "output_tokens": np.array([101.0, 201.0]),
-        "prompt_tokens": np.array([500.0, 700.0]),
-    }
-    series = {"t": np.array([2.0, 15.0]), "kv_cache_pct": np.array([10.0, 90.0]), "waiting": np.array([0.0, 0.0])}
-    assert cache_blocks(record, series) == (500 + 700 + 20 + 20) * 10 // 16
 
 
 def test_tables_are_markdown() -> None:
