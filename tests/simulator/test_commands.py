@@ -283,8 +283,9 @@ def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing that was tried does it; the most requests in time per cost: 1 x " in capsys.readouterr().out
 
 
-def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path) -> None:
-    found = plan(tmp_path / "plan.json", "--engine", "llama2-70b@h100-80gb/4", "--replicas", "2", "--target", "*:60:1")
+@pytest.mark.parametrize("engine", ["llama2-70b@h100-80gb/4", "Qwen3-32B@h100_sxm/4"])
+def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str) -> None:
+    found = plan(tmp_path / "plan.json", "--engine", engine, "--replicas", "2", "--target", "*:60:1")
     whole = found["tried"][0]
     assert whole["in_time"] == 1.0
     assert whole["goodput_per_s"] == pytest.approx(60 / whole["numbers"]["makespan_s"])

@@ -12,7 +12,18 @@ from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.reproduce.__main__ import EXPERIMENTS, main
 from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
-from simulator.reproduce.paper_003 import _POLYNOMIALS, _times
+from simulator.reproduce.paper_001 import _STATIC, _full_batch, _pace
+from simulator.reproduce.paper_003 import (
+    _POLYNOMIALS,
+    _TABLES,
+    _Case,
+    _drifting,
+    _requests_per_s,
+    _set,
+    _times,
+    _tokens_per_s,
+    _with_context,
+)
 from simulator.reproduce.paper_004 import _gains
 from simulator.workload import length_law, synthetic
 
@@ -67,3 +78,54 @@ def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
 
 def test_tables_are_markdown() -> None:
     assert table(("a", "b"), [(1, 2.0)]) == ["| a | b |", "|---|---|", "| 1 | 2.000 |"]
+
+
+def test_a_decode_costs_as_calibrated_at_the_calibrated_context_and_more_beyond() -> None:
+    for engine in ("Qwen3-8B@H200", "Qwen3-8B@RTX_PRO_6000", "Qwen3-30B-A3B@H200"):
+        times = _times(engine, "sum")
+        sloped = _with_context(engine, times).decode
+        assert sloped.step_s(decode_requests=64, kv_tokens=64 * 512) == pytest.approx(
+            times.decode.step_s(decode_requests=64)
+        )
+        longer = [sloped.step_s(decode_requests=64, kv_tokens=64 * context) for context in (512, 1024, 4096)]
+        assert longer == sorted(longer) and longer[2] > longer[0]
+
+
+# Requests per second on the RTX PRO 6000 in table 2, v1 and EB.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "published"), [("NuminaMath", (0.73, 0.74)), ("LongBench", (8.35, 8.66))])
+def test_rates_of_table_2_of_003_are_met_within_12_percent(name: str, published: tuple[float, float]) -> None:
+    engine = "Qwen3-8B@RTX_PRO_6000"
+    cell = _TABLES[engine, name]
+    for scheduler, (budget, slots), rate in (
+        ("v1", cell.v1_size, published[0]),
+        ("exclusive", cell.eb_size, published[1]),
+    ):
+        case = _Case(
+            engine=engine, mixing="sum", scheduler=scheduler, work=_set(Setting(), name, 0), any_context=True,
+            slots=slots, max_batch_tokens=budget, clients=2048,
+        )  # fmt: skip
+        assert _requests_per_s(case) == pytest.approx(rate, rel=0.12)
+
+
+@pytest.mark.slow
+def test_a_drift_of_lengths_has_the_rate_of_table_5_of_003() -> None:
+    case = _Case(
+        engine="Qwen3-8B@RTX_PRO_6000", mixing="sum", scheduler="auto", work=_drifting(0), any_context=True,
+        slots=2048, max_batch_tokens=18_432, clients=2048,
+    )  # fmt: skip
+    assert _tokens_per_s(case) == pytest.approx(9582, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "tokens_per_s"), [(100, 1900), (230, 2700)])
+def test_full_batches_have_the_throughput_of_figure_3_of_001_less_the_prefills(slots: int, tokens_per_s: int) -> None:
+    tpot_s, rate = _full_batch((slots, 0))
+    assert 0.8 * tokens_per_s < rate < tokens_per_s
+    assert rate == pytest.approx(slots / tpot_s, rel=0.1)
+
+
+@pytest.mark.slow
+def test_static_batches_keep_50_ms_at_the_capacity_that_figure_4_of_001_gives_them() -> None:
+    tpot_s, wait_s = _pace((_STATIC, 0, 5.4))
+    assert tpot_s < 0.050 and wait_s < 0.1
