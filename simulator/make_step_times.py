@@ -102,7 +102,7 @@ class _AllReduce:
     bytes: FloatArray
     ms: dict[int, FloatArray] = field(default_factory=dict)
 
-    def at(self, gpus: int, size: int) -> float:
+    def at(self, gpus: int, size: float) -> float:
         least = np.min([times for count, times in self.ms.items() if count >= gpus], axis=0)
         return float(np.interp(size, self.bytes, np.minimum.accumulate(least[::-1])[::-1]))
 

@@ -12,6 +12,7 @@ from simulator.cluster import ClusterConfig, run
 from simulator.engine import EngineConfig
 from simulator.engines import cache_tokens_of, engine_names, engine_profile, read_calibration
 from simulator.kernels import Grid, KernelClock, Row, built_in, built_in_clock, linear_fit
+from simulator.make_step_times import _AllReduce, _Kernels
 from simulator.workload import length_law, synthetic
 
 _ONE_STEP = "prefill_tokens,decode_requests,kv_tokens,step_s\n1,0,0,0.1\n"
@@ -172,3 +173,21 @@ def _tpot_s(gpus: int, clients: int) -> float:
     engine = EngineConfig(total_blocks=(profile.cache_tokens or 0) // 16)
     finished = run(ClusterConfig(times=profile.times, engine=engine, clients=clients), work)
     return float(np.mean([request.tpot_s for request in finished.requests if request.tpot_s is not None]))
+
+
+def test_an_all_reduce_takes_no_longer_than_a_larger_one_or_one_among_more_gpus() -> None:
+    """So a launch that stalled on record does not count."""
+    sizes = np.array([1e3, 1e6, 1e9])
+    measured = _AllReduce(bytes=sizes, ms={2: np.array([0.04, 0.01, 3.0]), 4: np.array([0.03, 0.02, 2.0])})
+    assert [measured.at(2, size) for size in (1e3, 1e6, 1e9)] == [0.01, 0.01, 2.0]
+    assert [measured.at(4, size) for size in (1e3, 1e6, 1e9)] == [0.02, 0.02, 2.0]
+
+
+def test_a_gemm_that_was_not_measured_is_scaled_by_its_weights_and_a_batch_by_its_requests() -> None:
+    kernels = _Kernels(
+        gemm={(4096, 4096): {(1,): 1.0, (3,): 2.0}, (64, 64): {(1,): 9.0}},
+        prefill={},
+        decode={(8, 1): {(16, 511): 1.0, (32, 511): 1.5, (64, 127): 7.0}},
+    )
+    assert kernels.gemm_ms(8192, 4096, 2) == pytest.approx(2 * 1.5)
+    assert [kernels.decode_ms((8, 1), requests, 512) for requests in (16, 32, 64)] == [1.0, 1.5, 3.0]
