@@ -50,8 +50,9 @@ class Judgement:
     prompt: IntArray
 
     def chosen(self, chosen: IntArray) -> "Judgement":
-        columns = (self.actual, self.middle, self.low, self.high, self.prompt)
-        return Judgement(*(column[chosen] for column in columns))
+        return Judgement(
+            self.actual[chosen], self.middle[chosen], self.low[chosen], self.high[chosen], self.prompt[chosen]
+        )
 
 
 def bins_of(lengths: FloatArray, edges: FloatArray) -> IntArray:

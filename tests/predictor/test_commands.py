@@ -64,7 +64,7 @@ def lay_out(example: list[str], lines: list[str]) -> None:
 def judged_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
     cli.main([*words, "--json"])
     out, err = capsys.readouterr()
-    assert err == ""
+    assert "learn from" not in err
     return json.loads(out)["sets"]["mixed"]
 
 
@@ -95,7 +95,7 @@ def test_what_was_not_learnt_is_said_and_nothing_at_all_is_refused(
     train.write_text('{"prompt": "Write an essay", "output_tokens": 900, "model": "a"}')
     words = ["predictor", "eval", "--data", str(test), "--learn-from", str(train)]
     cli.main(words)
-    assert capsys.readouterr().err.startswith("nothing to learn from for model 'b'")
+    assert "nothing to learn from for model 'b'" in capsys.readouterr().err
     train.write_text('{"prompt": "Write an essay", "output_tokens": 900}')
     with pytest.raises(SystemExit, match="nothing can be learnt: judged are answers of model 'a', 'b', to learn from"):
         cli.main(words)
