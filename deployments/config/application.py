@@ -42,6 +42,7 @@ from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.credit import longest_promise_s, lookahead
@@ -217,6 +218,9 @@ class GangSection(Section):
     """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Least tokens of a packed row; null is the longest prompt of the batch."""
+    packing: Packing = "first_fit"
+    """Where `prepacked` puts the next shorter prompt: `first_fit` into the first row with room, as paper 004 says,
+    `best_fit` into the fullest, as its authors' code does. The rows are about as many."""
     pack_decode_from: float = Field(default=1.5, ge=1)
     """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
     cache) / (packed / padded tokens of a step) is at least this; .inf never."""
@@ -235,6 +239,7 @@ class GangSection(Section):
             mode=self.prefill,
             max_pass_tokens=self.max_pass_tokens,
             row_tokens=self.row_tokens,
+            packing=self.packing,
             pack_decode_from=self.pack_decode_from,
         )
 

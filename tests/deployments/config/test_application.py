@@ -73,6 +73,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.gang.batch_size", [0, 1025]),
         ("engine.gang.max_wait_s", [-1, math.nan]),
         ("engine.gang.prefill", ["packed"]),
+        ("engine.gang.packing", ["worst_fit"]),
         ("engine.gang.max_pass_tokens", [0]),
         ("engine.gang.row_tokens", [0]),
         ("engine.gang.kv_cache_tokens", [0]),
