@@ -41,7 +41,7 @@ from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
 from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
@@ -411,6 +411,10 @@ class BinsSection(Section):
     prompt_buckets: int = Field(default=1, ge=1, le=8)
     """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
+    bucket_rule: Literal["adaptive", "literal"] = "adaptive"
+    """How buckets follow the prompts: `adaptive` cuts where padding is saved, and merges where it is not; `literal` is
+    BucketServe's Algorithm 1, which halves a bucket of more than `engine.gang.batch_size` prompts of which most are in
+    its lower half, up to `prompt_buckets`."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:
@@ -426,15 +430,20 @@ class BinsSection(Section):
             window_requests=self.window_requests,
         )
 
-    def buckets(self) -> PromptBuckets | None:
+    def buckets(self, gang: GangSection, max_model_len: int) -> PromptBuckets | None:
         """None where prompts are not told apart."""
         if self.prompt_buckets == 1:
             return None
-        return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        if self.bucket_rule == "adaptive":
+            return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        literal = BucketServeConfig(l_max=max_model_len, max_buckets=self.prompt_buckets)
+        return PromptBuckets(literal, self.refit_every, gang.batch_size)
 
     @model_validator(mode="after")
     def _is_valid(self) -> "BinsSection":
         self.build()
+        if self.bucket_rule == "literal" and self.prompt_buckets == 1:
+            raise ValueError("bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them")
         return self
 
 
@@ -923,13 +932,24 @@ class AppConfig(ModelSection):
     def _sets_what_its_engines_heed(self) -> "AppConfig":
         kinds = {section.engine.kind for section in (self, *self.more_models)}
         if "transformers" not in kinds:
-            for name in ("seconds_per_token", "prompt_buckets"):
+            for name in ("seconds_per_token", "prompt_buckets", "bucket_rule"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
         if "vllm" not in kinds:
             held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
                 raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _sees_batches_between_refits(self) -> "AppConfig":
+        """Algorithm 1 merges all buckets while fewer prompts than a batch are there."""
+        sizes = [section.engine.gang.batch_size for section in (self, *self.more_models)]
+        if self.bins.bucket_rule == "literal" and self.bins.refit_every <= max(sizes):
+            raise ValueError(
+                f"bins.refit_every ({self.bins.refit_every}) must be above engine.gang.batch_size ({max(sizes)}) with "
+                "bucket_rule: literal: of fewer prompts it makes one bucket"
+            )
         return self
 
     @model_validator(mode="after")

@@ -278,7 +278,7 @@ class FrontEnd:
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),
-            buckets=config.bins.buckets() if config.gang else None,
+            buckets=config.bins.buckets(config.gang, self.max_model_len) if config.gang else None,
             late_patience_s=config.router.late_patience_s,
         )
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from policies.errors import StateStoreError
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
 from policies.lengths.drift import DriftConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
@@ -240,6 +240,17 @@ async def test_buckets_that_one_router_found_are_in_force_for_all_and_move_what_
     assert busy.bucket_edges == idle.bucket_edges == (0.0, 305.0, math.inf)
     assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (304, 305)] == [0, 1]
     assert (waits.bucket, store._places["x"].ticket.bucket) == (0, 1)
+
+
+async def test_buckets_of_algorithm_1_are_in_force_for_all_and_the_longest_prompts_are_in_the_last() -> None:
+    store = MemoryStateStore(time.monotonic)
+    literal = BucketServeConfig(l_max=2048, max_buckets=2)
+    busy, idle = [classifier(buckets=PromptBuckets(literal, refit_every=16, max_requests=8)) for _ in range(2)]
+    see_prompts(busy)
+    for each in (busy, idle):
+        await each.exchange(store, time.monotonic())
+    assert idle.bucket_edges == (0.0, 1024.0, 2048.0)
+    assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (1023, 1024, 4000)] == [0, 1, 1]
 
 
 async def test_routers_of_other_bins_do_not_overwrite_each_others_edges() -> None:
