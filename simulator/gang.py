@@ -7,20 +7,25 @@ wait for a replica grows until one is idle, up to its size. When no arrivals are
 """
 
 import math
-from collections import deque
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from policies.checks import require_positive
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.gang.buckets import PromptBuckets
+from policies.gang.prefill import PrefillConfig, prefill_passes
 from policies.router.multi_bin import MultiBin
+from policies.router.order import FCFS, Order
 from policies.types import StepTimes
 from simulator.core import Event, Kind
 from simulator.requests import Request
+
+_key = attrgetter("key")
 
 
 class GangTimes(Protocol):
@@ -48,19 +53,23 @@ class PaddedTimes:
 
         prefill(B * P) + sum over n = 1 .. O - 1 of decode(B rows, B * (P + n) tokens of context)
 
-    P and O: the longest prompt and answer. Linear forms sum up in closed form.
+    P and O: the longest prompt and answer. Linear forms sum up in closed form. With a layout of prompts that is not
+    padded, the prefill is that of its passes (004).
     """
 
     times: StepTimes
+    prefill: PrefillConfig = PrefillConfig(mode="padded", max_pass_tokens=1 << 40)
 
     def batch_s(self, requests: Sequence[Request]) -> float:
         rows = len(requests)
-        prompt = max(request.prompt_tokens for request in requests)
+        prompts = [request.prompt_tokens for request in requests]
+        prompt = max(prompts)
         steps = max(request.output_tokens for request in requests) - 1
         decode = self.times.decode
         context = steps * prompt + steps * (steps + 1) / 2.0
+        passes = prefill_passes(prompts, self.prefill)
         return (
-            self.times.prefill.step_s(prefill_tokens=rows * prompt)
+            sum(self.times.prefill.step_s(prefill_tokens=each.layout.places) for each in passes)
             + steps * (decode.overhead_s + decode.decode_s * rows)
             + decode.kv_s * rows * context
         )
@@ -69,8 +78,12 @@ class PaddedTimes:
 class GangCluster:
     """Bins of waiting requests, and replicas that take whole batches from them, first formed, first served.
 
+    Args:
+        buckets: which tell the prompts of a bin apart; when they change, what waits moves. None has one.
+        order: of the requests in a bin and bucket.
+
     Attributes:
-        bins: with the edges in force.
+        bins, buckets: with the edges in force.
         batches, busy_s: how many ran, and for how long in all.
         wasted_tokens: row-steps after a row had ended.
 
@@ -78,20 +91,30 @@ class GangCluster:
         ConfigError: there is no replica.
     """
 
-    def __init__(self, config: GangConfig, bins: MultiBin, times: GangTimes, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        config: GangConfig,
+        bins: MultiBin,
+        times: GangTimes,
+        replicas: int = 1,
+        buckets: PromptBuckets | None = None,
+        order: Order | None = None,
+    ) -> None:
         if replicas < 1:
             raise ConfigError(f"replicas must be at least 1, got {replicas}")
         self.batches = 0
         self.busy_s = 0.0
         self.wasted_tokens = 0
-        self.bins = bins
-        self._config, self._times = config, times
-        self._waiting: list[deque[Request]] = [deque() for _ in range(bins.config.bins)]
+        self.bins, self.buckets = bins, buckets
+        self._config, self._times, self._order = config, times, order or FCFS()
+        self._waiting: dict[tuple[int, int], list[Request]] = {}
         self._idle = replicas
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
         index = self.bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
-        self._waiting[index].append(request)
+        request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        bucket = self._bucket(request)
+        insort(self._waiting.setdefault((index, bucket), []), request, key=_key)
         events = self._start(now_s)
         if request.started_s is None and self._config.max_wait_s < math.inf:
             # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
@@ -116,17 +139,35 @@ class GangCluster:
             events.append(Event(now_s + batch_s, Kind.STEP, partial(self._end, batch)))
         return events
 
+    def _bucket(self, request: Request) -> int:
+        """Its own, after what waits has moved if its length has changed the buckets."""
+        if self.buckets is None:
+            return 0
+        before, bucket = self.buckets.edges, self.buckets.assign(request.prompt_tokens)
+        if self.buckets.edges != before:
+            self._move(self.buckets.edges)
+        return bucket
+
+    def _move(self, edges: Sequence[float]) -> None:
+        before, self._waiting = self._waiting, {}
+        for (index, _), waiting in before.items():
+            for request in waiting:
+                bucket = bisect_right(edges, request.prompt_tokens, 1, len(edges) - 1) - 1
+                insort(self._waiting.setdefault((index, bucket), []), request, key=_key)
+
     def _next(self, now_s: float) -> list[Request]:
-        """The batch that was formed first, off its bin; empty when none is formed."""
-        lanes = (self._lane(index, now_s) for index, waiting in enumerate(self._waiting) if waiting)
+        """The batch that was formed first, off its lane; empty when none is formed."""
+        lanes = (self._lane(*place, waiting, now_s) for place, waiting in self._waiting.items() if waiting)
         if (chosen := first_formed(lanes, self._config)) is None:
             return []
-        waiting = self._waiting[chosen.bin_index]
-        return [waiting.popleft() for _ in chosen.keys]
+        waiting, size = self._waiting[chosen.bin_index, chosen.bucket], len(chosen.keys)
+        batch, waiting[:size] = waiting[:size], []
+        return batch
 
-    def _lane(self, index: int, now_s: float) -> LaneView:
-        keys = [request.arrival_s for request in islice(self._waiting[index], self._config.size_of(index))]
-        return LaneView(slo_class="", bin_index=index, keys=keys, waited_s=now_s - keys[0])
+    def _lane(self, index: int, bucket: int, waiting: list[Request], now_s: float) -> LaneView:
+        first = waiting[: self._config.size_of(index)]
+        keys, waited_s = [request.key for request in first], now_s - min(request.arrival_s for request in first)
+        return LaneView(slo_class="", bin_index=index, bucket=bucket, keys=keys, waited_s=waited_s)
 
     def _end(self, batch: list[Request], now_s: float) -> Iterable[Event]:
         longest = max(request.output_tokens for request in batch)

@@ -5,16 +5,16 @@ lowest key goes where the placement says. Requests whose class no replica with c
 the others.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 
 from policies.checks import require_at_least, require_positive
 from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
 from policies.router.autoscale import FleetState
 from policies.router.credit import late_uncounted, lookahead
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order, deadline_keys
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
 from simulator.core import Event
@@ -33,6 +33,8 @@ class RouterConfig:
             is any number.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
+        fills_idle: the classes that take what others leave, and their orders; what runs goes on, for no slot is called
+            back here.
         promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
 
     Raises:
@@ -43,6 +45,7 @@ class RouterConfig:
     credit_s: float | None = None
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
+    fills_idle: Mapping[str, IdleOrder] = field(default_factory=dict)
     promises: bool = False
 
     def __post_init__(self) -> None:
@@ -121,13 +124,26 @@ class Router:
 
     def _enqueue(self, request: Request) -> None:
         request.work_s = self._work.request_work_s(self._empty_view, request.view())
-        request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        request.key = self._key(request)
         queue = self._queues.setdefault(request.slo_class, PromisedQueue())
-        promised = self.config.promises
-        unread_tokens = request.view().prefill_tokens
-        deadline_s = request.deadline_s if promised else inf
-        queue.add(Waiting(request, arrival_s=request.key, deadline_s=deadline_s, unread_tokens=unread_tokens))
+        queue.add(
+            Waiting(
+                request,
+                arrival_s=request.key,
+                deadline_s=request.deadline_s if self.config.promises else inf,
+                unread_tokens=request.view().prefill_tokens,
+                fills_idle=request.fills_idle,
+            )
+        )
         self.waiting += 1
+
+    def _key(self, request: Request) -> float:
+        order = self.config.fills_idle.get(request.slo_class or "")
+        request.fills_idle = order is not None
+        if order is None:
+            return self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        ttft_s = request.promised_ttft_s if isfinite(request.promised_ttft_s) else None
+        return deadline_keys(request.arrival_s, ttft_s, fills_idle=order, prompt_tokens=request.prompt_tokens).key
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events: list[Event] = []

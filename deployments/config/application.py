@@ -47,7 +47,7 @@ from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.credit import longest_promise_s, lookahead
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.router.promise import Promise
@@ -443,7 +443,9 @@ class BinsSection(Section):
     def _is_valid(self) -> "BinsSection":
         self.build()
         if self.bucket_rule == "literal" and self.prompt_buckets == 1:
-            raise ValueError("bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them")
+            raise ValueError(
+                "bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them"
+            )
         return self
 
 
@@ -469,8 +471,18 @@ class ClassSection(Section):
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
+    order: IdleOrder = "deadline"
+    """With `fills_idle`, its requests among themselves: `deadline` as they came, or by prompt length those that come
+    within one `ttft_s` (without one, `router.late_patience_s`), window by window. `shortest_first` ends more requests
+    a second while they wait, `longest_first` brings the long ones together; a longer `ttft_s` sorts more of them."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    @model_validator(mode="after")
+    def _orders_what_fills_idle_capacity(self) -> Self:
+        if self.order != "deadline" and not self.fills_idle:
+            raise ValueError(f"order: {self.order} is for classes that fill idle capacity: set fills_idle: true")
+        return self
 
     def promise(self) -> Promise:
         return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
@@ -939,6 +951,13 @@ class AppConfig(ModelSection):
             held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
                 raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_order_of_each_class(self) -> "AppConfig":
+        by_length = sorted(name for name, section in self.classes.items() if section.order != "deadline")
+        if self.order.policy is not None and by_length:
+            raise ValueError(f"order.policy orders all requests: it goes without classes.NAME.order (of {by_length})")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,8 @@ Source: Zheng et al., "BucketServe: Bucket-Based Dynamic Batching for Smart and 
 002): equations 1 to 6 and Algorithm 1. Padding exists only where a kernel pads (the Transformers engine, the
 predictor); with variable-length attention buckets merely order the queue (ERRATA 2.14).
 
-`BucketServeBuckets` is Algorithm 1 to the letter, `PromptBuckets` either of them for a router. `AdaptiveBuckets`, the default, departs from it (ERRATA numbers):
+`BucketServeBuckets` is Algorithm 1 to the letter, `PromptBuckets` either as a router keeps them. `AdaptiveBuckets`,
+the default, departs from it (ERRATA numbers):
 - 2.3, 2.5 Equation 4 has no solution and bisection is right for uniform lengths only: cuts minimise padded tokens.
 - 2.4 Padding counts to the longest member, in tokens, not as a mean of ratios to the bucket's bound.
 - 2.7 A split is judged by the padding it saves, not by a majority below the middle.

@@ -51,6 +51,22 @@ def test_a_simulation_writes_the_same_bytes_for_the_same_seed(
     assert "TTFT p99" in capsys.readouterr().out
 
 
+def test_a_class_that_fills_idle_capacity_is_one_of_the_trace_and_has_an_order(tmp_path: Path) -> None:
+    trace, wrote = tmp_path / "two.csv", tmp_path / "run.json"
+    rows = [f"{number / 50},{100 + number},50,{('chat', 'nightly')[number % 2]}" for number in range(60)]
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
+    given = ("simulate", "--trace", str(trace), "--slots", "4", "--json", str(wrote), "--target", "*:600:1")
+    run(*given, "--fills-idle", "nightly:shortest_first")
+    classes = json.loads(wrote.read_text())["classes"]
+    assert classes["chat"]["ttft_p99_s"] < 0.5 * classes["nightly"]["ttft_p99_s"]
+    with pytest.raises(InputError, match="--fills-idle of classes that no request has: batch; there are: chat, n"):
+        run(*given, "--fills-idle", "batch")
+    with pytest.raises(ConfigError, match="CLASS:ORDER with one of"):
+        run(*given, "--fills-idle", "nightly:sjf")
+    with pytest.raises(ConfigError, match="--system sluice"):
+        run(*given, "--fills-idle", "nightly", "--system", "stock")
+
+
 def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run("simulate", *FEW, "--system", "stock", "--json", str(path))

@@ -625,6 +625,14 @@ def test_another_way_for_caches_is_another_key_space() -> None:
     assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
 
 
+def test_a_class_has_an_order_of_its_own_where_it_fills_idle_capacity_and_nothing_else_orders() -> None:
+    sorts = {"ttft_s": 600.0, "fills_idle": True, "order": "shortest_first"}
+    assert config(classes={"standard": {}, "nightly": sorts}).classes["nightly"].order == "shortest_first"
+    assert "set fills_idle: true" in refused(classes={"standard": {"order": "longest_first"}})["classes.standard"]
+    own = refused(classes={"standard": {}, "nightly": sorts}, order={"policy": "sjf"})[""]
+    assert "goes without classes.NAME.order (of ['nightly'])" in own
+
+
 @pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])
 def test_class_names_that_deployments_could_not_bear_are_refused(name: str) -> None:
     assert "must be a letter" in refused(classes={"standard": {}, name: {}})[""]

@@ -112,7 +112,9 @@ def test_logits_are_those_of_each_request_alone(
             assert isinstance(held, RowsCache) and held.columns == max(map(len, asked))
 
 
-@pytest.mark.parametrize(("attention", "packing"), [("sdpa", "first_fit"), ("sdpa", "best_fit"), ("eager", "first_fit")])
+@pytest.mark.parametrize(
+    ("attention", "packing"), [("sdpa", "first_fit"), ("sdpa", "best_fit"), ("eager", "first_fit")]
+)
 def test_requests_that_share_rows_while_they_generate_have_the_same_logits(
     model: Any, attention: str, packing: Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
