@@ -279,6 +279,9 @@ class PrefillSection(Section):
     """Prompts that would wait longer for these replicas go to the others."""
     bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the KV cache that is free on such a replica, how much the prompts may take that it is given at once: the rest
+    is for caches that wait to be fetched. BucketServe's equations 5 and 6."""
     transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
     """Seconds that moving a cache takes, whatever its size."""
     transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)

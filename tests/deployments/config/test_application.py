@@ -74,6 +74,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.gang.max_wait_s", [-1, math.nan]),
         ("engine.gang.prefill", ["packed"]),
         ("engine.gang.packing", ["worst_fit"]),
+        ("engine.prefill.memory_share", [0, 1.1, math.nan]),
         ("engine.gang.max_pass_tokens", [0]),
         ("engine.gang.row_tokens", [0]),
         ("engine.gang.kv_cache_tokens", [0]),
