@@ -47,6 +47,10 @@ class LengthTimes:
         return self.s_per_token * max(request.output_tokens for request in requests)
 
 
+PADDED = PrefillConfig(mode="padded", max_pass_tokens=1 << 40)
+"""A row for each prompt of a batch, in one pass."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedTimes:
     """A padded batch: every row is computed at every step until the longest ends.
@@ -58,7 +62,7 @@ class PaddedTimes:
     """
 
     times: StepTimes
-    prefill: PrefillConfig = PrefillConfig(mode="padded", max_pass_tokens=1 << 40)
+    prefill: PrefillConfig = PADDED
 
     def batch_s(self, requests: Sequence[Request]) -> float:
         rows = len(requests)

@@ -13,6 +13,7 @@ from simulator.engines import engine_profile
 from simulator.reproduce.__main__ import EXPERIMENTS, main
 from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
 from simulator.reproduce.paper_001 import _STATIC, _full_batch, _pace
+from simulator.reproduce.paper_002 import _READERS, _capacity, _Point, _served
 from simulator.reproduce.paper_003 import (
     _POLYNOMIALS,
     _TABLES,
@@ -24,7 +25,8 @@ from simulator.reproduce.paper_003 import (
     _tokens_per_s,
     _with_context,
 )
-from simulator.reproduce.paper_004 import _gains
+from simulator.reproduce.paper_004 import _gains, _of_a_set, _seconds
+from simulator.validate import cache_blocks
 from simulator.workload import length_law, synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,6 +65,34 @@ def test_packing_gains_are_those_of_the_rows_and_nothing_against_full_ones() -> 
     assert tokens == pytest.approx(7 / 3)
     assert against_varlen == pytest.approx(1.0)
     assert waste == pytest.approx(1 - 300 / 700)
+
+
+def test_a_set_is_packed_as_a_whole_or_ordered_or_batch_by_batch() -> None:
+    """Batches of two: 100 and 25 of which nothing can be packed, then 50 and 50, then 25."""
+    lengths = [100, 25, 50, 50, 25]
+    full, each, by_length, whole = (len(lengths) * seconds for seconds in _of_a_set(lengths, 2))
+    assert full == pytest.approx(_seconds(200) + _seconds(100) + _seconds(25))
+    assert each == pytest.approx(full)
+    assert by_length == pytest.approx(_seconds(200) + _seconds(100) + _seconds(25))
+    assert whole == pytest.approx(_seconds(200) + _seconds(50))
+
+
+def test_load_capacity_is_the_server_rate_at_which_four_of_five_meet_their_targets() -> None:
+    points = [_Point(share, rate, (0.0, 0.0, 0.0)) for share, rate in ((1.0, 4.0), (0.9, 6.0), (0.7, 7.0), (0.2, 7.5))]
+    assert _capacity(points) == "6.50"
+    assert _capacity(points[:2]) == "above 6.00"
+    assert _capacity(points[2:]) == "below all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", _READERS)
+def test_prompts_read_by_bucket_meet_their_targets_at_light_load_and_the_parts_add_up(reader: str) -> None:
+    drawn = synthetic("alpaca", length_law("uniform:5:40"), length_law("constant:50"), 300, np.random.default_rng(0))
+    point = _served(drawn, reader, 4.0, seed=0)
+    assert point.attainment == 1.0
+    assert point.server_rate == pytest.approx(4.0, rel=0.15)
+    wait_s, reading_s, answer_s = point.seconds
+    assert wait_s < 0.02 < reading_s < 0.05 < 49 * 0.018 < answer_s < 49 * 0.03
 
 
 @pytest.mark.slow
