@@ -204,7 +204,8 @@ class Prompts:
 
     def token_ids(self, index: int) -> list[int]:
         self._file.seek(4 * self._starts[index])
-        return np.frombuffer(self._file.read(4 * self.lengths[index]), dtype=np.uint32).tolist()
+        kept: list[int] = np.frombuffer(self._file.read(4 * self.lengths[index]), dtype=np.uint32).tolist()
+        return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

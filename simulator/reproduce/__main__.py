@@ -20,6 +20,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "001-figure-4": paper_001.figure_4,
     "001-table-1": paper_001.table_1,
     "001-table-2": paper_001.table_2,
+    "002-figure-3": paper_002.figure_3,
     "002-offline": paper_002.offline,
     "002-figure-5": paper_002.figure_5,
     "003-balance": paper_003.balance,

@@ -73,6 +73,35 @@ def _workload(setting: Setting, name: str, count: int, seed: int) -> Workload:
     return replace(drawn(source, count, seed, "none", _MAX_TOKENS), name=name)
 
 
+def figure_3(setting: Setting) -> list[str]:
+    """Figures 2 and 3: prompt lengths of each kind, and the seconds and useful work of padded batches of them."""
+    sets = {name: _workload(setting, name, 4096, 0) for name in _NAMES}
+    kinds = {
+        "short, up to 256": sets["alpaca"].rows(np.flatnonzero(sets["alpaca"].prompt_tokens <= 256)),
+        "long, from 1024": sets["long"].rows(np.flatnonzero(sets["long"].prompt_tokens >= 1024)),
+        "mixed": sets["mixed"],
+    }
+    rows = []
+    for kind, work in kinds.items():
+        requests, tokens = work.requests(), work.prompt_tokens
+        batches = [requests[start : start + _BATCH] for start in range(0, len(requests), _BATCH)]
+        reading_s, answering_s, useful = np.mean([_batch_cost(batch) for batch in batches], axis=0).tolist()
+        spread = f"{tokens.mean():.0f}, {np.median(tokens):.0f}, {tokens.max()}"
+        rows.append((kind, spread, f"{reading_s:.2f}", f"{answering_s:.2f}", f"{useful:.0%}"))
+    return table(("prompts", "tokens: mean, median, most", "reading, s", "answering, s", "useful of answering"), rows)
+
+
+def _batch_cost(batch: Sequence[Request]) -> tuple[float, float, float]:
+    """Seconds until the prompts are read, and from there to the last answer; and of what steps read of the cache, the
+    share that is neither padding nor of an answer that has ended.
+    """
+    times = PaddedTimes(times=_profile().times)
+    reading_s = times.batch_s([replace(request, output_tokens=1) for request in batch])
+    longest, steps = max(r.prompt_tokens for r in batch), max(r.output_tokens for r in batch)
+    own = sum(r.prompt_tokens * r.output_tokens + r.output_tokens * (r.output_tokens + 1) / 2 for r in batch)
+    return reading_s, times.batch_s(batch) - reading_s, own / (len(batch) * (longest * steps + steps * (steps + 1) / 2))
+
+
 def offline(setting: Setting) -> list[str]:
     """Figure 5a and section II-B: all at once, padding, tokens per second and waits, by buckets and order."""
     rows = []
