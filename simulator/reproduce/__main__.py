@@ -40,6 +40,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "admission": what_pays.admission,
     "known-prompts": what_pays.known_prompts,
     "queue-order": what_pays.queue_order,
+    "idle-order": what_pays.idle_order,
     "placement": what_pays.placement,
     "phases": what_pays.phases,
     "equal-lengths": what_pays.equal_lengths,
