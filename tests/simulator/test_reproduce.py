@@ -26,7 +26,6 @@ from simulator.reproduce.paper_003 import (
     _with_context,
 )
 from simulator.reproduce.paper_004 import _gains, _of_a_set, _seconds
-from simulator.validate import cache_blocks
 from simulator.workload import length_law, synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"
