@@ -12,6 +12,7 @@ from typing import Any
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
+from policies.gang.buckets import PromptBuckets
 from policies.registry import Family, build_of
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Order
@@ -234,11 +235,17 @@ class GangRun:
 
 
 def run_gang(
-    config: GangConfig, bins: MultiBinConfig, times: GangTimes, workload: Workload, replicas: int = 1
+    config: GangConfig,
+    bins: MultiBinConfig,
+    times: GangTimes,
+    workload: Workload,
+    replicas: int = 1,
+    buckets: PromptBuckets | None = None,
+    order: Order | None = None,
 ) -> GangRun:
-    """Serve the workload in gang batches to its end."""
+    """Serve the workload in gang batches to its end, by buckets of prompt length and in an order if they are given."""
     requests = workload.requests()
-    cluster = GangCluster(config, MultiBin(bins), times, replicas)
+    cluster = GangCluster(config, MultiBin(bins), times, replicas, buckets, order)
 
     def arrive(request: Request, now_s: float) -> list[Event]:
         events = cluster.arrive(request, now_s)

@@ -5,9 +5,9 @@ lowest key goes where the placement says. Requests whose class no replica with c
 the others. `BatchRouter` gives replicas that are idle whole batches.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from typing import Any
 
 from policies.checks import require_at_least, require_positive
@@ -17,7 +17,7 @@ from policies.gang.batches import GangConfig
 from policies.router.autoscale import FleetState
 from policies.router.credit import late_uncounted, lookahead
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order, deadline_keys
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
 from simulator.core import Event, Kind
@@ -37,6 +37,8 @@ class RouterConfig:
             is any number.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
+        fills_idle: the classes that take what others leave, and their orders; what runs goes on, for no slot is called
+            back here.
         promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
         batches: idle replicas take whole batches of one bin and class, formed in this way (paper 000); None gives out
             single requests.
@@ -49,6 +51,7 @@ class RouterConfig:
     credit_s: float | None = None
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
+    fills_idle: Mapping[str, IdleOrder] = field(default_factory=dict)
     promises: bool = False
     batches: GangConfig | None = None
 
@@ -137,16 +140,29 @@ class Router:
 
     def _enqueue(self, request: Request, now_s: float) -> None:
         request.work_s = self._work.request_work_s(self._empty_view, request.view())
-        request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        request.key = self._key(request)
         self.waiting += 1
         self._wait(request, now_s)
 
     def _wait(self, request: Request, now_s: float) -> None:
         queue = self._queues.setdefault(request.slo_class, PromisedQueue())
-        promised = self.config.promises
-        unread_tokens = request.view().prefill_tokens
-        deadline_s = request.deadline_s if promised else inf
-        queue.add(Waiting(request, arrival_s=request.key, deadline_s=deadline_s, unread_tokens=unread_tokens))
+        queue.add(
+            Waiting(
+                request,
+                arrival_s=request.key,
+                deadline_s=request.deadline_s if self.config.promises else inf,
+                unread_tokens=request.view().prefill_tokens,
+                fills_idle=request.fills_idle,
+            )
+        )
+
+    def _key(self, request: Request) -> float:
+        order = self.config.fills_idle.get(request.slo_class or "")
+        request.fills_idle = order is not None
+        if order is None:
+            return self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        ttft_s = request.promised_ttft_s if isfinite(request.promised_ttft_s) else None
+        return deadline_keys(request.arrival_s, ttft_s, fills_idle=order, prompt_tokens=request.prompt_tokens).key
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events: list[Event] = []

@@ -15,6 +15,7 @@ from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
+from deployments.command import prepack as prepack_command
 from deployments.command.args_check import check_args
 from deployments.command.settings import of_one_machine, section, sharing_memory, with_defaults
 from deployments.config.application import AppConfig, checked
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     env_command.register(commands)
     config_command.register(commands)
     keys_command.register(commands)
+    prepack_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root

@@ -41,12 +41,13 @@ from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.credit import longest_promise_s, lookahead
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.router.promise import Promise
@@ -218,6 +219,9 @@ class GangSection(Section):
     """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Least tokens of a packed row; null is the longest prompt of the batch."""
+    packing: Packing = "first_fit"
+    """Where `prepacked` puts the next shorter prompt: `first_fit` into the first row with room, as paper 004 says,
+    `best_fit` into the fullest, as its authors' code does. The rows are about as many."""
     pack_decode_from: float = Field(default=1.5, ge=1)
     """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
     cache) / (packed / padded tokens of a step) is at least this; .inf never."""
@@ -241,6 +245,7 @@ class GangSection(Section):
             mode=self.prefill,
             max_pass_tokens=self.max_pass_tokens,
             row_tokens=self.row_tokens,
+            packing=self.packing,
             pack_decode_from=self.pack_decode_from,
         )
 
@@ -280,6 +285,9 @@ class PrefillSection(Section):
     """Prompts that would wait longer for these replicas go to the others."""
     bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the KV cache that is free on such a replica, how much the prompts may take that it is given at once: the rest
+    is for caches that wait to be fetched. BucketServe's equations 5 and 6."""
     transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
     """Seconds that moving a cache takes, whatever its size."""
     transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
@@ -421,6 +429,10 @@ class BinsSection(Section):
     prompt_buckets: int = Field(default=1, ge=1, le=8)
     """Of batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
+    bucket_rule: Literal["adaptive", "literal"] = "adaptive"
+    """How buckets follow the prompts: `adaptive` cuts where padding is saved, and merges where it is not; `literal` is
+    BucketServe's Algorithm 1, which halves a bucket of more than `engine.gang.batch_size` prompts of which most are in
+    its lower half, up to `prompt_buckets`."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:
@@ -436,15 +448,22 @@ class BinsSection(Section):
             window_requests=self.window_requests,
         )
 
-    def buckets(self) -> PromptBuckets | None:
+    def buckets(self, gang: GangSection, max_model_len: int) -> PromptBuckets | None:
         """None where prompts are not told apart."""
         if self.prompt_buckets == 1:
             return None
-        return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        if self.bucket_rule == "adaptive":
+            return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        literal = BucketServeConfig(l_max=max_model_len, max_buckets=self.prompt_buckets)
+        return PromptBuckets(literal, self.refit_every, gang.batch_size)
 
     @model_validator(mode="after")
     def _is_valid(self) -> "BinsSection":
         self.build()
+        if self.bucket_rule == "literal" and self.prompt_buckets == 1:
+            raise ValueError(
+                "bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them"
+            )
         return self
 
 
@@ -470,8 +489,18 @@ class ClassSection(Section):
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
+    order: IdleOrder = "deadline"
+    """With `fills_idle`, its requests among themselves: `deadline` as they came, or by prompt length those that come
+    within one `ttft_s` (without one, `router.late_patience_s`), window by window. `shortest_first` ends more requests
+    a second while they wait, `longest_first` brings the long ones together; a longer `ttft_s` sorts more of them."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    @model_validator(mode="after")
+    def _orders_what_fills_idle_capacity(self) -> Self:
+        if self.order != "deadline" and not self.fills_idle:
+            raise ValueError(f"order: {self.order} is for classes that fill idle capacity: set fills_idle: true")
+        return self
 
     def promise(self) -> Promise:
         return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
@@ -933,7 +962,7 @@ class AppConfig(ModelSection):
     def _sets_what_its_engines_heed(self) -> "AppConfig":
         kinds = {section.engine.kind for section in (self, *self.more_models)}
         if "transformers" not in kinds and self.bins.dispatch == "requests":
-            for name in ("serving", "seconds_per_token", "prompt_buckets"):
+            for name in ("serving", "seconds_per_token", "prompt_buckets", "bucket_rule"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(
                         f"bins.{name} is of batches: it needs bins.dispatch: batches, or an engine.kind: transformers"
@@ -964,6 +993,24 @@ class AppConfig(ModelSection):
         if any(engine.credit_lookahead for engine in engines):
             raise ValueError(
                 "engine.credit_lookahead is of no use with bins.dispatch: batches: replicas take whole ones"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_order_of_each_class(self) -> "AppConfig":
+        by_length = sorted(name for name, section in self.classes.items() if section.order != "deadline")
+        if self.order.policy is not None and by_length:
+            raise ValueError(f"order.policy orders all requests: it goes without classes.NAME.order (of {by_length})")
+        return self
+
+    @model_validator(mode="after")
+    def _sees_batches_between_refits(self) -> "AppConfig":
+        """Algorithm 1 merges all buckets while fewer prompts than a batch are there."""
+        sizes = [section.engine.gang.batch_size for section in (self, *self.more_models)]
+        if self.bins.bucket_rule == "literal" and self.bins.refit_every <= max(sizes):
+            raise ValueError(
+                f"bins.refit_every ({self.bins.refit_every}) must be above engine.gang.batch_size ({max(sizes)}) with "
+                "bucket_rule: literal: of fewer prompts it makes one bucket"
             )
         return self
 

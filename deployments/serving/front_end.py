@@ -27,6 +27,7 @@ from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
+from policies.router.order import IdleOrder
 from policies.router.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
@@ -261,8 +262,8 @@ class FrontEnd:
     def _door(self) -> Door:
         return Door({name: section.limits() for name, section in self._config.classes.items()})
 
-    def _fills_idle(self) -> list[str]:
-        return [name for name, section in self._config.classes.items() if section.fills_idle]
+    def _fills_idle(self) -> dict[str, IdleOrder]:
+        return {name: section.order for name, section in self._config.classes.items() if section.fills_idle}
 
     def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config
@@ -279,7 +280,7 @@ class FrontEnd:
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),
-            buckets=config.bins.buckets() if config.gang else None,
+            buckets=config.bins.buckets(config.gang, self.max_model_len) if config.gang else None,
             late_patience_s=config.router.late_patience_s,
         )
 

@@ -27,6 +27,7 @@ SOURCES = {
     "azure_code": ("azure2023_code.csv.gz", "Azure/AzurePublicDataset, AzureLLMInferenceTrace_code (CC BY 4.0)"),
     "lmsys": ("lmsys_chat_lengths.csv.gz", "efeslab/Nanoflow, LMSYS-Chat-1M token counts (Apache-2.0)"),
     "sharegpt": ("sharegpt_8k_lengths_llama2tok.csv.gz", "project-etalon/etalon, ShareGPT lengths (Apache-2.0)"),
+    "sharegpt_turns": ("sharegpt_lengths_nanoflow.csv.gz", "efeslab/Nanoflow, ShareGPT token counts (Apache-2.0)"),
     "arxiv": ("arxiv_summarization_lengths.csv.gz", "microsoft/vidur, arXiv summarization lengths (MIT)"),
     "alpaca": ("halueval_general_train.jsonl.gz", "RUCAIBox/HaluEval, general_data (MIT)"),
     "gsm8k": ("gsm8k_models_train.jsonl.gz", "openai/grade-school-math (MIT), lm-sys/RouteLLM (Apache-2.0)"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from policies.gang.batches import GangConfig
 from policies.papers.bin_worth import expected_batch_max
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import IdleOrder
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig
@@ -372,6 +373,26 @@ def _latencies(finished: Run) -> list[float]:
     latency = np.array([request.latency_s for request in finished.requests])
     ttft = np.array([request.ttft_s for request in finished.requests])
     return [float(latency.mean()), float(np.percentile(latency, 99)), float(ttft.mean())]
+
+
+def idle_order(setting: Setting) -> list[str]:
+    """Offline work that is there all at once, 64 slots: by prompt length against as it came."""
+    source, orders = setting.workload("azure_conv"), get_args(IdleOrder)
+    found = np.array(setting.each(partial(_idle_orders, source), range(setting.runs)))
+    changes = [[_percent(found[:, i, m] / found[:, 0, m]) for m in range(3)] for i in range(len(orders))]
+    rows = [(order, *each) for order, each in zip(orders, changes, strict=True)]
+    return table(("order", "all done", "mean latency", "99th percentile"), rows)
+
+
+def _idle_orders(source: Workload, seed: int) -> list[list[float]]:
+    drawn_work = drawn(source, 1500, seed)
+    work = replace(drawn_work, slo_class=("nightly",) * len(drawn_work))
+    config = _config(slots=64, promises={"nightly": (36_000.0, 1.0)})
+    found = []
+    for order in get_args(IdleOrder):
+        finished = run(replace(config, router=RouterConfig(fills_idle={"nightly": order}, promises=True)), work)
+        found.append([finished.makespan_s, *_latencies(finished)[:2]])
+    return found
 
 
 def placement(setting: Setting) -> list[str]:

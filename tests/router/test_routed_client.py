@@ -321,7 +321,7 @@ def _classifier(metrics: RouterMetrics, prefix_tie_s: float, mode: Mode) -> Clas
         prefixes=PrefixIndex(PrefixIndexConfig()),
         prefix_tie_s=prefix_tie_s,
         mode=mode,
-        fills_idle=("offline",),
+        fills_idle={"offline": "deadline"},
     )
 
 

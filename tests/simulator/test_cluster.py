@@ -15,6 +15,7 @@ from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import IdleOrder
 from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
 from simulator import cluster
 from simulator.cluster import ClusterConfig, Run, run
@@ -89,6 +90,24 @@ def test_under_every_batch_policy_each_request_ends_once_with_all_its_tokens(bat
     prefills = sum(1 + request.preemptions for request in result.requests)
     # A prefill that was preempted before its end gave no token.
     assert 0 <= decoded + prefills - sum(r.output_tokens for r in result.requests) <= prefills - len(result.requests)
+
+
+@pytest.mark.parametrize("order", ["shortest_first", "longest_first"])
+def test_offline_work_waits_for_idle_capacity_and_starts_by_prompt_length(order: IdleOrder) -> None:
+    """Slots are few, and what comes while they are taken is sorted: chat goes first, though both are promised much."""
+    rng = np.random.default_rng(0)
+    drawn = synthetic("drawn", length_law("uniform:1:400"), length_law("constant:20"), 120, rng)
+    both = replace(drawn, arrival_s=np.zeros(120), slo_class=("chat", "nightly") * 60)
+    router = RouterConfig(fills_idle={"nightly": order}, promises=True)
+    engine = EngineConfig(slots=4, total_blocks=4000, ordered=True)
+    targets = {"chat": (1e6, 1.0), "nightly": (600.0, 1.0)}
+    result = run(ClusterConfig(times=TIMES, engine=engine, router=router, promises=targets), both)
+    started = {name: [r for r in result.requests if r.slo_class == name and r.started_s] for name in targets}
+    assert max(r.started_s or 0.0 for r in started["chat"]) <= min(r.started_s or 0.0 for r in started["nightly"])
+    sign = -1 if order == "longest_first" else 1
+    by_start = sorted(started["nightly"], key=lambda request: (request.started_s, sign * request.prompt_tokens))
+    tokens = [request.prompt_tokens for request in by_start]
+    assert tokens == sorted(tokens, reverse=order == "longest_first")
 
 
 @settings(max_examples=40, deadline=None)

@@ -51,6 +51,22 @@ def test_a_simulation_writes_the_same_bytes_for_the_same_seed(
     assert "TTFT p99" in capsys.readouterr().out
 
 
+def test_a_class_that_fills_idle_capacity_is_one_of_the_trace_and_has_an_order(tmp_path: Path) -> None:
+    trace, wrote = tmp_path / "two.csv", tmp_path / "run.json"
+    rows = [f"{number / 50},{100 + number},50,{('chat', 'nightly')[number % 2]}" for number in range(60)]
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
+    given = ("simulate", "--trace", str(trace), "--slots", "4", "--json", str(wrote), "--target", "*:600:1")
+    run(*given, "--fills-idle", "nightly:shortest_first")
+    classes = json.loads(wrote.read_text())["classes"]
+    assert classes["chat"]["ttft_p99_s"] < 0.5 * classes["nightly"]["ttft_p99_s"]
+    with pytest.raises(InputError, match="--fills-idle of classes that no request has: batch; there are: chat, n"):
+        run(*given, "--fills-idle", "batch")
+    with pytest.raises(ConfigError, match="CLASS:ORDER with one of"):
+        run(*given, "--fills-idle", "nightly:sjf")
+    with pytest.raises(ConfigError, match="--system sluice"):
+        run(*given, "--fills-idle", "nightly", "--system", "stock")
+
+
 def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run("simulate", *FEW, "--system", "stock", "--json", str(path))
@@ -283,8 +299,9 @@ def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing that was tried does it; the most requests in time per cost: 1 x " in capsys.readouterr().out
 
 
-def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path) -> None:
-    found = plan(tmp_path / "plan.json", "--engine", "llama2-70b@h100-80gb/4", "--replicas", "2", "--target", "*:60:1")
+@pytest.mark.parametrize("engine", ["llama2-70b@h100-80gb/4", "Qwen3-32B@h100_sxm/4"])
+def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str) -> None:
+    found = plan(tmp_path / "plan.json", "--engine", engine, "--replicas", "2", "--target", "*:60:1")
     whole = found["tried"][0]
     assert whole["in_time"] == 1.0
     assert whole["goodput_per_s"] == pytest.approx(60 / whole["numbers"]["makespan_s"])

@@ -7,8 +7,12 @@ import pytest
 
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.packing import Packing
+from policies.gang.prefill import PrefillConfig
 from policies.papers.bin_worth import latency_uniform, throughput_uniform
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import LJF, SJF, Order
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import GangRun, run_gang
 from simulator.gang import LengthTimes, PaddedTimes
@@ -97,6 +101,57 @@ def test_shortest_first_lowers_the_mean_latency_and_patience_bounds_what_the_lon
     first_formed, bounded, shortest = (served(4, 8, work, 2, patience_s=at_s) for at_s in (0.0, 200.0, math.inf))
     assert shortest.mean_latency_s < bounded.mean_latency_s < 0.9 * first_formed.mean_latency_s
     assert longest_wait_s(first_formed) < longest_wait_s(bounded) < 0.9 * longest_wait_s(shortest)
+
+
+ONE_BIN = MultiBinConfig(bins=1, rule="fixed", initial_edges=(0.0, 1e9))
+ALGORITHM_1 = BucketServeConfig(l_max=4096, max_buckets=4)
+
+
+@pytest.mark.parametrize("rule", [AdaptiveBucketsConfig(max_buckets=4), ALGORITHM_1])
+def test_prompts_of_like_length_share_a_batch_once_buckets_have_seen_them(
+    rule: AdaptiveBucketsConfig | BucketServeConfig,
+) -> None:
+    """Two kinds of prompts, in turn, of which the short ones are more: without buckets every batch holds both."""
+    prompts = np.array([50, 60, 3000] * 80)
+    work = Workload.of("two", np.arange(240.0), prompts, np.ones(240, dtype=np.int64))
+
+    def padded_s(buckets: PromptBuckets | None) -> float:
+        times = PaddedTimes(times=_linear(prefill_s=1e-3, decode_s=0.0))
+        result = run_gang(GangConfig(batch_size=4, max_wait_s=math.inf), ONE_BIN, times, work, 1, buckets)
+        assert all(r.generated_tokens == 1 for r in result.requests)
+        assert result.cluster.buckets is buckets
+        return result.cluster.busy_s
+
+    buckets = PromptBuckets(rule, refit_every=24, max_requests=4)
+    assert padded_s(buckets) < 0.6 * padded_s(None)
+    assert len(buckets.edges) > 2
+
+
+@pytest.mark.parametrize("order", [SJF(), LJF()])
+def test_a_lane_is_served_in_the_order_that_was_asked_for(order: Order) -> None:
+    """The first goes alone, for it came first; the others wait for it and are sorted."""
+    prompts = np.array([5, 400, 30, 900, 7, 60, 20])
+    work = Workload.of("one by one", 1e-6 * np.arange(7), prompts, np.ones(7, dtype=np.int64))
+    times = PaddedTimes(times=_linear(prefill_s=1e-3, decode_s=0.0))
+    result = run_gang(GangConfig(batch_size=2, max_wait_s=0.0), ONE_BIN, times, work, order=order)
+    by_start = sorted(result.requests[1:], key=lambda request: request.started_s or 0.0)
+    pairs = [{r.prompt_tokens for r in by_start[at : at + 2]} for at in (0, 2, 4)]
+    shortest = [{7, 20}, {30, 60}, {400, 900}]
+    assert pairs == (shortest if isinstance(order, SJF) else shortest[::-1])
+
+
+def _linear(prefill_s: float, decode_s: float) -> StepTimes:
+    form = StepCoefficients(overhead_s=0.0, prefill_s=prefill_s, decode_s=decode_s)
+    return StepTimes(prefill=form, decode=form, mixed=form)
+
+
+@pytest.mark.parametrize(("packing", "tokens"), [("first_fit", 27), ("best_fit", 27)])
+def test_a_prepacked_prefill_takes_the_time_of_its_rows(packing: Packing, tokens: int) -> None:
+    prompts = (9, 7, 5, 3, 1)
+    batch = [Request(request_id=str(p), arrival_s=0.0, prompt_tokens=p, output_tokens=1) for p in prompts]
+    times = _linear(prefill_s=1.0, decode_s=0.0)
+    packed = PaddedTimes(times=times, prefill=PrefillConfig(packing=packing))
+    assert (packed.batch_s(batch), PaddedTimes(times=times).batch_s(batch)) == (tokens, 45)
 
 
 def test_bins_that_follow_the_load_are_few_while_it_is_low_and_more_when_it_is_high() -> None:

@@ -107,6 +107,7 @@ class VllmEngine:
     async def status(self) -> dict[str, Any]:
         """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
         status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
+        status["free_tokens"] = status["free_blocks"] * self._config.cache_config.block_size
         self._admits, self._late = status.get("batch_size"), status.get("late_requests", 0)
         return status
 

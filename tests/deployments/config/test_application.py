@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
-from deployments.config.application import DEMO_ARGS, AppConfig
+from deployments.config.application import DEMO_ARGS, AppConfig, GangSection
 from policies.router.multi_bin import MultiBin
 from policies.router.promise import Promise
 from tests.deployments.refused_args import REFUSED_ARGS
@@ -73,6 +73,8 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.gang.batch_size", [0, 1025]),
         ("engine.gang.max_wait_s", [-1, math.nan]),
         ("engine.gang.prefill", ["packed"]),
+        ("engine.gang.packing", ["worst_fit"]),
+        ("engine.prefill.memory_share", [0, 1.1, math.nan]),
         ("engine.gang.max_pass_tokens", [0]),
         ("engine.gang.row_tokens", [0]),
         ("engine.gang.kv_cache_tokens", [0]),
@@ -84,6 +86,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("bins.refit_every", [0]),
         ("bins.window_requests", [7]),
         ("bins.prompt_buckets", [0, 9]),
+        ("bins.bucket_rule", ["bisect"]),
         ("work.prefill_s_per_token", [-1, math.inf]),
         ("work.decode_step_s", [-1, math.inf]),
         ("work.decode_s_per_request", [-1, math.inf]),
@@ -229,13 +232,26 @@ def test_what_batches_do_not_go_with_is_refused(clash: dict[str, Any], says: str
 
 
 def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
-    assert config().bins.buckets() is None
-    buckets = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16}).bins.buckets()
-    assert buckets is not None
-    for _ in range(16):
-        for prompt_tokens in (10, 200, 900, 4000):
-            buckets.assign(prompt_tokens)
-    assert len(buckets.edges) == 4
+    assert config(engine=GANGS).bins.buckets(GangSection(), 8192) is None
+    found = {}
+    for rule in ("adaptive", "literal"):
+        bins = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16, "bucket_rule": rule}).bins
+        buckets = bins.buckets(GangSection(batch_size=8), 8192)
+        assert buckets is not None
+        for _ in range(16):
+            for prompt_tokens in (10, 200, 900, 4000):
+                buckets.assign(prompt_tokens)
+        found[rule] = buckets.edges
+    assert len(found["adaptive"]) == 4
+    assert found["literal"] == (0.0, 2048.0, 4096.0, 8192.0), "halves, up to three of them"
+
+
+def test_algorithm_1_is_refused_where_it_could_do_nothing() -> None:
+    assert "prompt_buckets is 1" in refused(engine=GANGS, bins={"bucket_rule": "literal"})["bins"]
+    literal = {"bucket_rule": "literal", "prompt_buckets": 2}
+    assert "bins.prompt_buckets is of gang batches" in refused(bins=literal)[""]
+    wide = {**GANGS, "gang": {"batch_size": 64}}
+    assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in refused(engine=wide, bins=literal)[""]
 
 
 def test_an_engine_is_not_told_what_it_would_not_do() -> None:
@@ -638,6 +654,14 @@ def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> 
 def test_another_way_for_caches_is_another_key_space() -> None:
     spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"connector": "file"}, {"keep_s": 9})}
     assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
+
+
+def test_a_class_has_an_order_of_its_own_where_it_fills_idle_capacity_and_nothing_else_orders() -> None:
+    sorts = {"ttft_s": 600.0, "fills_idle": True, "order": "shortest_first"}
+    assert config(classes={"standard": {}, "nightly": sorts}).classes["nightly"].order == "shortest_first"
+    assert "set fills_idle: true" in refused(classes={"standard": {"order": "longest_first"}})["classes.standard"]
+    own = refused(classes={"standard": {}, "nightly": sorts}, order={"policy": "sjf"})[""]
+    assert "goes without classes.NAME.order (of ['nightly'])" in own
 
 
 @pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])

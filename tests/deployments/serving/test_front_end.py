@@ -122,7 +122,9 @@ def answering(store: Store, prefill_store: Store) -> FrontEnd:
 
 
 LIVE = {
-    "classes": {"gold": {"ttft_s": 0.3, "tpot_s": 0.04, "max_waiting": 5, "fills_idle": True}},
+    "classes": {
+        "gold": {"ttft_s": 0.3, "tpot_s": 0.04, "max_waiting": 5, "fills_idle": True, "order": "longest_first"}
+    },
     "default_class": "gold",
     "router": {"max_prompt_logprobs": 7, "grammar_timeout_s": 2, "max_wait_s": 8, "late_patience_s": 3},
 }
@@ -135,7 +137,7 @@ def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
         assert (client._door.max_waiting("gold"), client._config.max_wait_s) == (5, 8)
     assert made.routed.config.itl_targets_s == {"gold": 0.04}
     assert (made.most, made._grammars.timeout_s) == (7, 2)
-    assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold"})
+    assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold": "longest_first"})
 
 
 async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_was_lost(store: Store) -> None:
