@@ -249,7 +249,7 @@ def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
 def test_algorithm_1_is_refused_where_it_could_do_nothing() -> None:
     assert "prompt_buckets is 1" in refused(engine=GANGS, bins={"bucket_rule": "literal"})["bins"]
     literal = {"bucket_rule": "literal", "prompt_buckets": 2}
-    assert "bins.prompt_buckets is of gang batches" in refused(bins=literal)[""]
+    assert "bins.prompt_buckets is of batches" in refused(bins=literal)[""]
     wide = {**GANGS, "gang": {"batch_size": 64}}
     assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in refused(engine=wide, bins=literal)[""]
 
