@@ -35,7 +35,7 @@ def system(
 
     Args:
         targets: what Sluice is told that each class was promised, by name; "*" for every one not named.
-        changes: fields of ClusterConfig besides.
+        changes: fields of ClusterConfig besides; settings of the system's own batch policy lie over those it has.
 
     Raises:
         ConfigError: there is no such system, or it does not refuse by vLLM's limits as the engine is to do.
@@ -51,6 +51,8 @@ def system(
         defaults = _told(targets or {}, profile) | {"batch": "auto", "order": "deadline"}
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
+    if changes.get("batch") == defaults.get("batch"):
+        changes["batch_settings"] = defaults.get("batch_settings", {}) | changes.get("batch_settings", {})
     return ClusterConfig(
         times=profile.times, clock=profile.clock, engine=engine, replicas=replicas, **(defaults | changes)
     )

@@ -185,6 +185,45 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     assert told == settings.auto_config(profile.times)
 
 
+@pytest.mark.parametrize(
+    ("base", "changed"),
+    [
+        ({"admission": "memory_aware"}, {"memory_form": "linear"}),
+        ({"admission": "memory_aware"}, {"memory_basis": "resident"}),
+        ({"admission": "memory_aware"}, {"prior_output_tokens": 40.0}),
+        ({"admission": "memory_aware"}, {"overflow_probability": 0.3}),
+        ({"mode": "exclusive"}, {"phase_rule": "threshold"}),
+        ({"mode": "exclusive"}, {"phase_rule": "ifr"}),
+        ({"mode": "exclusive"}, {"exclusive_overflow_probability": 0.01}),
+        ({}, {"priority_margin_fraction": -1.0}),
+        ({"priority_margin_fraction": -0.1}, {"hysteresis_fraction": 10.0}),
+        ({"priority_margin_fraction": -0.15}, {"mode_rule": "crossover"}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_rules_of_the_papers_are_simulated_as_they_are_served(
+    tmp_path: Path, base: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    load = ("--requests", "250", "--outputs", "lognormal:150:1", "--arrivals", "all", "--slots", "32")
+    numbers = []
+    for settings in (base, base | changed):
+        out = tmp_path / "out.json"
+        told = ("--batch", "auto", "--batch-args", json.dumps(settings))
+        run("simulate", *load, "--cache-tokens", "12000", *told, "--json", str(out))
+        numbers.append(json.loads(out.read_text()))
+    assert numbers[0]["makespan_s"] != numbers[1]["makespan_s"]
+
+
+def test_settings_of_the_system_s_own_policy_lie_over_those_that_it_has() -> None:
+    profile, targets = engine_profile("Llama-3.1-8B@l40s"), {"*": Target(ttft_s=0.5, tpot_s=0.03)}
+    whole = system("sluice", profile, EngineConfig(), 1, targets)
+    changed = system("sluice", profile, EngineConfig(), 1, targets, batch="auto", batch_settings={"refill": 4})
+    other = system("sluice", profile, EngineConfig(), 1, targets, batch="memory_aware", batch_settings={"window": 500})
+    assert changed.batch_settings == {**whole.batch_settings, "refill": 4}
+    assert other.batch_settings == {"window": 500}
+
+
 def plan(path: Path, *argv: str) -> Any:
     run("plan", *FEW, "--json", str(path), *argv)
     return json.loads(path.read_text())
