@@ -14,6 +14,7 @@ import pytest
 
 from deployments.config.application import AppConfig, BinsSection, ClassSection, GangSection, OrderSection, Section
 from policies.engine.step_budget import StepBudget
+from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.admission import Queue, no_room
 from policies.router.multi_bin import MultiBin
 from policies.router.order import deadline_keys
@@ -21,6 +22,7 @@ from policies.types import BatchState, RunningRequests, StepCoefficients, StepTi
 from router.admission import Door, Tenant
 
 STEPS = StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-4)
+LATER_AND_SHORTER = LaneView(slo_class="", bin_index=0, keys=[2.0], waited_s=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,17 @@ def edges(bins: BinsSection) -> object:
 
 def buckets(bins: BinsSection) -> object:
     """Of the last of two hundred prompts."""
-    kept = bins.buckets()
-    return kept and [kept.assign(50 if number % 2 else 3000) for number in range(200)]
+    kept = bins.buckets(GangSection(), 4096)
+    return kept and [kept.assign(50 if number % 3 else 3000) for number in range(200)]
+
+
+def first_batch(bins: BinsSection) -> object:
+    """Of what waits: requests of a long bin that came first, and of a short one."""
+    config = AppConfig(model="demo", bins=bins)
+    if config.gang is None:
+        return "requests go one by one"
+    gang = GangConfig(batch_size=1, max_wait_s=0.0, patience_s=config.gang_patience_s)
+    return next_batch([LaneView(slo_class="", bin_index=3, keys=[1.0], waited_s=2.0), LATER_AND_SHORTER], gang)
 
 
 def keys(order: OrderSection) -> object:
@@ -59,7 +70,9 @@ def keys(order: OrderSection) -> object:
 
 
 def place_in_queue(section: ClassSection) -> object:
-    return deadline_keys(0.0, section.ttft_s, fills_idle=section.fills_idle)
+    return deadline_keys(
+        0.0, section.ttft_s, fills_idle=section.order if section.fills_idle else None, prompt_tokens=100
+    )
 
 
 def refusal(section: ClassSection) -> object:
@@ -84,12 +97,15 @@ def replicas(section: ClassSection) -> object:
 CASES: dict[type[Section], dict[str, Case]] = {
     BinsSection: {
         "count": Case(value=2, decide=edges),
+        "dispatch": Case(value="batches", decide=first_batch),
+        "serving": Case(value="shortest_first", decide=first_batch, base={"dispatch": "batches"}),
         "seconds_per_token": Case(value=0.001, decide=edges),
         "rule": Case(value="equal_mass", decide=edges),
         "edges": Case(value=(0.0, 10.0, 20.0, 30.0, 40.0), decide=edges, base={"rule": "fixed"}),
         "refit_every": Case(value=7, decide=edges),
         "window_requests": Case(value=16, decide=edges),
         "prompt_buckets": Case(value=4, decide=buckets),
+        "bucket_rule": Case(value="literal", decide=buckets, base={"prompt_buckets": 4}),
     },
     OrderSection: {
         "policy": Case(value="sjf", decide=keys),
@@ -102,6 +118,7 @@ CASES: dict[type[Section], dict[str, Case]] = {
         "when_late": Case(value="refuse", decide=refusal),
         "max_key_share": Case(value=0.2, decide=refusal),
         "fills_idle": Case(value=True, decide=place_in_queue),
+        "order": Case(value="shortest_first", decide=place_in_queue, base={"fills_idle": True}),
         "own_replicas": Case(value=2, decide=replicas),
     },
 }
