@@ -364,7 +364,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         config().router.replicas = 2
 
 
-@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2)])
+@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2), ("papers.yaml", 0)])
 def test_the_examples_for_serve_deploy_are_valid(example: str, gpus: int) -> None:
     text = (Path(config_module.__file__).parents[1] / "configs" / example).read_text()
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
