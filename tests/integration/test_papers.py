@@ -1,4 +1,4 @@
-"""The system as the papers describe it, by one option: the BERT predictor, two engines of vLLM, whole batches of bins."""
+"""The papers' system by one option: the BERT predictor, two engines of vLLM, whole batches of one bin."""
 
 import asyncio
 from collections.abc import Iterator
@@ -41,5 +41,5 @@ async def test_all_parts_decide_together_and_every_request_is_answered(papers: S
     assert len(status["replicas"]) == 2
     engines = [replica["engine"] for replica in status["replicas"].values()]
     assert all(engine["finished"] and engine["mode"] == "auto" for engine in engines)
-    # No batch holds more than eight, so that so many requests take three at least.
+    # A batch holds requests of one class.
     assert sum(status["batches"].values()) >= 3
