@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests of whole applications, in the order in which one starts while the tests of another wait: they have the machine to
 # themselves. Two that are mostly waited for share it: one with DEPLOYED, one with MANIFEST. All others run in two
 # processes; unit tests, which wait more than they compute, in four.
-APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py)
+APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py test_bins.py test_papers.py)
 DEPLOYED := $(addprefix tests/integration/,test_serve_deploy.py test_redeploy.py test_two_nodes.py test_refused_start.py)
 MANIFEST := tests/k8s/test_semantic.py
 DEATHS   := tests/integration/test_deaths.py

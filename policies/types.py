@@ -27,6 +27,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+_LEAST_STEP_S = 1e-6
+
 
 class Phase(Enum):
     """What one forward pass may hold."""
@@ -300,6 +302,12 @@ class StepResult(NamedTuple):
     @property
     def scheduled_tokens(self) -> int:
         return self.prefill_tokens + self.decode_requests
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether step times can be learned from it: it computed tokens and took a finite time, at least a microsecond.
+        Anything shorter is a clock's rounding; NaN and infinity would stay in a fit for good."""
+        return self.scheduled_tokens > 0 and _LEAST_STEP_S <= self.step_s < inf
 
 
 class BatchPolicy(Protocol):

@@ -29,7 +29,11 @@ examples:
   sluice predictor eval --checkpoint my-predictor --data test.jsonl --learn-from train.jsonl --figure confusion.png
 
 --learn-from gives answers that each model and set's calibration curve (and the histograms it is compared with) may
-learn from first, as they would online. Without it the shipped curve is judged."""
+learn from first, as they would online. Without it the shipped curve is judged. A set is a file, named without _train or
+_test at the end; a model with no answers of the same set learns from its answers in all files. Rows without "model" are
+of one model.
+
+Brackets are 95 % ranges: what other prompts of the same kind could have given (bootstrap by prompt)."""
 
 _EXPORT_EPILOG = """\
 example:
@@ -138,6 +142,8 @@ def evaluate(options: argparse.Namespace) -> None:
     ranker = Ranker.load(options.checkpoint or DAY_0, dtype=options.dtype)
     judged = read_samples(options.data)
     learn = read_samples(options.learn_from) if options.learn_from else []
+    for remark in evaluation.remarks(judged, learn):
+        print(remark, file=sys.stderr)
     found = evaluation.evaluate(judged, learn, ranker.scores, ranker.curve, options.learn_requests)
     if options.figure:
         from predictor.plots import draw_confusion

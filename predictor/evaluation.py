@@ -10,11 +10,12 @@ that are judged, and the share of predictions at most one bin off. What is judge
     one_histogram    the lengths of everything together
 
 Curves and histograms are learnt from the first `learn_requests` answers of each model and set in other files, as they
-would be online; nothing of the judged files goes into them.
+would be online; nothing of the judged files goes into them. A model and set without answers there learns from the
+model's answers in all of them, as a served model's curve knows no sets.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -30,21 +31,28 @@ from predictor.samples import Sample
 
 BIN_COUNTS = (2, 4, 8)
 SIMULATED_PROMPTS = 200_000
+RESAMPLES = 1000
+RANGE = (0.025, 0.975)  # the middle 95 % of the resamples
+NAMED_MODELS = 5  # in an error
 NO_PRIOR = CalibratorConfig(own_from_requests=1)  # the baselines ship no curve: theirs begins with the first answer
 Score = Callable[[Sequence[str]], FloatArray]
+Key = tuple[str, str]  # model and set
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """Predictions of one source beside the truth, all of shape (n,), tokens."""
+    """Predictions of one source beside the truth, all of shape (n,), tokens; `prompt` numbers the prompt of each."""
 
     actual: FloatArray
     middle: FloatArray
     low: FloatArray
     high: FloatArray
+    prompt: IntArray
 
     def chosen(self, chosen: IntArray) -> "Judgement":
-        return Judgement(self.actual[chosen], self.middle[chosen], self.low[chosen], self.high[chosen])
+        return Judgement(
+            self.actual[chosen], self.middle[chosen], self.low[chosen], self.high[chosen], self.prompt[chosen]
+        )
 
 
 def bins_of(lengths: FloatArray, edges: FloatArray) -> IntArray:
@@ -66,19 +74,44 @@ def confusion(judgement: Judgement, count: int) -> FloatArray:
 
 def metrics(judgement: Judgement) -> dict[str, float]:
     """Every figure of one source on one set; fractions, tokens, nats."""
+    means = {name: float(values.mean()) for name, values in _by_answer(judgement).items()}
+    requests, correlation = len(judgement.actual), rank_correlation(judgement.actual, judgement.middle)
+    return {"requests": float(requests)} | means | {"rank_correlation": correlation}
+
+
+def ranges(judgement: Judgement) -> dict[str, tuple[float, float]]:
+    """Within what other prompts of the kind would leave each mean of `metrics`: its 95 % bootstrap range.
+
+    Prompts are drawn with replacement, each with all its answers, RESAMPLES times. Edges of bins stay where they are.
+    """
+    prompts, owner, answers = np.unique(judgement.prompt, return_inverse=True, return_counts=True)
+    equally = np.full(len(prompts), 1.0 / len(prompts))
+    drawn = np.random.default_rng(0).multinomial(len(prompts), equally, RESAMPLES)
+    return {
+        name: _range(drawn @ np.bincount(owner, weights=values) / (drawn @ answers))
+        for name, values in _by_answer(judgement).items()
+    }
+
+
+def _range(values: FloatArray) -> tuple[float, float]:
+    low, high = np.quantile(values, RANGE).tolist()
+    return low, high
+
+
+def _by_answer(judgement: Judgement) -> dict[str, FloatArray]:
+    """What each answer adds to the figures that are means over answers, each of shape (n,)."""
     actual, middle = judgement.actual, judgement.middle
-    found: dict[str, float] = {"requests": float(len(actual))}
+    found: dict[str, FloatArray] = {}
     for count in BIN_COUNTS:
         edges = inner_edges(actual, count)
         off = np.abs(bins_of(actual, edges) - bins_of(middle, edges))
-        found[f"accuracy_{count}"] = float((off == 0).mean())
-        found[f"within_one_{count}"] = float((off <= 1).mean())
+        found[f"accuracy_{count}"] = (off == 0).astype(np.float64)
+        found[f"within_one_{count}"] = (off <= 1).astype(np.float64)
     covered = (judgement.low <= actual) & (actual <= judgement.high)
     return found | {
-        "mean_absolute_error_tokens": float(np.abs(actual - middle).mean()),
-        "mean_absolute_log_error": float(np.abs(np.log(actual / np.maximum(middle, 1.0))).mean()),
-        "rank_correlation": rank_correlation(actual, middle),
-        "coverage_80": float(covered.mean()),
+        "mean_absolute_error_tokens": np.abs(actual - middle),
+        "mean_absolute_log_error": np.abs(np.log(actual / np.maximum(middle, 1.0))),
+        "coverage_80": covered.astype(np.float64),
     }
 
 
@@ -101,7 +134,7 @@ def evaluate(
     """Judgements by set (and "mixed", all of them together) and source.
 
     Raises:
-        InputError: a judged prompt is among those to learn from.
+        InputError: a judged prompt is among those to learn from, or no judged model is.
     """
     sources = predictions(judged, learn, score, prior, learn_requests)
     judgements = {name: _judgement(judged, predicted) for name, predicted in sources.items()}
@@ -116,10 +149,11 @@ def predictions(
     """What each source says of every judged answer.
 
     Raises:
-        InputError: a judged prompt is among those to learn from.
+        InputError: a judged prompt is among those to learn from, or no judged model is.
     """
     if {sample.prompt for sample in judged} & {sample.prompt for sample in learn}:
         raise InputError("some prompts are both judged and learnt from: the figures would flatter")
+    _require_common_model(judged, learn)
     learnt = [sample for group in _groups(learn).values() for sample in group[:learn_requests]]
     everything = [*learnt, *judged]
     scores = _by_prompt(everything, score)
@@ -134,13 +168,47 @@ def predictions(
     }
 
 
+def _require_common_model(judged: Sequence[Sample], learn: Sequence[Sample]) -> None:
+    if learn and not _models(judged) & _models(learn):
+        raise InputError(
+            f"nothing can be learnt: judged are answers of model {_listed(_models(judged))}, to learn from are answers "
+            f'of {_listed(_models(learn))}; give the same "model" in both, or in neither'
+        )
+
+
+def remarks(judged: Sequence[Sample], learn: Sequence[Sample]) -> Iterator[str]:
+    """What judged answers learn from other than those of their own model and set."""
+    if not learn:
+        return
+    own = _groups(learn)
+    others = [(model, source) for model, source in _groups(judged) if (model, source) not in own]
+    if unknown := {model for model, _ in others} - _models(learn):
+        yield f"nothing to learn from for model {_listed(unknown)}: its answers are judged by the curve that is shipped"
+    pooled = {source for model, source in others if model not in unknown}
+    if pooled and len({sample.source for sample in learn}) > 1:
+        yield (
+            f"{_listed(pooled)}: not every model has answers of this set to learn from, so its answers in all sets "
+            "stand in (NAME_train and NAME_test are one set)"
+        )
+
+
+def _models(samples: Iterable[Sample]) -> set[str]:
+    return {sample.model for sample in samples}
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *rest = (repr(name) for name in sorted(names))
+    shown = ", ".join([first, *rest[: NAMED_MODELS - 1]])
+    return shown if len(rest) < NAMED_MODELS else f"{shown} and {len(rest) - NAMED_MODELS + 1} more"
+
+
 def _sets(judged: Sequence[Sample]) -> dict[str, IntArray]:
     sources = np.array([sample.source for sample in judged])
     return {"mixed": np.arange(len(judged))} | {name: np.flatnonzero(sources == name) for name in np.unique(sources)}
 
 
-def _groups(samples: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:
-    groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+def _groups(samples: Sequence[Sample]) -> dict[Key, list[Sample]]:
+    groups: defaultdict[Key, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.model, sample.source].append(sample)
     return groups
@@ -158,9 +226,12 @@ def _predictions(
     prior: Curve,
     config: CalibratorConfig,
 ) -> list[LengthPrediction]:
-    calibrators = {key: _learn(group, scores, prior, config) for key, group in _groups(learnt).items()}
-    unknown = Calibrator(prior)
-    return [calibrators.get((sample.model, sample.source), unknown).predict(scores[sample.prompt]) for sample in judged]
+    own = _groups(learnt)
+    calibrators = {
+        key: _learn(own.get(key) or [sample for sample in learnt if sample.model == key[0]], scores, prior, config)
+        for key in _groups(judged)
+    }
+    return [calibrators[sample.model, sample.source].predict(scores[sample.prompt]) for sample in judged]
 
 
 def _learn(samples: Sequence[Sample], scores: dict[str, float], prior: Curve, config: CalibratorConfig) -> Calibrator:
@@ -184,7 +255,8 @@ def _median(samples: Sequence[Sample]) -> float:
 def _judgement(judged: Sequence[Sample], predictions: Sequence[LengthPrediction]) -> Judgement:
     quantiles = np.array([[p.quantile_tokens[f] for f in FRACTIONS] for p in predictions])
     actual = np.array([sample.output_tokens for sample in judged])
-    return Judgement(actual, quantiles[:, 1], quantiles[:, 0], quantiles[:, 2])
+    _, prompt = np.unique([sample.prompt for sample in judged], return_inverse=True)
+    return Judgement(actual, quantiles[:, 1], quantiles[:, 0], quantiles[:, 2], prompt)
 
 
 def ceilings(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
@@ -212,9 +284,10 @@ def _repeats(samples: Sequence[Sample]) -> Iterator[FloatArray]:
 def _ceiling(groups: Sequence[FloatArray]) -> dict[str, float]:
     actual = np.concatenate(groups)
     others = np.array([np.median(np.delete(group, i)) for group in groups for i in range(len(group))])
+    prompt = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     within = sum(float(np.log(group).var(ddof=1)) * (len(group) - 1) for group in groups) / (len(actual) - len(groups))
     total = float(np.log(actual).var())
-    by_repeats = metrics(Judgement(actual, others, others, others))
+    by_repeats = metrics(Judgement(actual, others, others, others, prompt))
     known = metrics(_known_prompts(total, min(within, total)))
     names = [f"accuracy_{count}" for count in BIN_COUNTS] + ["rank_correlation"]
     figures: dict[str, float] = {"answers": float(len(actual)), "within_prompt_variance_fraction": within / total}
@@ -230,24 +303,35 @@ def _known_prompts(total_variance: float, within_variance: float) -> Judgement:
     mean = chance.normal(0.0, (total_variance - within_variance) ** 0.5, SIMULATED_PROMPTS)
     actual = np.exp(6.0 + mean + chance.normal(0.0, within_variance**0.5, SIMULATED_PROMPTS))
     predicted = np.exp(6.0 + mean)
-    return Judgement(actual, predicted, predicted, predicted)
+    return Judgement(actual, predicted, predicted, predicted, np.arange(SIMULATED_PROMPTS))
 
 
 def report(judgements: dict[str, dict[str, Judgement]], ceiling: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Everything as JSON."""
-    sets = {part: {name: metrics(judged) for name, judged in found.items()} for part, found in judgements.items()}
+    """Everything as JSON; `ranges` are at 95 %."""
+    sets = {
+        part: {name: {**metrics(judged), "ranges": ranges(judged)} for name, judged in found.items()}
+        for part, found in judgements.items()
+    }
     return {"sets": sets, "ceilings": ceiling}
 
 
 def as_table(judgements: dict[str, dict[str, Judgement]]) -> str:
-    """For people: a line for each set and source."""
-    head = f"{'set':<20}{'source':<15}{'n':>6}  {'2 bins':>7}{'4 bins':>7}{'8 bins':>7}  {'±1 of 4':>7}{'±1 of 8':>8}"
-    lines = [f"{head}  {'MAE':>6}{'rank':>6}{'80 %':>6}"]
-    for part, found in judgements.items():
-        for name, judged in found.items():
-            m = metrics(judged)
-            accuracy = "".join(f"{100 * m[f'accuracy_{count}']:>7.1f}" for count in BIN_COUNTS)
-            near = f"{100 * m['within_one_4']:>7.1f}{100 * m['within_one_8']:>8.1f}"
-            rest = f"{m['mean_absolute_error_tokens']:>6.0f}{m['rank_correlation']:>6.2f}{100 * m['coverage_80']:>6.0f}"
-            lines.append(f"{part:<20}{name:<15}{m['requests']:>6.0f}  {accuracy}  {near}  {rest}")
-    return "\n".join(lines)
+    """For people: a line for each set and source, accuracies in percent with their 95 % ranges."""
+    bins = "".join(f"{f'{count} bins':>17}" for count in BIN_COUNTS)
+    head = f"{'set':<20}{'source':<14}{'n':>5}{bins}{'±1 of 4':>9}{'±1 of 8':>8}{'MAE':>6}{'rank':>6}{'80 %':>5}"
+    return "\n".join(
+        [head, *(_line(part, name, judged) for part, found in judgements.items() for name, judged in found.items())]
+    )
+
+
+def _line(part: str, source: str, judged: Judgement) -> str:
+    found, likely = metrics(judged), ranges(judged)
+    percent = {name: 100 * value for name, value in found.items()}
+    cells = [f"{part:<20}{source:<14}{found['requests']:>5.0f}"]
+    for name in (f"accuracy_{count}" for count in BIN_COUNTS):
+        low, high = likely[name]
+        cells.append(f"{f'{percent[name]:.1f} [{100 * low:.0f}, {100 * high:.0f}]':>17}")
+    cells.append(f"{percent['within_one_4']:>9.1f}{percent['within_one_8']:>8.1f}")
+    cells.append(f"{found['mean_absolute_error_tokens']:>6.0f}{found['rank_correlation']:>6.2f}")
+    cells.append(f"{percent['coverage_80']:>5.0f}")
+    return "".join(cells)

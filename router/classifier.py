@@ -7,7 +7,7 @@ router's bins and predictions rest on the same.
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Literal, Protocol
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from policies.errors import StateStoreError
 from policies.gang.buckets import PromptBuckets
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order, deadline_keys
+from policies.router.order import IdleOrder, Order, deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
 from policies.types import RequestView, StepTimes
@@ -94,6 +94,7 @@ class Classifier:
     `prefixes`: what replicas are taken to have in their caches; None where they have none.
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
     `order`: of what waits; None goes by what each request is promised.
+    `fills_idle`: the classes that fill idle capacity, and in which order each does.
     `late_patience_s`: after which who stands behind those in time is owed a start, see `deadline_keys`.
     """
 
@@ -110,13 +111,13 @@ class Classifier:
         prefixes: PrefixIndex | None,
         mode: Mode = "full",
         learned: LearnedPredictor | None = None,
-        fills_idle: Collection[str] = (),
+        fills_idle: Mapping[str, IdleOrder] | None = None,
         buckets: PromptBuckets | None = None,
         late_patience_s: float = 60.0,
     ) -> None:
         self._mode = mode
         self._predictor, self._bins, self._buckets = predictor, bins, buckets
-        self.adopt(order=order, fills_idle=fills_idle, late_patience_s=late_patience_s)
+        self.adopt(order=order, fills_idle=fills_idle or {}, late_patience_s=late_patience_s)
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
         self._prefixes = prefixes if mode == "full" else None
@@ -129,9 +130,9 @@ class Classifier:
         self._shape = f"{bins.config} {None if buckets is None else buckets.config}"
         self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
 
-    def adopt(self, *, order: Order | None, fills_idle: Collection[str], late_patience_s: float) -> None:
+    def adopt(self, *, order: Order | None, fills_idle: Mapping[str, IdleOrder], late_patience_s: float) -> None:
         """For tickets from now on."""
-        self._order, self._fills_idle, self._late_patience_s = order, frozenset(fills_idle), late_patience_s
+        self._order, self._fills_idle, self._late_patience_s = order, fills_idle, late_patience_s
 
     @property
     def bin_edges(self) -> tuple[float, ...]:
@@ -175,10 +176,14 @@ class Classifier:
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         prefixes = self.hits(size, replica_ids)
         request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
-        fills_idle, late_key = slo_class in self._fills_idle, None
+        fills_idle, late_key = self._fills_idle.get(slo_class), None
         if self._order is None:
             key, late_key = deadline_keys(
-                arrival_s, promise.ttft_s, fills_idle=fills_idle, late_patience_s=self._late_patience_s
+                arrival_s,
+                promise.ttft_s,
+                fills_idle=fills_idle,
+                prompt_tokens=size.prompt_tokens,
+                late_patience_s=self._late_patience_s,
             )
         else:
             key = self._order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
@@ -198,7 +203,7 @@ class Classifier:
             prompt_token_s=self._step_times.prefill.prefill_s,
             step_s=self._step_times.decode.overhead_s,
             predicted_output_tokens=predicted,
-            fills_idle=fills_idle,
+            fills_idle=fills_idle is not None,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )

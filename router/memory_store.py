@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.admission import (
     NO_LIMITS,
     Limits,
@@ -125,6 +125,7 @@ class MemoryStateStore:
         self._settled: dict[str, int] = {}  # the number of the last settlements, by router
         self._started_s, self._overtaken_s = -math.inf, 0.0
         self._starts, self._late, self._owed = 0, Counter[tuple[str, str]](), Counter[str]()
+        self._batches = Counter[tuple[int, str]]()
         self._served_s: dict[str, float] = {}  # by API key
         self._halve_at_s = -math.inf
         self._lengths: list[FinishedLength] = []
@@ -288,15 +289,22 @@ class MemoryStateStore:
     def _next_gang(self, replica: _Replica) -> list[_Place]:
         assert replica.info.gang_max_wait_s is not None
         config = GangConfig(
-            batch_size=replica.slots, max_wait_s=replica.info.gang_max_wait_s, bin_sizes=replica.gang_sizes
+            batch_size=replica.slots,
+            max_wait_s=replica.info.gang_max_wait_s,
+            bin_sizes=replica.gang_sizes,
+            patience_s=replica.info.gang_patience_s,
         )
         batches = {
             name: places[: config.size_of(name[1])]
             for name, places in self._lanes().items()
             if replica.info.takes(name[0])
         }
-        chosen = first_formed((self._lane_view(*name, batch) for name, batch in batches.items()), config)
-        return [] if chosen is None else batches[chosen.slo_class, chosen.bin_index, chosen.bucket]
+        chosen = next_batch((self._lane_view(*name, batch) for name, batch in batches.items()), config)
+        if chosen is None:
+            return []
+        is_full = len(chosen.keys) == config.size_of(chosen.bin_index)
+        self._batches[chosen.bin_index, "full" if is_full else "waited"] += 1
+        return batches[chosen.slo_class, chosen.bin_index, chosen.bucket]
 
     def _lane_view(self, slo_class: str, bin_index: int, bucket: int, batch: list[_Place]) -> LaneView:
         return LaneView(
@@ -578,6 +586,7 @@ class MemoryStateStore:
             overtaken_s=self._overtaken_s,
             late=dict(self._late),
             owed=dict(self._owed),
+            batches=dict(self._batches),
             served_s=dict(Counter(self._served_s).most_common(MOST_SERVED_SHOWN)),
         )
 

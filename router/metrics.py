@@ -328,6 +328,10 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
     counter("late_requests", late, snapshot.late, "slo_class", "reason")
     owed = "Starts of requests that had waited behind those in time for too long."
     counter("owed_starts", owed, {(name,): count for name, count in snapshot.owed.items()}, "slo_class")
+    batches = "Batches of one bin that went: full, or as one of their requests had waited for as long as it may."
+    counter(
+        "batches", batches, {(str(index), why): count for (index, why), count in snapshot.batches.items()}, "bin", "why"
+    )
     for name, meaning, value_of in _OF_REPLICAS:
         gauge(name, meaning, {(each,): value_of(load) for each, load in snapshot.replicas.items()}, "replica")
     gauge("routers", "Routers alive.", {(): snapshot.routers})

@@ -163,6 +163,11 @@ def _class_and_reason(field: str) -> tuple[str, str]:
     return slo_class, reason
 
 
+def _bin_and_why(field: str) -> tuple[int, str]:
+    bin_index, _, why = field.partition(":")
+    return int(bin_index), why
+
+
 def _by_bin(lanes: Mapping[str, int]) -> dict[tuple[str, int], int]:
     waiting: Counter[tuple[str, int]] = Counter()
     for name, count in lanes.items():
@@ -308,7 +313,7 @@ class RedisStateStore:
         classes = f",{','.join(info.classes)}," if info.classes else ""
         gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
         packed, silence_ms = msgspec.msgpack.encode(info), int(info.silence_s * 1000)
-        fields = (packed, slots, classes, repr(slowness), gang, silence_ms)
+        fields = (packed, slots, classes, repr(slowness), gang, repr(info.gang_patience_s), silence_ms)
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
@@ -401,6 +406,7 @@ class RedisStateStore:
             overtaken_s=tables["overtaken_s"],
             late={_class_and_reason(field): count for field, count in tables["late"]},
             owed={slo_class: count for slo_class, count in tables["owed"]},
+            batches={_bin_and_why(field): count for field, count in tables["batches"]},
             served_s={api_key: seconds for api_key, seconds in tables["served"]},
         )
 

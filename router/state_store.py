@@ -135,6 +135,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         classes: service classes for which it is reserved; none serves all.
         gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
             only when all are free; one that is not full goes when a request has waited so long (policies.gang.batches).
+        gang_patience_s: for which batches of shorter answers go before one; 0 is first formed, first served.
         silence_s: without a heartbeat for so long it counts as dead.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
@@ -147,6 +148,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int = 8192
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None
+    gang_patience_s: float = 0.0
     silence_s: float = 10.0
     kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
@@ -219,6 +221,7 @@ class Snapshot:
         late: requests that were moved behind those in time, by class and why: `passed`, their deadline, or `reading`,
             which would have passed it.
         owed: starts that requests behind those in time were given for their patience, by class.
+        batches: gang batches that went, by bin and why: `full`, or `waited` for as long as they may.
         served_s: predicted seconds of what each API key started, halved once a minute; of those that had most.
     """
 
@@ -230,6 +233,7 @@ class Snapshot:
     overtaken_s: float = 0.0
     late: dict[tuple[str, str], int] = field(default_factory=dict)
     owed: dict[str, int] = field(default_factory=dict)
+    batches: dict[tuple[int, str], int] = field(default_factory=dict)
     served_s: dict[str, float] = field(default_factory=dict)
 
     @property

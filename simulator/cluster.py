@@ -6,11 +6,13 @@ configuration.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
+from policies.gang.buckets import PromptBuckets
 from policies.registry import Family, build_of
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Order
@@ -21,7 +23,7 @@ from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
 from simulator.gang import GangCluster, GangTimes
 from simulator.requests import Request
-from simulator.router import Router, RouterConfig
+from simulator.router import BatchRouter, Router, RouterConfig
 from simulator.workload import Workload
 
 
@@ -65,6 +67,9 @@ class ClusterConfig:
         self.batch_policy()
         self.order_policy()
         self.placement_policy()
+        batches = self.router.batches
+        if batches is not None and batches.batch_size > self.engine.slots:
+            raise ConfigError(f"batches of {batches.batch_size} requests do not fit into {self.engine.slots} slots")
         if self.replica_classes and len(self.replica_classes) != self.replicas:
             raise ConfigError(f"replica_classes must name {self.replicas} replicas, got {len(self.replica_classes)}")
 
@@ -145,7 +150,9 @@ def new_router(
     on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
 ) -> Router:
     """``order`` in the place of the configured one."""
-    return Router(
+    batches = config.router.batches
+    make = Router if batches is None else partial(BatchRouter, batches=batches)
+    return make(
         config.router,
         order=order or config.order_policy(),
         placement=config.placement_policy(),
@@ -229,11 +236,17 @@ class GangRun:
 
 
 def run_gang(
-    config: GangConfig, bins: MultiBinConfig, times: GangTimes, workload: Workload, replicas: int = 1
+    config: GangConfig,
+    bins: MultiBinConfig,
+    times: GangTimes,
+    workload: Workload,
+    replicas: int = 1,
+    buckets: PromptBuckets | None = None,
+    order: Order | None = None,
 ) -> GangRun:
-    """Serve the workload in gang batches to its end."""
+    """Serve the workload in gang batches to its end, by buckets of prompt length and in an order if they are given."""
     requests = workload.requests()
-    cluster = GangCluster(config, MultiBin(bins), times, replicas)
+    cluster = GangCluster(config, MultiBin(bins), times, replicas, buckets, order)
 
     def arrive(request: Request, now_s: float) -> list[Event]:
         events = cluster.arrive(request, now_s)

@@ -7,12 +7,13 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from tqdm import tqdm
 
 from policies.errors import ConfigError, InputError
+from policies.router.order import IdleOrder
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
 from simulator import plots
 from simulator.cluster import ClusterConfig, Run, run
@@ -34,7 +35,7 @@ from simulator.planner import (
 )
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
-from simulator.report import Target, by_class, check_targets, parse_target, summary, table, target_of
+from simulator.report import Target, by_class, check_classes, check_targets, parse_target, summary, table, target_of
 from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
 
 DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
@@ -47,7 +48,9 @@ examples:
   sluice simulate --trace mine.csv --system stock        the same under plain vLLM and a plain balancer
   sluice simulate --trace mine.csv --system stock --max-num-queued-tokens 10000   the same, with vLLM's own refusals
   sluice simulate --trace mine.csv --speed 2 --html report.html
+  sluice simulate --trace mine.csv --fills-idle nightly:shortest_first   offline work behind all else, by prompt length
   sluice simulate --prompts lognormal:800:1 --outputs exponential:300 --arrivals gamma:8:3 --requests 10000
+  sluice simulate --batch auto --batch-args '{"mode": "exclusive", "phase_rule": "threshold"}'   engine.scheduler's keys
   sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
 
 A trace is CSV (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s, slo_class,
@@ -75,6 +78,13 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     one.add_argument("--batch-args", default="{}", metavar="JSON", help="settings of --batch: '{\"window\": 500}'")
     one.add_argument("--order", help="another order of the queue, such as fcfs, or your own: package.module:Class")
     one.add_argument("--order-args", default="{}", metavar="JSON", help="settings of --order")
+    one.add_argument(
+        "--fills-idle",
+        action="append",
+        default=[],
+        metavar="CLASS[:ORDER]",
+        help=f"a class that takes what others leave; ORDER is {', '.join(get_args(IdleOrder))} (default: deadline)",
+    )
     one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
     one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
     one.add_argument(
@@ -167,6 +177,7 @@ def simulate(options: argparse.Namespace) -> None:
     _check_outputs(options)
     workload, targets = _workload(options), _targets(options)
     check_targets(targets, workload, all_classes=False)
+    check_classes("--fills-idle", _fills_idle(options), workload)
     profile = engine_profile((options.engine or [DEFAULT_ENGINE])[0])
     config = _config(options, profile)
     with tqdm(total=len(workload), unit="request", disable=None) as bar:
@@ -212,7 +223,24 @@ def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfi
     promised = _targets(options) if options.target else None
     refusing = {name: getattr(options, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
     engine = replace(_engine(options, profile), **refusing)
-    return system(options.system, profile, engine, options.replicas, promised, **changes)
+    config = system(options.system, profile, engine, options.replicas, promised, **changes)
+    return replace(config, router=replace(config.router, fills_idle=_fills_idle(options)))
+
+
+def _fills_idle(options: argparse.Namespace) -> dict[str, IdleOrder]:
+    """Raises ConfigError for an order that there is not, and where no order of Sluice is in force."""
+    if options.fills_idle and options.system == "stock":
+        raise ConfigError("--fills-idle is of --system sluice: stock serves all classes as they come")
+    found: dict[str, IdleOrder] = {}
+    for text in options.fills_idle:
+        name, _, order = text.partition(":")
+        known = next((each for each in get_args(IdleOrder) if each == (order or "deadline")), None)
+        if known is None:
+            raise ConfigError(
+                f"--fills-idle takes CLASS or CLASS:ORDER with one of {get_args(IdleOrder)}, got {text!r}"
+            )
+        found[name] = known
+    return found
 
 
 def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]) -> dict[str, Any]:
@@ -230,13 +258,9 @@ def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]
 
 
 def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig:
-    tokens = options.cache_tokens or profile.cache_tokens
-    if tokens is None:
-        raise ConfigError(f"how much KV cache {profile.name} leaves is not known: say it with --cache-tokens")
-    block_size = EngineConfig().block_size
     return EngineConfig(
         slots=options.slots,
-        total_blocks=tokens // block_size,
+        total_blocks=profile.cache(options.cache_tokens) // EngineConfig().block_size,
         max_batch_tokens=options.max_batch_tokens,
         watermark=options.watermark,
     )

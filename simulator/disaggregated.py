@@ -27,6 +27,7 @@ from policies.router.prefill_decode import (
     Why,
     prefill_replicas,
     prefill_slots,
+    safe_prompts,
 )
 from policies.types import RequestView, StepTimes
 from simulator.cluster import ClusterConfig, Run, Source, admitted, end_s, new_router
@@ -46,6 +47,7 @@ class PoolsConfig:
     Attributes:
         prefill_replicas: besides those of the cluster, which decode.
         split: which requests, and how their caches move.
+        memory_share: of its cache that the prompts may take which a prefill replica holds.
         itl_targets_s: what classes promise between tokens; "*" stands for every one not named.
 
     Raises:
@@ -54,10 +56,13 @@ class PoolsConfig:
 
     prefill_replicas: int = 1
     split: PrefillDecodeConfig = field(default_factory=lambda: PrefillDecodeConfig(mode="always", min_prompt_tokens=1))
+    memory_share: float = 0.9
     itl_targets_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "prefill_replicas")
+        if not 0.0 < self.memory_share <= 1.0:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
 
     def itl_target_s(self, slo_class: str | None) -> float | None:
         return self.itl_targets_s.get(slo_class or "*", self.itl_targets_s.get("*"))
@@ -97,7 +102,7 @@ class _Pools:
         self._whole: dict[str, Request] = {}
         self._reading_s = 0.0
         self._decoding = [self._engine(f"decode-{n}", config, self._decoded) for n in range(config.replicas)]
-        reader = _reader(config, workload)
+        reader = _reader(config, pools, workload)
         self._reading = [self._engine(f"prefill-{n}", reader, self._prefilled) for n in range(pools.prefill_replicas)]
         self.engines = [*self._reading, *self._decoding]
 
@@ -144,10 +149,12 @@ class _Pools:
         return self._decode.finished(now_s, engine, requests)
 
 
-def _reader(config: ClusterConfig, workload: Workload) -> ClusterConfig:
-    """An engine that only prefills: plain batches, and as many prompts as fit two of its steps."""
-    fitting = prefill_slots(config.engine.max_batch_tokens, float(workload.prompt_tokens.mean()))
-    engine = replace(config.engine, slots=min(config.engine.slots, fitting))
+def _reader(config: ClusterConfig, pools: PoolsConfig, workload: Workload) -> ClusterConfig:
+    """An engine that only prefills: plain batches, and as many prompts as fit two of its steps and its cache."""
+    mean_tokens = float(workload.prompt_tokens.mean())
+    of_steps = prefill_slots(config.engine.max_batch_tokens, mean_tokens)
+    safe = safe_prompts((), mean_tokens, pools.memory_share * config.engine.capacity_tokens)
+    engine = replace(config.engine, slots=min(config.engine.slots, of_steps, safe))
     return replace(config, engine=engine, batch="stock", batch_settings={})
 
 
@@ -165,6 +172,8 @@ def run_disaggregated(
     """
     if config.engine.refuses:
         raise ConfigError("a pool for prefill cannot be simulated with max_num_queued_reqs or max_num_queued_tokens")
+    if config.router.batches is not None:
+        raise ConfigError("a pool for prefill cannot be simulated with batches, which caches would have to wait for")
     if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
         raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
     served, refused = admitted(config, workload)

@@ -201,6 +201,7 @@ class Engine:
                 arrival_s=request.arrival_s if promised else now_s,
                 deadline_s=request.deadline_s if promised else inf,
                 unread_tokens=request.view().prefill_tokens,
+                fills_idle=promised and request.fills_idle,
             )
         )
         self._views = None

@@ -1,11 +1,11 @@
 """Engines by name: step times, and how many tokens of KV cache the GPU's memory leaves.
 
-A name is one of the kernel tables that come with Sluice (`kernels_...`), MODEL@GPU or MODEL@GPU/TP of the published
-profiles, or the path of a calibration of one's own engine: the CSV file that `sluice calibrate` writes, a CSV file with
-a row per step (prefill_tokens, decode_requests, kv_tokens, step_s), to which `StepTimeModel` is fitted, or a JSON file
-with the coefficients of `StepTimes`.
+A name is one of the kernel tables that come with Sluice (`kernels_...`), MODEL@GPU or MODEL@GPU/N of the published
+profiles, where N GPUs share one model (tensor parallelism), or the path of a calibration of one's own engine: the CSV
+file that `sluice calibrate` writes, a CSV file with a row per step (prefill_tokens, decode_requests, kv_tokens,
+step_s), to which `StepTimeModel` is fitted, or a JSON file with the coefficients of `StepTimes`.
 
-    cache tokens = (0.9 * GPU memory * TP - weights) / bytes per token
+    cache tokens = (0.9 * GPU memory * N - weights) / bytes per token
 
 after vLLM's default share of memory; what activations and CUDA graphs take is not subtracted.
 """
@@ -31,9 +31,9 @@ _GIGABYTES = {
 # Bytes of weights and of KV per token, 16 bits each, as the models' configurations give them.
 _MODELS = {
     "llama-3.1-8b": (16.1e9, 131_072), "qwen3-8b": (16.4e9, 147_456), "qwen3-32b": (65.5e9, 262_144),
-    "qwen3-30b-a3b": (61.1e9, 98_304), "llama2-70b": (138e9, 327_680), "opt-13b": (25.7e9, 819_200),
-    "opt-66b": (132e9, 2_359_296), "qwen2.5-coder-7b": (15.2e9, 57_344), "qwen-7b": (15.2e9, 57_344),
-    "mathstral-7b": (14.5e9, 131_072), "mistral-7b": (14.5e9, 131_072),
+    "qwen3-30b-a3b": (61.1e9, 98_304), "llama-3.1-70b": (141e9, 327_680), "llama2-70b": (138e9, 327_680),
+    "opt-13b": (25.7e9, 819_200), "opt-66b": (132e9, 2_359_296), "qwen2.5-coder-7b": (15.2e9, 57_344),
+    "qwen-7b": (15.2e9, 57_344), "mathstral-7b": (14.5e9, 131_072), "mistral-7b": (14.5e9, 131_072),
 }  # fmt: skip
 
 
@@ -51,6 +51,17 @@ class EngineProfile:
     clock: StepClock
     cache_tokens: int | None
     gpus: int = 1
+
+    def cache(self, tokens: int | None) -> int:
+        """Tokens of KV cache: so many if given, else what is known.
+
+        Raises:
+            ConfigError: neither is.
+        """
+        found = tokens or self.cache_tokens
+        if found is None:
+            raise ConfigError(f"how much KV cache {self.name} leaves is not known: say it with --cache-tokens")
+        return found
 
 
 def engine_profile(name: str) -> EngineProfile:
@@ -100,11 +111,27 @@ def cache_tokens_of(model: str, gpu: str, tensor_parallel: int) -> int | None:
     """KV cache of a model on a GPU, or None where one of them is not known here."""
     plain = gpu.lower().replace(" ", "").replace("_", "")
     memory = next((size for key, size in _GIGABYTES.items() if plain.startswith(key)), None)
-    known = next((sizes for key, sizes in _MODELS.items() if key in model.lower().replace("meta-", "")), None)
+    known = _sizes_of(model)
     if memory is None or known is None:
         return None
     left = _MEMORY_SHARE * memory * tensor_parallel - known[0]
     return int(left / known[1]) if left > 0 else None
+
+
+def kv_bytes_of(model: str) -> int:
+    """KV cache of a token, on all GPUs together.
+
+    Raises:
+        ConfigError: the model is not known here.
+    """
+    known = _sizes_of(model)
+    if known is None:
+        raise ConfigError(f"the sizes of {model!r} are not known; there are {', '.join(_MODELS)}")
+    return known[1]
+
+
+def _sizes_of(model: str) -> tuple[float, int] | None:
+    return next((sizes for key, sizes in _MODELS.items() if key in model.lower().replace("meta-", "")), None)
 
 
 def read_calibration(path: Path) -> tuple[StepTimes, int | None]:

@@ -21,12 +21,12 @@ from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
-from simulator.presets import FEATURES, SYSTEMS, system, without
+from simulator.presets import FEATURES, system, without
 from simulator.report import Target, summary
 from simulator.workload import Workload
 
 # What a plan may try: whole systems by name, and Sluice with some of its replicas for prefill alone.
-PLANNED = (*SYSTEMS, "split")
+PLANNED = ("stock", "sluice", "split")
 
 Change = dict[str, float | None]
 """Relative, by the name of what changes; None where there is nothing to compare."""

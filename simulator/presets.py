@@ -5,6 +5,8 @@ engine refuses, by vLLM's own limits, is not tried at another.
 `sluice` is every default: forecast admission, steps and queues by promises, exclusive or mixed by cost, the replica
 whose first token comes soonest, and requests that wait in the router while replicas have enough to read. It is told
 what is promised. Neither has bins: they only matter to gang batches.
+`papers` is what the five papers describe, as `sluice serve --preset papers` has it but for buckets: whole batches of
+one bin to an idle replica, phases by 003's rules, batches by 001's two algorithms.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from policies.errors import ConfigError
+from policies.gang.batches import GangConfig
 from policies.router.credit import longest_promise_s
+from policies.router.multi_bin import MultiBinConfig
 from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
@@ -20,7 +24,8 @@ from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
 NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
-SYSTEMS = ("stock", "sluice")
+SYSTEMS = ("stock", "sluice", "papers")
+PAPERS_BATCH_SIZE = 32
 
 
 def system(
@@ -35,14 +40,14 @@ def system(
 
     Args:
         targets: what Sluice is told that each class was promised, by name; "*" for every one not named.
-        changes: fields of ClusterConfig besides.
+        changes: fields of ClusterConfig besides; settings of the system's own batch policy lie over those it has.
 
     Raises:
         ConfigError: there is no such system, or it does not refuse by vLLM's limits as the engine is to do.
     """
     if name == "stock":
         defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
-    elif name == "sluice":
+    elif name in SYSTEMS:
         if engine.refuses:
             raise ConfigError(
                 "max_num_queued_reqs and max_num_queued_tokens are vLLM's own: use them with system stock"
@@ -50,8 +55,12 @@ def system(
         engine = replace(engine, ordered=True)
         defaults = _told(targets or {}, profile)
         defaults |= {"batch": "auto", "order": "deadline", "placement": "soonest_first_token"}
+        if name == "papers":
+            defaults |= _of_papers(defaults)
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
+    if changes.get("batch") == defaults.get("batch"):
+        changes["batch_settings"] = defaults.get("batch_settings", {}) | changes.get("batch_settings", {})
     return ClusterConfig(
         times=profile.times, clock=profile.clock, engine=engine, replicas=replicas, **(defaults | changes)
     )
@@ -70,6 +79,25 @@ def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, An
         "order_settings": order,
         "router": RouterConfig(credit_s=credit_s, class_names=names, promises=True),
         "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},
+    }
+
+
+def _of_papers(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What is otherwise than by default, as deployments/configs/papers.yaml has it."""
+    batches = GangConfig(batch_size=PAPERS_BATCH_SIZE, max_wait_s=0.5)
+    rules = {
+        "phase_rule": "threshold",
+        "mode_rule": "crossover",
+        "exclusive_overflow_probability": 0.01,
+        "admission": "memory_aware",
+        "memory_form": "linear",
+        "sla": "search",
+        "itl_target_s": 0.05,
+    }
+    return {
+        "bins": MultiBinConfig(bins=4, rule="optimal", batch_size=PAPERS_BATCH_SIZE),
+        "router": RouterConfig(class_names=told["router"].class_names, batches=batches),
+        "batch_settings": {**told["batch_settings"], **rules},
     }
 
 

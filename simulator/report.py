@@ -1,6 +1,6 @@
 """What a run comes to, as plain numbers: the same run gives the same bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,18 @@ def parse_target(text: str) -> tuple[str, Target]:
     return slo_class, Target(ttft_s=ttft_s, tpot_s=tpot_s)
 
 
+def check_classes(what: str, names: Iterable[str], workload: Workload) -> None:
+    """Raises InputError: one is of a class that the workload has not."""
+    classes = set(workload.slo_class or ())
+    if unknown := set(names) - classes:
+        has = ", ".join(sorted(classes)) or "none (a trace names them in the column slo_class)"
+        raise InputError(f"{what} of classes that no request has: {', '.join(sorted(unknown))}; there are: {has}")
+
+
 def check_targets(targets: Mapping[str, Target], workload: Workload, *, all_classes: bool) -> None:
     """Raises InputError: a target is of a class that the workload has not, or of ``all_classes`` one has none."""
+    check_classes("targets", targets.keys() - {EVERY_CLASS}, workload)
     classes: set[str | None] = set(workload.slo_class or (None,))
-    if unknown := targets.keys() - classes - {EVERY_CLASS}:
-        has = ", ".join(sorted(name for name in classes if name)) or "none (a trace names them in the column slo_class)"
-        raise InputError(f"targets of classes that no request has: {', '.join(sorted(unknown))}; there are: {has}")
     if all_classes and EVERY_CLASS not in targets and (left := classes - targets.keys()):
         names = ", ".join(sorted(name or "requests without a class" for name in left))
         raise InputError(f"no target for {names}: add one, or one for all others such as *:2:0.1")

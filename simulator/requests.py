@@ -17,6 +17,7 @@ class Request:
         reusable_tokens: leading prompt tokens that its session has had.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
+        fills_idle: its class takes what others leave.
         work_s, key: what the router took it to cost, and ordered it by.
         entered_s: when it came to the engine that holds it.
         promised_ttft_s, promised_tpot_s: what it was promised, first token and mean of a token; inf is nothing.
@@ -34,6 +35,7 @@ class Request:
     cached_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None
+    fills_idle: bool = False
     work_s: float = 0.0
     key: float = 0.0
     entered_s: float | None = None
@@ -66,8 +68,8 @@ class Request:
 
     @property
     def deadline_s(self) -> float:
-        """When its first token is due; inf where none was promised."""
-        return self.arrival_s + self.promised_ttft_s
+        """When its first token is due; inf where none was promised, or it waits for idle capacity."""
+        return inf if self.fills_idle else self.arrival_s + self.promised_ttft_s
 
     @property
     def prefix_tokens(self) -> int:

@@ -2,23 +2,27 @@
 
 It does what the live router's dispatch does: while something waits and a replica has credit, the request with the
 lowest key goes where the placement says. Requests whose class no replica with credit serves stay, and do not hold up
-the others.
+the others. `BatchRouter` gives replicas that are idle whole batches.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+from typing import Any
 
 from policies.checks import require_at_least, require_positive
 from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
+from policies.errors import ConfigError
+from policies.gang.batches import GangConfig
 from policies.router.autoscale import FleetState
 from policies.router.credit import late_uncounted, lookahead
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order, deadline_keys
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
-from simulator.core import Event
+from simulator.core import Event, Kind
 from simulator.engine import Engine
+from simulator.gang import Lanes
 from simulator.requests import Request
 
 
@@ -33,21 +37,33 @@ class RouterConfig:
             is any number.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
+        fills_idle: the classes that take what others leave, and their orders; what runs goes on, for no slot is called
+            back here.
         promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
+        batches: idle replicas take whole batches of one bin and class, formed in this way (paper 000); None gives out
+            single requests.
 
     Raises:
-        ConfigError: a value is out of bounds.
+        ConfigError: a value is out of bounds; batches would wait for ever, or go with what is of single requests.
     """
 
     credit_lookahead: int | None = 0
     credit_s: float | None = None
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
+    fills_idle: Mapping[str, IdleOrder] = field(default_factory=dict)
     promises: bool = False
+    batches: GangConfig | None = None
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead")
         require_positive(self, "credit_s")
+        if self.batches is None:
+            return
+        if self.batches.max_wait_s == inf:
+            raise ConfigError("batches.max_wait_s must be finite: the last requests would wait for ever")
+        if self.promises or self.credit_s is not None or self.credit_lookahead != 0:
+            raise ConfigError("promises, credit_s and credit_lookahead are of single requests, and batches is set")
 
 
 class Router:
@@ -82,8 +98,11 @@ class Router:
             slots=sum(engine.config.slots for engine in here),
             running=sum(engine.holds for engine in here),
             waiting=self.waiting,
-            waiting_s=sum(one.item.work_s for queue in self._queues.values() for one in queue),
+            waiting_s=sum(request.work_s for request in self._that_wait()),
         )
+
+    def _that_wait(self) -> Iterable[Request]:
+        return (one.item for queue in self._queues.values() for one in queue)
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
@@ -106,7 +125,7 @@ class Router:
         self.leave(replica_id)
         for request in self._engines.pop(replica_id).stop():
             request.moves += 1
-            self._enqueue(request)
+            self._enqueue(request, now_s)
         return self._dispatch(now_s)
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
@@ -116,26 +135,46 @@ class Router:
                 request.class_index = bin_index
         if self._class_index:
             request.class_index = self._class_index.get(request.slo_class or "", 0)
-        self._enqueue(request)
+        self._enqueue(request, now_s)
         return self._dispatch(now_s)
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request, now_s: float) -> None:
         request.work_s = self._work.request_work_s(self._empty_view, request.view())
-        request.key = self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
-        queue = self._queues.setdefault(request.slo_class, PromisedQueue())
-        promised = self.config.promises
-        unread_tokens = request.view().prefill_tokens
-        deadline_s = request.deadline_s if promised else inf
-        queue.add(Waiting(request, arrival_s=request.key, deadline_s=deadline_s, unread_tokens=unread_tokens))
+        request.key = self._key(request)
         self.waiting += 1
+        self._wait(request, now_s)
+
+    def _wait(self, request: Request, now_s: float) -> None:
+        queue = self._queues.setdefault(request.slo_class, PromisedQueue())
+        queue.add(
+            Waiting(
+                request,
+                arrival_s=request.key,
+                deadline_s=request.deadline_s if self.config.promises else inf,
+                unread_tokens=request.view().prefill_tokens,
+                fills_idle=request.fills_idle,
+            )
+        )
+
+    def _key(self, request: Request) -> float:
+        order = self.config.fills_idle.get(request.slo_class or "")
+        request.fills_idle = order is not None
+        if order is None:
+            return self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
+        ttft_s = request.promised_ttft_s if isfinite(request.promised_ttft_s) else None
+        return deadline_keys(request.arrival_s, ttft_s, fills_idle=order, prompt_tokens=request.prompt_tokens).key
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events: list[Event] = []
         while self.waiting and (placed := self._place(now_s)):
-            request, replica_id = placed
-            engine = self._engines[replica_id]
-            events += engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
+            events += self._submit(*placed, now_s)
         return events
+
+    def _submit(self, request: Request, replica_id: str, now_s: float) -> Iterable[Event]:
+        self._put_on(request, replica_id)
+        self.waiting -= 1
+        engine = self._engines[replica_id]
+        return engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
 
     def _refuse(self, request: Request, now_s: float) -> Iterable[Event]:
         """The engine that it was given to has too many: the client is told so, and the slot is free again."""
@@ -152,8 +191,6 @@ class Router:
             replica_id = self._placement.choose(self._offering(head), head.item.view(), self._hits(head.item))
             if replica_id is not None:
                 queue.pop()
-                self.waiting -= 1
-                self._put_on(head.item, replica_id)
                 return head.item, replica_id
         return None
 
@@ -213,3 +250,29 @@ class Router:
         if view is not None:
             left_s = max(0.0, view.outstanding_s - work_s)
             self._views[replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
+
+
+class BatchRouter(Router):
+    """Gives every idle replica a whole batch of one bin and class, when one is formed (`policies.gang.batches`)."""
+
+    def __init__(self, config: RouterConfig, batches: GangConfig, **others: Any) -> None:
+        super().__init__(config, **others)
+        self._lanes = Lanes(batches)
+        self._timers: list[Event] = []
+
+    def _that_wait(self) -> Iterable[Request]:
+        return self._lanes
+
+    def _wait(self, request: Request, now_s: float) -> None:
+        bins, slo_class = self._bins, request.slo_class
+        index = 0 if bins is None else bins.assign(request.predicted_output_tokens, slo_class=slo_class)
+        due_s = self._lanes.add(request, index, request.key, now_s, slo_class or "")
+        self._timers.append(Event(due_s, Kind.TIMER, self._dispatch))
+
+    def _dispatch(self, now_s: float) -> list[Event]:
+        events, self._timers = self._timers, []
+        for replica_id, view in self._views.items():
+            if not self._engines[replica_id].holds:
+                for request in self._lanes.take(now_s, view.slo_classes):
+                    events += self._submit(request, replica_id, now_s)
+        return events

@@ -213,6 +213,7 @@ class FakeEngine:
         self.codec = FakeCodec(version)
         self.dead = self.hangs = self.ends = False
         self.token_s: float | None = None  # as it says, for reading one of a prompt
+        self.free_tokens: int | None = None  # of its cache, as it says
         self.pass_s: float | None = None  # of an engine that answers in the midst of a step
         self.cache: FakeCache | None = None
         self.most_held = 0
@@ -306,6 +307,8 @@ class FakeEngine:
         passing = {} if self.pass_s is None else {"pass_s": self.pass_s}
         if self.token_s is not None:
             passing["seconds_per_prompt_token"] = self.token_s
+        if self.free_tokens is not None:
+            passing["free_tokens"] = self.free_tokens
         return {"running": min(self.slots, self.held), "waiting": max(0, self.held - self.slots), **passing}
 
     async def cached_blocks(self, since: int | None) -> BlockChanges | None:

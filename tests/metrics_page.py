@@ -85,6 +85,7 @@ def shared() -> list[Row]:
         routers=1,
         late={("standard", "passed"): 1},
         owed={"standard": 1},
+        batches={(0, "full"): 1},
     )
     return _exposed(shared_exposition(snapshot))
 

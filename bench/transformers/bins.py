@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel
 from deployments.engines.transformers.sampling import RowSampling
-from policies.gang.batches import GangConfig, LaneView, first_formed
+from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 
 
@@ -41,7 +41,7 @@ def gang_batches(asked: Sequence[Asked], seen: Sequence[int], bins: int, batch_s
         lanes[assigning.assign(each.predicted_output_tokens)].append(index)
     full, rest = GangConfig(batch_size=batch_size, max_wait_s=math.inf), GangConfig(batch_size=batch_size, max_wait_s=0)
     for config in (full, rest):
-        while (lane := first_formed(_views(lanes), config)) is not None:
+        while (lane := next_batch(_views(lanes), config)) is not None:
             taken = lanes[lane.bin_index][:batch_size]
             lanes[lane.bin_index] = lanes[lane.bin_index][batch_size:]
             yield [asked[index] for index in taken]

@@ -63,7 +63,7 @@ class Prefills:
 
 def _computed_tokens(mode: PrefillMode, lengths: Sequence[int]) -> int:
     passes = prefill_passes(lengths, PrefillConfig(mode=mode, max_pass_tokens=WHOLE_BATCH))
-    return sum(each.layout.row_count * each.layout.capacity for each in passes)
+    return sum(each.layout.places for each in passes)
 
 
 def _map_blocks_from(threshold_bytes: int) -> None:

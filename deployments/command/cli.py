@@ -15,8 +15,9 @@ from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
+from deployments.command import prepack as prepack_command
 from deployments.command.args_check import check_args
-from deployments.command.settings import of_one_machine, section, sharing_memory, with_defaults
+from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
 from deployments.config.application import AppConfig, checked
 from deployments.process.environment import check_build
 from policies.errors import ConfigError, SluiceError
@@ -30,6 +31,7 @@ examples:
   sluice serve Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
   sluice serve ./my-model -- --max-model-len 8192 --max-num-seqs 128
   sluice serve --config sluice.yaml --port 9000
+  sluice serve --preset papers                    the system as the five papers describe it (docs/papers.md)
 
 A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
 embedded Redis starts. Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
@@ -70,14 +72,21 @@ def parser() -> argparse.ArgumentParser:
         help="what runs the model (default: vllm); see docs/transformers.md",
     )
     serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
-    serving.add_argument(
+    settings = serving.add_mutually_exclusive_group()
+    settings.add_argument(
         "--config", type=Path, help="YAML file of the application's settings; options here go before it"
+    )
+    settings.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        help="a whole system in its place: papers is the one that the five papers describe; options here go before it",
     )
     serving.set_defaults(run=run_serve)
     calibrate.register(commands)
     env_command.register(commands)
     config_command.register(commands)
     keys_command.register(commands)
+    prepack_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root
@@ -120,12 +129,14 @@ def _model(options: argparse.Namespace) -> str | None:
 
 
 def app_config(options: argparse.Namespace) -> AppConfig:
-    """From the file, if there is one, and the options.
+    """From the file or the preset, if there is one, and the options.
 
     Raises:
         ConfigError: naming each wrong setting by its path.
     """
-    settings = of_one_machine(options.config) if options.config else {}
+    settings = of_preset(options.preset) if options.preset else {}
+    if options.config:
+        settings = of_one_machine(options.config)
     for path, value in {
         "model": _model(options),
         "served_model_name": options.served_model_name,

@@ -336,7 +336,7 @@ def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
     uses every core. Processes that come later have their parents' cores, but for engines (`take_all_cores`).
     """
     cores, models, here = os.sched_getaffinity(0), config.each_model(), psutil.Process()
-    if any(each.engine.num_gpus or each.gang for each in models):
+    if any(each.engine.num_gpus or each.engine.kind != "vllm" for each in models):
         yield
         return
     try:

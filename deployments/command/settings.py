@@ -9,6 +9,8 @@ from deployments.config.application import DEMO, AppConfig
 from policies.errors import ConfigError
 
 DRAIN_TIMEOUT_S = 5.0
+PRESETS = {"papers": Path(__file__).parents[1] / "configs" / "papers.yaml"}
+"""Whole systems by name, in files for `serve deploy`."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -27,6 +29,13 @@ def of_one_machine(path: Path) -> dict[str, Any]:
     settings = read_settings(path)
     if "applications" in settings:
         raise ConfigError(f"{path} is for `serve deploy`: give `sluice serve` a file of what stands under `args` in it")
+    return settings
+
+
+def of_preset(name: str) -> dict[str, Any]:
+    """The settings of a whole system of PRESETS."""
+    (application,) = read_settings(PRESETS[name])["applications"]
+    settings: dict[str, Any] = application["args"]
     return settings
 
 

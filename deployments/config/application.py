@@ -41,12 +41,13 @@ from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.registry import Family, build_of
 from policies.router.credit import longest_promise_s, lookahead
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
-from policies.router.order import Order
+from policies.router.order import IdleOrder, Order
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
 from policies.router.promise import Promise
@@ -204,10 +205,11 @@ class LoraSection(Section):
 
 
 class GangSection(Section):
-    """Batches of the Transformers engine: each runs until its longest request ends."""
+    """Batches that run until their longest request ends: of the Transformers engine, and `batch_size` and `max_wait_s`
+    of engines of kind vllm with `bins.dispatch: batches`."""
 
     batch_size: int = Field(default=8, ge=1, le=1024)
-    """Most requests of a batch; all are of one bin and class. What memory allows may be less."""
+    """Most requests of a batch; all are of one bin and class. What memory allows may be less, and `--max-num-seqs`."""
     max_wait_s: float = Field(default=0.1, ge=0)
     """How long a request waits for a full batch; 0 starts with what is there, .inf waits for ever."""
     prefill: PrefillMode = "prepacked"
@@ -217,6 +219,9 @@ class GangSection(Section):
     """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Least tokens of a packed row; null is the longest prompt of the batch."""
+    packing: Packing = "first_fit"
+    """Where `prepacked` puts the next shorter prompt: `first_fit` into the first row with room, as paper 004 says,
+    `best_fit` into the fullest, as its authors' code does. The rows are about as many."""
     pack_decode_from: float = Field(default=1.5, ge=1)
     """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
     cache) / (packed / padded tokens of a step) is at least this; .inf never."""
@@ -230,11 +235,17 @@ class GangSection(Section):
     gather_s: Seconds = 0.01
     """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
 
+    def of_transformers_only(self) -> list[str]:
+        """Names of settings that differ from their defaults and that an engine of kind vllm would not heed."""
+        given = self.model_dump(exclude_defaults=True).keys()
+        return sorted(given - {"batch_size", "max_wait_s"})
+
     def prefill_config(self) -> PrefillConfig:
         return PrefillConfig(
             mode=self.prefill,
             max_pass_tokens=self.max_pass_tokens,
             row_tokens=self.row_tokens,
+            packing=self.packing,
             pack_decode_from=self.pack_decode_from,
         )
 
@@ -274,6 +285,9 @@ class PrefillSection(Section):
     """Prompts that would wait longer for these replicas go to the others."""
     bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the KV cache that is free on such a replica, how much the prompts may take that it is given at once: the rest
+    is for caches that wait to be fetched. BucketServe's equations 5 and 6."""
     transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
     """Seconds that moving a cache takes, whatever its size."""
     transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
@@ -300,7 +314,7 @@ class EngineSection(Section):
     kind: Literal["vllm", "transformers"] = "vllm"
     """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
     gang: GangSection = GangSection()
-    """Of the kind `transformers`."""
+    """How an engine takes whole batches."""
     replicas: int = Field(default=1, ge=1)
     """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
     prefill: PrefillSection | None = None
@@ -387,16 +401,25 @@ def least_replicas(group: EngineSection | PrefillSection | RouterSection) -> int
 
 
 class BinsSection(Section):
-    """Bins of predicted output length."""
+    """Bins of predicted output length. Engines with continuous batching run requests of all bins side by side, so by
+    default bins change nothing there."""
 
     count: int = Field(default=4, ge=1, le=64)
     """How many; 1 does not tell lengths apart."""
+    dispatch: Literal["requests", "batches"] = "requests"
+    """What engines of kind vllm are given: `requests`, each as soon as a replica has a slot, or `batches`: an idle
+    replica takes up to `engine.gang.batch_size` requests of one bin and class, once they are as many or one has waited
+    for `engine.gang.max_wait_s`, and nothing more until all have ended; `fills_idle` calls none of them back. Engines
+    of kind transformers always take batches."""
+    serving: Literal["first_formed", "shortest_first"] = "first_formed"
+    """Which batch goes first: the one that was formed first, or that of the shortest bin, until one has waited for
+    `router.late_patience_s` (as it was when the replica started)."""
     seconds_per_token: Seconds | None = None
-    """Of gang batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
+    """Of batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
     moment: one while requests are few, for which batches of many bins would take too long to fill."""
     rule: EdgeRule | None = None
-    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a gang batch), or
-    `fixed`, which keeps `edges`; null is `optimal` with engines of kind transformers, else `equal_mass`."""
+    """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a batch), or `fixed`,
+    which keeps `edges`; null is `optimal` where engines take batches, else `equal_mass`."""
     edges: tuple[float, ...] | None = None
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
@@ -404,8 +427,12 @@ class BinsSection(Section):
     window_requests: int = Field(default=4096, ge=8)
     """The last finished requests whose lengths count."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
-    """Of gang batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
+    """Of batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
+    bucket_rule: Literal["adaptive", "literal"] = "adaptive"
+    """How buckets follow the prompts: `adaptive` cuts where padding is saved, and merges where it is not; `literal` is
+    BucketServe's Algorithm 1, which halves a bucket of more than `engine.gang.batch_size` prompts of which most are in
+    its lower half, up to `prompt_buckets`."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:
@@ -421,15 +448,22 @@ class BinsSection(Section):
             window_requests=self.window_requests,
         )
 
-    def buckets(self) -> PromptBuckets | None:
+    def buckets(self, gang: GangSection, max_model_len: int) -> PromptBuckets | None:
         """None where prompts are not told apart."""
         if self.prompt_buckets == 1:
             return None
-        return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        if self.bucket_rule == "adaptive":
+            return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
+        literal = BucketServeConfig(l_max=max_model_len, max_buckets=self.prompt_buckets)
+        return PromptBuckets(literal, self.refit_every, gang.batch_size)
 
     @model_validator(mode="after")
     def _is_valid(self) -> "BinsSection":
         self.build()
+        if self.bucket_rule == "literal" and self.prompt_buckets == 1:
+            raise ValueError(
+                "bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them"
+            )
         return self
 
 
@@ -455,8 +489,18 @@ class ClassSection(Section):
     fills_idle: bool = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
+    order: IdleOrder = "deadline"
+    """With `fills_idle`, its requests among themselves: `deadline` as they came, or by prompt length those that come
+    within one `ttft_s` (without one, `router.late_patience_s`), window by window. `shortest_first` ends more requests
+    a second while they wait, `longest_first` brings the long ones together; a longer `ttft_s` sorts more of them."""
     own_replicas: int = Field(default=0, ge=0)
     """Replicas that serve this class alone, besides the shared ones, which it may use too."""
+
+    @model_validator(mode="after")
+    def _orders_what_fills_idle_capacity(self) -> Self:
+        if self.order != "deadline" and not self.fills_idle:
+            raise ValueError(f"order: {self.order} is for classes that fill idle capacity: set fills_idle: true")
+        return self
 
     def promise(self) -> Promise:
         return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
@@ -780,9 +824,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _asks_its_kind_of_engine(self) -> Self:
         engine = self.engine
-        if engine.kind == "vllm" and engine.gang != GangSection():
-            raise ValueError("engine.gang: an engine of kind vllm takes single requests, set engine.kind: transformers")
         if engine.kind == "vllm":
+            if unheeded := engine.gang.of_transformers_only():
+                raise ValueError(f"engine.gang: {unheeded} are of engine.kind: transformers, and this one is vllm")
             return self
         if engine.prefill:
             raise ValueError("engine.prefill: an engine of kind transformers hands no caches over")
@@ -922,14 +966,57 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _sets_what_its_engines_heed(self) -> "AppConfig":
         kinds = {section.engine.kind for section in (self, *self.more_models)}
-        if "transformers" not in kinds:
-            for name in ("seconds_per_token", "prompt_buckets"):
+        if "transformers" not in kinds and self.bins.dispatch == "requests":
+            for name in ("serving", "seconds_per_token", "prompt_buckets", "bucket_rule"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
-                    raise ValueError(f"bins.{name} is of gang batches: it needs an engine.kind: transformers")
+                    raise ValueError(
+                        f"bins.{name} is of batches: it needs bins.dispatch: batches, or an engine.kind: transformers"
+                    )
         if "vllm" not in kinds:
             held = sorted(name for name, section in self.classes.items() if section.tpot_s is not None)
             if held:
                 raise ValueError(f"tpot_s (of {held}) is held by engines of kind vllm, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _gives_vllm_what_it_is_set_to_take(self) -> "AppConfig":
+        engines = [section.engine for section in (self, *self.more_models) if section.engine.kind == "vllm"]
+        if self.bins.dispatch == "requests":
+            if any(engine.gang != GangSection() for engine in engines):
+                raise ValueError(
+                    "engine.gang: an engine of kind vllm takes single requests, set bins.dispatch: batches, or "
+                    "engine.kind: transformers"
+                )
+            return self
+        if engines and self.mode != "full":
+            raise ValueError(f"bins.dispatch: batches is a policy of mode: full, not of mode: {self.mode}")
+        if any(engine.prefill for engine in engines):
+            raise ValueError(
+                "engine.prefill hands a KV cache over as soon as it is read, and with bins.dispatch: batches it would "
+                "wait for a batch: leave one of the two out"
+            )
+        if any(engine.credit_lookahead for engine in engines):
+            raise ValueError(
+                "engine.credit_lookahead is of no use with bins.dispatch: batches: replicas take whole ones"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_order_of_each_class(self) -> "AppConfig":
+        by_length = sorted(name for name, section in self.classes.items() if section.order != "deadline")
+        if self.order.policy is not None and by_length:
+            raise ValueError(f"order.policy orders all requests: it goes without classes.NAME.order (of {by_length})")
+        return self
+
+    @model_validator(mode="after")
+    def _sees_batches_between_refits(self) -> "AppConfig":
+        """Algorithm 1 merges all buckets while fewer prompts than a batch are there."""
+        sizes = [section.engine.gang.batch_size for section in (self, *self.more_models)]
+        if self.bins.bucket_rule == "literal" and self.bins.refit_every <= max(sizes):
+            raise ValueError(
+                f"bins.refit_every ({self.bins.refit_every}) must be above engine.gang.batch_size ({max(sizes)}) with "
+                "bucket_rule: literal: of fewer prompts it makes one bucket"
+            )
         return self
 
     @model_validator(mode="after")
@@ -1073,7 +1160,13 @@ class AppConfig(ModelSection):
     @property
     def gang(self) -> GangSection | None:
         """How engines take batches, None where they take single requests."""
-        return self.engine.gang if self.engine.kind == "transformers" else None
+        takes_batches = self.engine.kind == "transformers" or self.bins.dispatch == "batches"
+        return self.engine.gang if takes_batches else None
+
+    @property
+    def gang_patience_s(self) -> float:
+        """For which batches of shorter answers go before one."""
+        return self.router.late_patience_s if self.bins.serving == "shortest_first" else 0.0
 
     @property
     def credit_s(self) -> float | None:

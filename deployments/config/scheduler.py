@@ -41,7 +41,14 @@ class SchedulerSettings(BaseModel):
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets
     prefill and decode share a step; `auto` chooses between these two by measured step times."""
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
-    """By survival forecast, by 001's eq. 12, or as vLLM does, until memory is full."""
+    """By survival forecast, by 001's Algorithm 1, or as vLLM does, until memory is full."""
+    memory_form: Literal["exact", "linear"] = "exact"
+    """Of `admission: memory_aware`: eq. 12, or eq. 14 with the buffer L0 of eq. 13."""
+    memory_basis: Literal["final", "resident"] = "final"
+    """Of `admission: memory_aware`: a request counts as it is at its end, or at a random step of it, which is safer
+    where the lengths of answers scatter more than geometric ones."""
+    prior_output_tokens: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Of `admission: memory_aware`: what an answer is taken for before any has been seen; null is 256."""
     ttft_s: Seconds | None = None
     """Seconds until the first token, promised to requests that bring no promise of their own, as under plain
     `vllm serve`."""
@@ -55,17 +62,28 @@ class SchedulerSettings(BaseModel):
     classes: tuple[str, ...] = ()
     """Service classes whose lengths are learned apart, by name; the application fills it in."""
     refill: int | None = Field(default=None, ge=1)
-    """k, the free slots at which exclusive batching refills; null is what measurement says."""
+    """k, the free slots at which exclusive batching refills; null is what `phase_rule` says."""
+    phase_rule: Literal["exact", "threshold", "ifr"] = "exact"
+    """How long exclusive batching decodes between refills: the best length for the lengths of answers as measured, or
+    003's theta0 for geometric ones, or that with its correction for a rising hazard."""
+    mode_rule: Literal["measured", "crossover"] = "measured"
+    """What `mode: auto` goes by: costs of steps with and without a prefill, or 003's eq. 8, which takes every mixed
+    step to hold one."""
+    hysteresis_fraction: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """How much cheaper a token must be in the other mode before `mode: auto` changes to it."""
+    priority_margin_fraction: float = Field(default=0.0, allow_inf_nan=False)
+    """003's delta: how much cheaper a token must be in exclusive batching than in mixed besides. Above 0 favours a
+    short time to the first token, below 0 a short time per token."""
+    exclusive_overflow_probability: float | None = Field(default=None, gt=0, lt=1)
+    """With it 003's N* bounds the batch of exclusive batching: the chance that this outgrows the KV cache."""
     max_wait_s: Seconds | None = None
     """In exclusive batching: the head of the queue waits at most this long for a refill."""
     max_batch_size: int | None = Field(default=None, ge=1)
     """A fixed cap on running requests, below vLLM's own max_num_seqs."""
-    overflow_probability: float = Field(default=0.05, gt=0, lt=1)
-    """Chance allowed that the KV cache overflows and preempts."""
+    overflow_probability: float | None = Field(default=None, gt=0, lt=1)
+    """Chance allowed that the KV cache overflows and preempts; null is 0.05 by forecast and 0.01 by Algorithm 1."""
     overcommit: bool = True
     """Admit beyond the forecast while preemptions cost less than the larger batch brings."""
-    prior_output_tokens: float = Field(default=256.0, gt=0, allow_inf_nan=False)
-    """What an answer is taken for before any has been seen."""
     profile: Path | None = None
     """A file that `sluice calibrate` wrote for this model and hardware."""
     measure_s: float = Field(default=10.0, ge=0, le=600, allow_inf_nan=False)
@@ -133,14 +151,21 @@ class SchedulerSettings(BaseModel):
         return AutoConfig(
             mode=self.mode if phases and self.mode != "stock" else "mixed",
             admission=self.admission,
+            memory_form=self.memory_form,
+            memory_basis=self.memory_basis,
+            prior_output_tokens=self.prior_output_tokens,
             sla=self.sla,
             itl_target_s=self.itl_target_s,
             classes=len(self.class_names),
+            phase_rule=self.phase_rule,
             refill=self.refill,
+            mode_rule=self.mode_rule,
+            hysteresis_fraction=self.hysteresis_fraction,
+            priority_margin_fraction=self.priority_margin_fraction,
+            exclusive_overflow_probability=self.exclusive_overflow_probability,
             max_wait_s=self.max_wait_s,
             overcommit=self.overcommit,
             overflow_probability=self.overflow_probability,
-            prior_output_tokens=self.prior_output_tokens,
             step_times=known,
             speculates=speculates,
         )

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from deployments.engines.base import Engine
+from deployments.engines.prefill_slots import PrefillSlots
 from deployments.engines.unread_prompts import UnreadPrompts
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreAccessError, StateStoreError
 from policies.gang.batches import tick_s
 from policies.router.placement import ReplicaSpeed
-from policies.router.prefill_decode import prefill_slots
 from policies.types import StepTimes
 from router import wire
 from router.background import BackgroundTasks
@@ -58,6 +58,7 @@ class RelayConfig:
         lease_s: how long an assigned request may take to arrive before its slot is given back.
         step_times: as predicted, for the measured speed; None counts every replica as equally fast.
         prefill_budget_tokens: of a replica that only prefills: tokens of one step, by which it offers slots.
+        prefill_memory_share: of the same: how much of the free cache those slots may take.
         credit_s: with unread prompt tokens for so long it takes no more; None sets no bound. By the engine's own
             seconds for a prompt token, else by step_times; without either there is no bound.
 
@@ -71,6 +72,7 @@ class RelayConfig:
     hang_timeout_s: float = 120.0
     step_times: StepTimes | None = None
     prefill_budget_tokens: int | None = None
+    prefill_memory_share: float = 0.9
     credit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -152,7 +154,8 @@ class Relay:
         self._engine_ids: dict[str, str] = {}  # by the request's id
         self._arrivals = 0
         self._prompts = UnreadPrompts(config.credit_s)
-        self._mean_prompt_tokens = 0.0  # of the last 32 or so, where slots follow from it
+        budget, share = config.prefill_budget_tokens, config.prefill_memory_share
+        self._prefill_slots = None if budget is None else PrefillSlots(budget, share)
         self._ended: set[str] = set()  # whose slots are to be released
         self._releasing: set[str] = set()  # whose slots the call on its way releases
         self._left: set[str] = set()  # the engine since the last heartbeat was sent
@@ -182,8 +185,9 @@ class Relay:
         """What this replica offers to the routers."""
         if not self._offers:
             return 0
-        if (budget := self._config.prefill_budget_tokens) is not None:
-            return min(self._engine.slots, prefill_slots(budget, self._mean_prompt_tokens or budget))
+        if self._prefill_slots is not None:
+            held_tokens = [held.prompt_tokens for held in self._held.values()]
+            return min(self._engine.slots, self._prefill_slots.offered(held_tokens))
         return self._engine.slots + self._config.credit_lookahead
 
     @property
@@ -360,8 +364,8 @@ class Relay:
         prompt_tokens = self._engine.codec.size(request).prompt_tokens
         unread_tokens = self._engine.codec.unread_tokens(request, self.info.replica_id)
         self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
-        if self._config.prefill_budget_tokens is not None:
-            self._mean_prompt_tokens += (prompt_tokens - self._mean_prompt_tokens) / min(self._arrivals, 32)
+        if self._prefill_slots is not None:
+            self._prefill_slots.came(prompt_tokens)
         self._prompts.came(request_id, unread_tokens, prompt_tokens - unread_tokens)
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again
@@ -455,10 +459,13 @@ class Relay:
         try:
             async with asyncio.timeout(limit_s):
                 came_tokens = self._prompts.came_tokens
+                ended_tokens = self._prefill_slots.ended_tokens if self._prefill_slots is not None else 0
                 status = await self._engine.status()
         except TimeoutError:
             return f"no step and no answer for {limit_s:g} s" if self._stepped_s < asked_s else None
         self._prompts.told(status, came_tokens, self._predicted_token_s)
+        if self._prefill_slots is not None:
+            self._prefill_slots.told(status, ended_tokens)
         pass_s = status.get("pass_s", 0.0)
         return f"at one forward pass for {pass_s:.1f} s" if pass_s > limit_s else None
 
@@ -506,6 +513,8 @@ class Relay:
         del self._engine_ids[held.request_id]
         self._left.add(held.request_id)
         self._prompts.left(held.request_id)
+        if self._prefill_slots is not None:
+            self._prefill_slots.ended(held.prompt_tokens)
         held.router.request_ids.remove(held.request_id)
         if frees_slot:
             if len(self._ended) < MAX_ENDED:

@@ -162,6 +162,7 @@ class EngineReplica:
                 max_batch_tokens=self._engine.max_batch_tokens,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
+                gang_patience_s=config.gang_patience_s,
                 silence_s=config.router.silence_s,
                 kv_layout=self._engine.kv_layout,
             ),
@@ -171,9 +172,19 @@ class EngineReplica:
                 hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
                 credit_s=self._terms.credit_s,
-                prefill_budget_tokens=self._engine.max_batch_tokens if self._role == "prefill" else None,
+                **self._prefill_bounds(),
             ),
         )
+
+    def _prefill_bounds(self) -> dict[str, Any]:
+        """Of `RelayConfig`, where this replica only reads prompts."""
+        prefill = self._config.engine.prefill
+        if prefill is None or self._role != "prefill":
+            return {}
+        return {
+            "prefill_budget_tokens": self._engine.max_batch_tokens,
+            "prefill_memory_share": prefill.memory_share,
+        }
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""

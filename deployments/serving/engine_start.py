@@ -45,19 +45,19 @@ async def _build(config: AppConfig, role: Role) -> Any:
         from deployments.engines.vllm.args import parse_vllm_args
 
     args = parse_vllm_args(config.engine_argv(role))
-    if config.gang is None:
+    if config.engine.kind == "vllm":
         check_build(config.engine.num_gpus)
-        return await _vllm(args)
+        return await _vllm(args, config.gang.batch_size if config.gang else None)
     from deployments.engines.transformers.engine import TransformersEngine
 
-    return await asyncio.to_thread(TransformersEngine, args, config.gang, asyncio.get_running_loop())
+    return await asyncio.to_thread(TransformersEngine, args, config.engine.gang, asyncio.get_running_loop())
 
 
-async def _vllm(args: Namespace) -> Any:
+async def _vllm(args: Namespace, batch_size: int | None) -> Any:
     from deployments.engines.vllm.engine import VllmEngine
 
     try:
-        return await asyncio.to_thread(VllmEngine, args)
+        return await asyncio.to_thread(VllmEngine, args, batch_size)
     except RuntimeError as error:  # it says "see above", and above is the log of this process
         why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
         raise EngineStartError(f"the engine did not start: {why or error}") from error

@@ -27,6 +27,7 @@ from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
+from policies.router.order import IdleOrder
 from policies.router.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
@@ -94,7 +95,8 @@ class FrontEnd:
         self._store = RedisStateStore(client, self._config.namespace(ENGINE_VERSION))
         self._prefill_store = RedisStateStore(client, self._config.prefill_namespace(ENGINE_VERSION))
         args = parse_vllm_args(self._config.vllm_argv())
-        if self._config.gang:
+        is_vllm = self._config.engine.kind == "vllm"
+        if not is_vllm:
             args = as_front_end_of_any_model(args)
         infos = await self._enough_replicas()
         self.max_model_len = args.max_model_len = min(info.max_model_len for info in infos)
@@ -107,11 +109,11 @@ class FrontEnd:
         self._llm = RoutedAsyncLLM(
             args,
             self.routed,
-            unsupported if self._config.gang else None,
+            None if is_vllm else unsupported,
             self._config.router.max_prompt_logprobs,
             isolates_keys=self._config.keys.isolate_prefixes and self._config.caches_prefixes,
         )
-        if not self._config.gang:
+        if is_vllm:
             self._grammars = self._made_grammars(resources)
             self._llm.compile_grammars_with(self._grammars)
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
@@ -261,8 +263,8 @@ class FrontEnd:
     def _door(self) -> Door:
         return Door({name: section.limits() for name, section in self._config.classes.items()})
 
-    def _fills_idle(self) -> list[str]:
-        return [name for name, section in self._config.classes.items() if section.fills_idle]
+    def _fills_idle(self) -> dict[str, IdleOrder]:
+        return {name: section.order for name, section in self._config.classes.items() if section.fills_idle}
 
     def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config
@@ -278,7 +280,7 @@ class FrontEnd:
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),
-            buckets=config.bins.buckets() if config.gang else None,
+            buckets=config.bins.buckets(config.gang, self.max_model_len) if config.gang else None,
             late_patience_s=config.router.late_patience_s,
         )
 
@@ -319,6 +321,7 @@ class FrontEnd:
             # Whoever has a key may read this page: how unlike the shares are, but not whose.
             "keys_served_s": sorted((round(each, 3) for each in snapshot.served_s.values()), reverse=True),
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
+            "batches": {f"{index}:{why}": count for (index, why), count in snapshot.batches.items()},
             "bin_edges_tokens": _as_json(self._answering.bin_edges),
             "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
             # Other routers have memories of their own.
@@ -344,6 +347,7 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
 
 def _load(load: ReplicaLoad) -> dict[str, float | None]:
     return {
+        "takes_batches": load.gang,
         "slots": load.slots,
         "running": load.running,
         "credit": load.credit,

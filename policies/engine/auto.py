@@ -32,33 +32,47 @@ class AutoConfig:
 
     Attributes:
         mode: "auto", "exclusive" or "mixed".
-        admission: "forecast" by survival, "memory_aware" is eq. 12, "slots" leaves memory to the engine.
+        admission: "forecast" by survival, "memory_aware" is Algorithm 1, "slots" leaves memory to the engine.
+        memory_form, memory_basis: ``form`` and ``basis`` of ``MemoryAwareConfig``; go with "memory_aware".
+        prior_output_tokens: mean and standard deviation that "memory_aware" takes answers to have before any has been
+            seen, None is 256; goes with it.
         sla: how promised times per token are kept: "budget" by the model of step times, "search" is Algorithm 2 for one
             mean time between tokens, ``itl_target_s``.
         itl_target_s: goes with "search".
-        refill: requests per refill of exclusive batching; None is the exact phase length.
+        phase_rule: as in ``ExclusiveMixedConfig``, where none is fixed by ``refill``.
+        refill: requests per refill of exclusive batching; None is what the rule says.
+        mode_rule, hysteresis_fraction, priority_margin_fraction: as in ``ExclusiveMixedConfig``.
+        exclusive_overflow_probability: its ``overflow_probability``, epsilon of N*.
         max_wait_s: a head of the queue older than this opens a refill at once, or None.
         overcommit: let the forecast admit more while preemptions cost less than they bring
             (``policies.engine.overcommit``).
-        overflow_probability, classes: as in ``ForecastAdmissionConfig``; eq. 12 takes the first too.
-        prior_output_tokens: mean and standard deviation that eq. 12 takes answers to have before any has been seen.
+        overflow_probability: chance that admission accepts; None is its own default, as in ``ForecastAdmissionConfig``
+            or ``MemoryAwareConfig``.
+        classes: as in ``ForecastAdmissionConfig``.
         step_times: measured earlier on this model and GPU, or None.
         speculates: a decode step may bring a request several tokens (speculative decoding).
 
     Raises:
-        ConfigError: a value is out of bounds, or "search" comes without its target, or that without it.
+        ConfigError: a value is out of bounds, or one comes without the choice that it goes with.
     """
 
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
+    memory_form: Literal["exact", "linear"] = "exact"
+    memory_basis: Literal["final", "resident"] = "final"
+    prior_output_tokens: float | None = None
     sla: Literal["budget", "search"] = "budget"
     itl_target_s: float | None = None
+    phase_rule: Literal["exact", "threshold", "ifr"] = "exact"
     refill: int | None = None
     max_wait_s: float | None = None
+    mode_rule: Literal["measured", "crossover"] = "measured"
+    hysteresis_fraction: float = 0.01
+    priority_margin_fraction: float = 0.0
+    exclusive_overflow_probability: float | None = None
     overcommit: bool = True
-    overflow_probability: float = 0.05
+    overflow_probability: float | None = None
     classes: int = 1
-    prior_output_tokens: float = 256.0
     step_times: StepTimes | None = None
     speculates: bool = False
 
@@ -69,31 +83,58 @@ class AutoConfig:
         require_positive(self, "itl_target_s")
         if (self.sla == "search") != (self.itl_target_s is not None):
             raise ConfigError(f'itl_target_s goes with sla "search", got {self.itl_target_s} with "{self.sla}"')
+        if self.refill is not None and self.phase_rule != "exact":
+            raise ConfigError(f'refill fixes what phase_rule "{self.phase_rule}" would say: leave one of them out')
+        self._refuse_unheeded()
         self.memory_aware()
         self.forecast()
         self.exclusive()
 
+    def _refuse_unheeded(self) -> None:
+        """Raises ConfigError: a setting of Algorithm 1 is given, and another way of admission."""
+        if self.admission == "memory_aware":
+            return
+        given = {"memory_form": "exact", "memory_basis": "final", "prior_output_tokens": None}
+        if unheeded := [name for name, default in given.items() if getattr(self, name) != default]:
+            raise ConfigError(
+                f'{", ".join(unheeded)}: of admission "memory_aware", got "{self.admission}": set that or leave it out'
+            )
+
     def memory_aware(self) -> MemoryAwareConfig:
+        usual = MemoryAwareConfig()
+        prior = _or(self.prior_output_tokens, usual.prior_output_tokens)
         return MemoryAwareConfig(
-            overflow_probability=self.overflow_probability,
-            prior_output_tokens=self.prior_output_tokens,
-            prior_output_std_tokens=self.prior_output_tokens,
+            overflow_probability=_or(self.overflow_probability, usual.overflow_probability),
+            form=self.memory_form,
+            basis=self.memory_basis,
+            prior_output_tokens=prior,
+            prior_output_std_tokens=prior,
         )
 
     def forecast(self) -> ForecastAdmissionConfig:
         return ForecastAdmissionConfig(
-            overflow_probability=self.overflow_probability, classes=self.classes, speculates=self.speculates
+            overflow_probability=_or(self.overflow_probability, ForecastAdmissionConfig().overflow_probability),
+            classes=self.classes,
+            speculates=self.speculates,
         )
 
     def exclusive(self) -> ExclusiveMixedConfig:
         return ExclusiveMixedConfig(
             mode=self.mode,
-            phase_rule="exact" if self.refill is None else "fixed",
+            phase_rule=self.phase_rule if self.refill is None else "fixed",
             refill=self.refill,
+            mode_rule=self.mode_rule,
+            overflow_probability=self.exclusive_overflow_probability,
             max_wait_s=self.max_wait_s,
+            hysteresis_fraction=self.hysteresis_fraction,
+            priority_margin_fraction=self.priority_margin_fraction,
             step_times=StepTimeConfig(prior=self.step_times),
             speculates=self.speculates,
         )
+
+
+def _or(value: float | None, usual: float) -> float:
+    return usual if value is None else value
 
 
 class Auto:
@@ -128,7 +169,8 @@ class Auto:
         self, learned: "Auto | None", known_as: Sequence[int | None] | None
     ) -> ForecastAdmission | MemoryAware | Stock:
         if self.config.admission == "memory_aware":
-            return MemoryAware(self.config.memory_aware())
+            before = learned.admission if learned and isinstance(learned.admission, MemoryAware) else None
+            return MemoryAware(self.config.memory_aware(), before)
         if self.config.admission == "slots":
             return Stock()
         known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None

@@ -68,7 +68,7 @@ class ChunkSize:
         return min(STANDING_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
-        if result.prefill_tokens and result.decode_requests:
+        if result.prefill_tokens and result.decode_requests and result.tells_time:
             full = result.prefill_tokens >= 0.9 * self.chunk_tokens
             self._window.add(result.step_s, result.prefill_tokens, binding=full)
         if window := self._window.step():

@@ -9,7 +9,7 @@ Departures, with ERRATA numbers:
   refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
   over geometric, uniform, lognormal and production lengths. Below saturation nobody waits for k arrivals (3.8).
 * A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
-* theta0, the IFR correction and a fixed refill are there by name.
+* theta0, the IFR correction and a fixed refill are there by name, and so are eq. 8 as printed and the bound N*.
 * What mixed batching costs is reckoned step by step: with answers longer than the batch is wide, most of its steps
   hold no prefill, which 003's formula does not know.
 * Mode switches are relative to the cost of a token (3.11). Step times are measured before an engine takes requests, or
@@ -19,7 +19,7 @@ Departures, with ERRATA numbers:
 """
 
 from dataclasses import dataclass, field
-from math import expm1, floor, inf, log1p
+from math import expm1, floor, inf, log1p, sqrt
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_positive, require_probability
@@ -28,8 +28,10 @@ from policies.engine.phases import (
     RefillLimits,
     WorkloadMeans,
     best_phase_of_survival,
+    crossover_margin,
     exclusive_throughput,
     exclusive_token_s,
+    max_batch_size_exclusive,
     mixed_steps_throughput,
     overhead_ratio,
     phase_threshold,
@@ -48,6 +50,8 @@ _MOST_HAZARD = 0.999
 # A refill is due at the latest when nine times as many could start as still decode: a tail of a few would keep slots
 # empty for as long as it lives.
 _MOST_SHARE = 0.9
+# Shares of slots are not exact: a refill of 3 of 10 must not wait for a fourth.
+_ROUNDING = 1e-9
 # A phase longer than this many times its length ends with whatever can start: nobody waits for a k-th arrival.
 _PATIENCE = 1.5
 # Weight of the newest step with a prefill in the smoothed number of running requests: some ten refills are remembered.
@@ -60,8 +64,13 @@ class ExclusiveMixedConfig:
 
     Attributes:
         mode: "auto" chooses by cost, "exclusive" and "mixed" stay what they say.
-        phase_rule: "exact" is the integer T; "threshold" theta0; "ifr" the paper's correction; "fixed" ``refill``.
+        phase_rule: "exact" is the integer T; "threshold" k* = floor(theta0 N); "ifr" the paper's correction of theta0;
+            "fixed" ``refill``.
         refill: requests per refill for "fixed".
+        mode_rule: what "auto" takes mixed steps to cost. "measured" tells steps with a prefill from those without;
+            "crossover" is eq. 8, which charges alpha_MB to every step.
+        overflow_probability: epsilon of N*, which then bounds the batch of exclusive batching besides the slots; None
+            sets no such bound.
         step_times: how step times are learned, and their prior.
         max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
@@ -80,6 +89,8 @@ class ExclusiveMixedConfig:
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     phase_rule: Literal["exact", "threshold", "ifr", "fixed"] = "exact"
     refill: int | None = None
+    mode_rule: Literal["measured", "crossover"] = "measured"
+    overflow_probability: float | None = None
     step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
     max_wait_s: float | None = None
     hysteresis_fraction: float = 0.01
@@ -94,9 +105,12 @@ class ExclusiveMixedConfig:
     def __post_init__(self) -> None:
         require_one_of(("auto", "exclusive", "mixed"), self, "mode")
         require_one_of(("exact", "threshold", "ifr", "fixed"), self, "phase_rule")
+        require_one_of(("measured", "crossover"), self, "mode_rule")
         require_at_least(1, self, "replan_steps", "min_samples", "window", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "initial_slots_fraction")
+        if self.overflow_probability is not None:
+            require_probability(self, "overflow_probability")
         require_positive(self, "max_wait_s")
         require_at_least(1, self, "refill")
         if (self.phase_rule == "fixed") != (self.refill is not None):
@@ -107,7 +121,12 @@ class ExclusiveMixedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
-    """What a look at the statistics found: length law, moments, step times, smoothed batch size and its bound."""
+    """What a look at the statistics found.
+
+    Attributes:
+        occupancy: smoothed batch size.
+        slots: most requests in exclusive batching.
+    """
 
     table: LifeTable
     moments: LengthMoments
@@ -158,18 +177,36 @@ class _Workload:
             phase.steps * decode_s + steps * prefill.overhead_s + prefill.prefill_s * refill * self.means.prompt_tokens
         )
 
-    def mixed_token_s(self) -> float:
-        """Seconds per token of mixed batching."""
-        return 1.0 / mixed_steps_throughput(self.times, self.means, slots=self.occupancy)
-
     def exclusive_token_s(self, phase: PhaseLength) -> float:
         """Seconds per token of phases of this length."""
-        refill = phase.slots_fraction * self.occupancy
+        return 1.0 / exclusive_throughput(self.times, self.means, **self._cycle(phase))
+
+    def _cycle(self, phase: PhaseLength) -> dict[str, float]:
+        """What a phase and its refill hold, as ``exclusive_throughput`` takes it."""
+        refill = phase.slots_fraction * min(self.occupancy, self.slots)
         # A small batch frees less than a slot per phase: then only some phases are followed by a prefill.
         prefills = float(self.limits.prefill_steps(refill)) if refill >= 1.0 else -expm1(-refill)
-        return 1.0 / exclusive_throughput(
-            self.times, self.means, refill=refill, phase_steps=phase.steps, prefill_steps=prefills
+        return {"refill": refill, "phase_steps": phase.steps, "prefill_steps": prefills}
+
+    def gain(self, phase: PhaseLength, rule: Literal["measured", "crossover"]) -> float:
+        """What a token costs more in mixed batching than in phases of this length, as a share of the latter."""
+        exclusive_s = self.exclusive_token_s(phase)
+        if rule == "crossover":
+            cycle = self._cycle(phase)
+            return crossover_margin(self.times, self.means, slots=self.occupancy, **cycle) / exclusive_s
+        return 1.0 / mixed_steps_throughput(self.times, self.means, slots=self.occupancy) / exclusive_s - 1.0
+
+    def most_exclusive(self, phase: PhaseLength, capacity_tokens: int, overflow_probability: float) -> int:
+        """N* with phases of this length; at least 1."""
+        most = max_batch_size_exclusive(
+            capacity_tokens=capacity_tokens,
+            mean_prompt_tokens=self.means.prompt_tokens,
+            std_prompt_tokens=sqrt(self.moments.var_prompt),
+            hazard=self.hazard,
+            threshold=min(phase.slots_fraction, _MOST_SHARE),
+            overflow_probability=overflow_probability,
         )
+        return max(1, most)
 
 
 def _phase_length(config: ExclusiveMixedConfig, workload: _Workload) -> PhaseLength:
@@ -179,8 +216,8 @@ def _phase_length(config: ExclusiveMixedConfig, workload: _Workload) -> PhaseLen
         assert law is not None
         survival = law.unit_survival(floor(min(law.quantile(0.9999), law.edges[-1])) + 1)
         return best_phase_of_survival(survival, *workload.overheads_s, workload.limits, thinned=True)
-    share = config.refill / workload.slots if config.refill else _threshold_share(config, workload)
-    fraction = min(share, _MOST_SHARE)
+    refill = config.refill or max(1, floor(_threshold_share(config, workload) * workload.slots))
+    fraction = min(refill / workload.slots, _MOST_SHARE)
     return PhaseLength(steps=max(1, round(-log1p(-fraction) / workload.hazard)), slots_fraction=fraction)
 
 
@@ -209,18 +246,22 @@ class ExclusiveMixed:
         exclusive: whether prefill and decode take turns.
         phase_length: the phase in force, or that would be.
         cycle_s: seconds of one phase of each kind with a full batch; 0 while that is not known.
+        most_exclusive: N*, requests that may run in exclusive batching; inf where nothing bounds them but the slots.
     """
 
     def __init__(self, config: ExclusiveMixedConfig, learned: "ExclusiveMixed | None" = None) -> None:
-        """``learned``: one whose step times and lengths this one takes over; it must not be used any more."""
+        """``learned``: one whose lengths this one takes over, and its step times if they began alike; it must not be
+        used any more."""
         self.config = config
-        self.model: StepTimeModel = learned.model if learned else StepTimeModel(config.step_times)
+        known = learned.model if learned and learned.config.step_times == config.step_times else None
+        self.model: StepTimeModel = known or StepTimeModel(config.step_times)
         self.lengths: LengthStatistics = learned.lengths if learned else LengthStatistics(window=config.window)
         if config.speculates:
             self.lengths.stop_counting_steps()
         self.exclusive = config.mode == "exclusive"
         self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
         self.cycle_s = 0.0
+        self.most_exclusive: float = inf
         self._occupancy: float = learned._occupancy if learned else 0.0
         self._refills: int = learned._refills if learned else 0
         self._steps_to_look = 0
@@ -240,6 +281,12 @@ class ExclusiveMixed:
         if not self.exclusive:
             self._phase = Phase.DECODE  # a phase of prefill is not gone on with later
             return capped_plan(state, state.slots, Limit.SLOTS, steps=STANDING_STEPS)
+        if self.most_exclusive < state.slots:
+            plan = self._phase_plan(state._replace(slots=int(self.most_exclusive)))
+            return plan._replace(limited_by=Limit.MEMORY)
+        return self._phase_plan(state)
+
+    def _phase_plan(self, state: BatchState) -> StepPlan:
         startable = self._startable(state)
         if self._prefills(state, startable):
             return self._prefill_plan(state, startable)
@@ -308,7 +355,7 @@ class ExclusiveMixed:
         if self.config.max_wait_s is not None:
             return 1, 0
         share = self._refill_share(state)
-        departures = state.running_count - floor(state.slots * (1.0 - share)) - 1
+        departures = state.running_count - floor(state.slots * (1.0 - share) + _ROUNDING) - 1
         if departures < 0:  # slots are free, and blocks are not
             departures = floor(STANDING_SHARE * state.running_count)
         steps = min(float(STANDING_STEPS), self._steps_to_look, self._most_phase_steps - self._phase_steps)
@@ -327,7 +374,7 @@ class ExclusiveMixed:
         # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
         free = state.free_slots if startable == state.waiting_count else startable
         share = self._refill_share(state)
-        return free >= max(1.0, decoding * share / (1.0 - share))
+        return free >= max(1.0, decoding * share / (1.0 - share) - _ROUNDING)
 
     @property
     def _most_phase_steps(self) -> float:
@@ -360,17 +407,21 @@ class ExclusiveMixed:
             moments=moments,
             times=times,
             occupancy=max(1.0, self._occupancy),
-            slots=state.slots,
+            slots=int(min(state.slots, self.most_exclusive)),
             max_batch_tokens=state.max_batch_tokens,
         )
         self.phase_length = _phase_length(self.config, workload)
         self.cycle_s = workload.cycle_s(self.phase_length)
+        if self.config.overflow_probability is not None:
+            self.most_exclusive = workload.most_exclusive(
+                self.phase_length, state.capacity_tokens, self.config.overflow_probability
+            )
         # Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
         if self.config.mode == "auto" and exclusive_token_s(times, workload.means):
             self.exclusive = self._pays(workload)
 
     def _pays(self, workload: _Workload) -> bool:
         """Whether a token of exclusive batching is cheaper, by more than the hysteresis where that means a switch."""
-        gain = workload.mixed_token_s() / workload.exclusive_token_s(self.phase_length) - 1.0
+        gain = workload.gain(self.phase_length, self.config.mode_rule)
         hysteresis = self.config.hysteresis_fraction
         return gain - self.config.priority_margin_fraction > (-hysteresis if self.exclusive else hysteresis)

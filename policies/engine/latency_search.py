@@ -141,7 +141,8 @@ class TokenGap:
 
     def add(self, result: StepResult) -> float | None:
         """The gap that this step closes, s; None for a step that decodes nothing."""
-        self._pending_s += result.step_s
+        if result.tells_time:
+            self._pending_s += result.step_s
         if result.decode_requests:
             gap_s, self._pending_s = self._pending_s, 0.0
             return gap_s

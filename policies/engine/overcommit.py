@@ -56,7 +56,8 @@ class Overcommit:
     def observe(self, result: StepResult) -> None:
         self._steps += 1
         self._preempted += result.preempted
-        self._busy_s += result.step_s
+        if result.tells_time:
+            self._busy_s += result.step_s
         if result.decode_requests:
             self._decode_steps += 1
             self._decodes += result.decode_requests

@@ -211,11 +211,12 @@ def _longest_useful(survival: FloatArray, prefill_overhead_s: float, decode_over
     """A phase longer than this costs more than T = max(1, round(E[O])) does, since E[ceil(O/T)] >= 1."""
     mean = max(1, round(float(survival.sum())))
     reference = (prefill_overhead_s + decode_overhead_s * mean) * float(survival[::mean].sum())
-    return max(1, min(len(survival), ceil((reference - prefill_overhead_s) / decode_overhead_s)))
+    return max(1, min(len(survival) - 1, ceil((reference - prefill_overhead_s) / decode_overhead_s)))
 
 
 def _candidates(longest: int, thinned: bool) -> IntArray:
-    return length_grid(longest, exact_up_to=64 if thinned else longest, ratio=1.05)[1:]
+    grid = length_grid(longest, exact_up_to=64 if thinned else longest, ratio=1.05)[1:]
+    return np.minimum(grid, longest)
 
 
 def _feasible(refill: FloatArray, limits: RefillLimits) -> BoolArray:

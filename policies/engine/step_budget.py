@@ -129,9 +129,9 @@ class StepBudget:
     def observe(self, result: StepResult) -> None:
         if not result.waiting_count and result.running_count < result.max_batch_size:
             self._read.clear()
-        elif result.scheduled_tokens:
+        elif result.tells_time:
             self._read.append((result.step_s, result.prefill_tokens))
-        if not result.decode_requests or not result.step_s or (times := self._times()) is None:
+        if not result.decode_requests or not result.tells_time or (times := self._times()) is None:
             return
         predicted_s = times.step_s(
             prefill_tokens=result.prefill_tokens,

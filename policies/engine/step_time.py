@@ -43,8 +43,6 @@ _FAINT = 1e-9
 # Every step also says, with this weight, that prompts read 10 million tokens of context in the time of the prior, or in
 # none: where prompts are short, that time is lost in noise, which a chunk far into a prompt would magnify.
 _DOUBT = 0.01
-# Anything shorter is a clock's rounding, not a step.
-_LEAST_STEP_S = 1e-6
 
 _COLUMNS = {
     Phase.PREFILL: ("overhead_s", "prefill_s", "prefill_kv_s"),
@@ -210,8 +208,8 @@ class StepTimeModel:
         }
 
     def observe(self, result: StepResult) -> None:
-        """Learn from one step; steps that scheduled nothing or took no time say nothing."""
-        if result.step_s < _LEAST_STEP_S or not result.scheduled_tokens:
+        """Learn from one step, unless it says nothing (``StepResult.tells_time``)."""
+        if not result.tells_time:
             return
         kind, row = _row(result)
         self._forms[kind].add(row, result.step_s)
@@ -258,7 +256,7 @@ def fit_step_times(results: Sequence[StepResult]) -> StepTimes:
     rows: dict[Phase, list[tuple[float, ...]]] = {phase: [] for phase in Phase}
     seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
     for result in results:
-        if result.step_s >= _LEAST_STEP_S and result.scheduled_tokens:
+        if result.tells_time:
             kind, row = _row(result)
             rows[kind].append(row)
             seconds[kind].append(result.step_s)

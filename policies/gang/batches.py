@@ -1,7 +1,8 @@
 """Gang batches: a replica that is busy until its longest request ends takes, when idle, a whole batch from one bin.
 
 Source: Guldogan et al., "Multi-Bin Batching for Increasing LLM Inference Throughput" (paper 000), Algorithm 1, lines 4
-and 5, and its system model (section 3): the first formed batch is the first served.
+to 7, and the two serving policies of its system model (section 3): the batch that was formed first goes first, or the
+shortest one.
 
 Departures (ERRATA numbers):
 - 0.12 A bin's batch also counts as formed, as it is, when a request has waited max_wait_s. With 0 an idle replica takes
@@ -10,6 +11,7 @@ Departures (ERRATA numbers):
 - Time of formation is told by the keys of the order policy, not by a clock: a bin holds requests of one class and like
   length, so their keys ascend as they arrive. With first come, first served it is the paper's order; with virtual
   deadlines the classes' targets count between bins, and their ageing bounds the wait.
+- Shortest first would let short batches overtake a long one for ever: it ends with the long one's patience.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,29 +20,34 @@ from math import ceil
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError
+from policies.router.order import BAND_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangConfig:
-    """How many requests make a batch, and for how long fewer wait for more.
+    """How many requests make a batch, for how long fewer wait for more, and which batch goes first.
 
     Attributes:
         batch_size: B.
         max_wait_s: after which a batch goes with fewer; infinite waits for full ones.
         bin_sizes: B of each bin, where memory allows no more than that; of bins beyond, nothing is known.
+        patience_s: for so long the batches of bins of shorter answers go before one; then it goes before them. 0 is
+            first formed, first served; infinite is shortest first without a bound.
 
     Raises:
-        ConfigError: batch_size is below 1, or max_wait_s negative or not a number.
+        ConfigError: batch_size is below 1, or a time negative or not a number.
     """
 
     batch_size: int = 8
     max_wait_s: float = 0.1
     bin_sizes: tuple[int, ...] = ()
+    patience_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "batch_size")
-        if not self.max_wait_s >= 0.0:
-            raise ConfigError(f"max_wait_s must be at least 0, got {self.max_wait_s}")
+        for name in ("max_wait_s", "patience_s"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def size_of(self, bin_index: int) -> int:
         return min(self.batch_size, *self.bin_sizes[bin_index : bin_index + 1] or (self.batch_size,))
@@ -53,7 +60,7 @@ class LaneView:
     Attributes:
         bucket: of prompt length; 0 where prompts are not told apart.
         keys: of the order policy, ascending: of its first requests, up to the batch size of its bin.
-        waited_s: how long the one has waited that waits longest; it decides in a lane that holds less than a batch.
+        waited_s: how long the one of them has waited that waits longest.
     """
 
     slo_class: str
@@ -75,11 +82,20 @@ def formed_key(lane: LaneView, config: GangConfig) -> float | None:
     return lane.keys[0] + config.max_wait_s if is_due else None
 
 
-def first_formed(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | None:
-    """The lane whose batch goes next, None when no batch is formed; equal keys go by bin, bucket and class."""
-    formed = ((formed_key(lane, config), lane) for lane in lanes)
-    ready = [(key, lane.bin_index, lane.bucket, lane.slo_class, lane) for key, lane in formed if key is not None]
-    return min(ready, key=lambda entry: entry[:4])[4] if ready else None
+def next_batch(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | None:
+    """The lane whose batch goes next, None when no batch is formed.
+
+    Within a band of the order: whoever has no patience left, first formed first, then the shortest bin. What is equal
+    goes by key, bin, bucket and class.
+    """
+    keys = ((lane, formed_key(lane, config)) for lane in lanes)
+    formed = [(_turn(lane, key, config), lane) for lane, key in keys if key is not None]
+    return min(formed, key=lambda entry: entry[0])[1] if formed else None
+
+
+def _turn(lane: LaneView, key: float, config: GangConfig) -> tuple[float, int, float, int, int, str]:
+    is_patient = lane.waited_s < config.patience_s
+    return key // BAND_S, lane.bin_index if is_patient else -1, key, lane.bin_index, lane.bucket, lane.slo_class
 
 
 def memory_safe_gang(

@@ -4,7 +4,8 @@ Source: Zheng et al., "BucketServe: Bucket-Based Dynamic Batching for Smart and 
 002): equations 1 to 6 and Algorithm 1. Padding exists only where a kernel pads (the Transformers engine, the
 predictor); with variable-length attention buckets merely order the queue (ERRATA 2.14).
 
-`BucketServeBuckets` is Algorithm 1 to the letter. `AdaptiveBuckets`, the default, departs from it (ERRATA numbers):
+`BucketServeBuckets` is Algorithm 1 to the letter, `PromptBuckets` either as a router keeps them. `AdaptiveBuckets`,
+the default, departs from it (ERRATA numbers):
 - 2.3, 2.5 Equation 4 has no solution and bisection is right for uniform lengths only: cuts minimise padded tokens.
 - 2.4 Padding counts to the longest member, in tokens, not as a mean of ratios to the bucket's bound.
 - 2.7 A split is judged by the padding it saves, not by a majority below the middle.
@@ -48,6 +49,16 @@ class BucketPolicy(Protocol):
         """Adapt the ranges to the prompts that wait, given how many fit a batch; returns the new edges.
 
         Requests are not held here: after a change the driver asks `assign` again, so none can be lost or doubled.
+        """
+
+    def fits(self, edges: Sequence[float]) -> bool:
+        """Whether these may be in force here: ascending over the whole range, and not too many."""
+
+    def adopt(self, edges: Sequence[float]) -> None:
+        """Put edges in force that another router found.
+
+        Raises:
+            InputError: they do not fit.
         """
 
 
@@ -155,16 +166,18 @@ class BucketServeConfig:
     Attributes:
         l_max: end of the last bucket, in tokens; longer prompts have no bucket.
         threshold: theta; a bucket splits when more than this share of it lies below its middle.
+        max_buckets: most buckets, beyond which none splits; None is the paper's, without an end (ERRATA 2.8).
 
     Raises:
-        ConfigError: l_max < 1, or threshold outside [0, 1].
+        ConfigError: l_max or max_buckets < 1, or threshold outside [0, 1].
     """
 
     l_max: int
     threshold: float = 0.5
+    max_buckets: int | None = None
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "l_max")
+        require_at_least(1, self, "l_max", "max_buckets")
         if not 0.0 <= self.threshold <= 1.0:
             raise ConfigError(f"threshold must be between 0 and 1, got {self.threshold}")
 
@@ -198,8 +211,17 @@ class BucketServeBuckets:
                 for low, high in pairwise(self._edges)
                 if self._splits(waiting, low, high, max_requests)
             ]
-            self._edges = tuple(sorted((*self._edges, *middles)))
+            most = self.config.max_buckets
+            room = len(middles) if most is None else most + 1 - len(self._edges)
+            self._edges = tuple(sorted((*self._edges, *middles[:room])))
         return self._edges
+
+    def fits(self, edges: Sequence[float]) -> bool:
+        return _range_over(edges, float(self.config.l_max), self.config.max_buckets)
+
+    def adopt(self, edges: Sequence[float]) -> None:
+        _require_range(edges, float(self.config.l_max), self.config.max_buckets)
+        self._edges = tuple(edges)
 
     def _splits(self, waiting: FloatArray, low: float, high: float, min_split: int) -> bool:
         members = waiting[(low <= waiting) & (waiting < high)]
@@ -276,8 +298,7 @@ class AdaptiveBuckets:
 
     def fits(self, edges: Sequence[float]) -> bool:
         """Whether these may be in force here: ascending from 0 to infinity, of max_buckets at most."""
-        whole = len(edges) > 1 and edges[0] == 0.0 and edges[-1] == math.inf
-        return whole and len(edges) <= self.config.max_buckets + 1 and all(low < high for low, high in pairwise(edges))
+        return _range_over(edges, math.inf, self.config.max_buckets)
 
     def adopt(self, edges: Sequence[float]) -> None:
         """Put edges in force that another router found.
@@ -285,10 +306,7 @@ class AdaptiveBuckets:
         Raises:
             InputError: they do not fit.
         """
-        if not self.fits(edges):
-            raise InputError(
-                f"edges must ascend from 0 to infinity, {self.config.max_buckets} buckets at most: {edges}"
-            )
+        _require_range(edges, math.inf, self.config.max_buckets)
         if tuple(edges) != self.edges:
             self._edges, self._thin_calls = list(edges), [0] * (len(edges) - 1)
 
@@ -353,17 +371,42 @@ class AdaptiveBuckets:
         return _Split(float(saved[best]), float(edges[best])) if allowed[best] else None
 
 
+def _range_over(edges: Sequence[float], end: float, max_buckets: int | None) -> bool:
+    whole = len(edges) > 1 and edges[0] == 0.0 and edges[-1] == end
+    few = max_buckets is None or len(edges) <= max_buckets + 1
+    return whole and few and all(low < high for low, high in pairwise(edges))
+
+
+def _require_range(edges: Sequence[float], end: float, max_buckets: int | None) -> None:
+    if not _range_over(edges, end, max_buckets):
+        raise InputError(f"edges must ascend from 0 to {end}, {max_buckets} buckets at most: {edges}")
+
+
 class PromptBuckets:
-    """Adaptive buckets over the prompts that arrive, adjusted after every ``refit_every`` of them.
+    """Buckets over the prompts that arrive, adjusted after every ``refit_every`` of them.
+
+    These stand for what waits, of which one router knows a part. Prompts beyond every bucket belong to the last one
+    (ERRATA 2.12).
 
     Raises:
         ConfigError: refit_every is below 1.
     """
 
-    def __init__(self, config: AdaptiveBucketsConfig, refit_every: int) -> None:
+    def __init__(
+        self, config: AdaptiveBucketsConfig | BucketServeConfig, refit_every: int, max_requests: int = 0
+    ) -> None:
+        """Args:
+        config: by its kind adaptive buckets, or Algorithm 1's.
+        max_requests: N_max, of a batch: a bucket with no more does not split.
+        """
         if refit_every < 1:
             raise ConfigError(f"refit_every must be >= 1, got {refit_every}")
-        self.config, self._buckets, self._refit_every = config, AdaptiveBuckets(config), refit_every
+        self._buckets: BucketPolicy
+        if isinstance(config, AdaptiveBucketsConfig):
+            self._buckets = AdaptiveBuckets(config)
+        else:
+            self._buckets = BucketServeBuckets(config)
+        self.config, self._refit_every, self._max_requests = config, refit_every, max_requests
         self._recent: list[int] = []
 
     @property
@@ -374,16 +417,17 @@ class PromptBuckets:
         """The bucket of a prompt, learning from its length."""
         self._recent.append(prompt_tokens)
         if len(self._recent) >= self._refit_every:
-            self._buckets.adjust(self._recent, max_requests=0)
+            self._buckets.adjust(self._recent, self._max_requests)
             self._recent.clear()
-        return self._buckets.assign(prompt_tokens)
+        bucket = self._buckets.assign(prompt_tokens)
+        return len(self.edges) - 2 if bucket is None else bucket
 
     def fits(self, edges: Sequence[float]) -> bool:
-        """As `AdaptiveBuckets.fits`."""
+        """As `BucketPolicy.fits`."""
         return self._buckets.fits(edges)
 
     def adopt(self, edges: Sequence[float]) -> None:
-        """As `AdaptiveBuckets.adopt`."""
+        """As `BucketPolicy.adopt`."""
         self._buckets.adopt(edges)
 
 

@@ -5,8 +5,8 @@ Source: Zhao et al., "Prepacking: A Simple Method for Fast Prefilling and Increa
 a row costs its capacity squared, so the capacity is the longest prompt. Variable-length kernels have nothing to win.
 
 Departures (ERRATA numbers):
-- 4.1 The paper says first-fit decreasing; the library its authors call is best-fit. Both are here; counts of rows are
-  what compares.
+- 4.1 The paper says first-fit decreasing; the library its authors call is best-fit. Both are here (`PACKERS`); counts
+  of rows are what compares.
 - 4.5 The authors key prompts by the index at which their positions restart, where a one-token prompt overwrites its
   predecessor. Here every prompt has a span of its own, in the original order, and may be one token long or empty.
 - 4.6 Pad tokens attend to themselves only, so no softmax runs over an empty row; their position is 0.
@@ -20,9 +20,9 @@ Layout of a batch, R rows of C tokens (a, b, c prompts; . padding):
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +31,8 @@ from policies.errors import InputError
 from policies.types import BoolArray, IntArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+Packing = Literal["first_fit", "best_fit"]
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -100,6 +102,12 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     return rows
 
 
+PACKERS: Mapping[Packing, Callable[[Sequence[int], int], list[list[int]]]] = {
+    "first_fit": first_fit_decreasing,
+    "best_fit": best_fit_decreasing,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Where a prompt's tokens lie: tokens start to stop - 1 of a row; start == stop for an empty prompt."""
@@ -123,14 +131,14 @@ class PackedBatch:
     capacity: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], capacity: int | None = None) -> Self:
-        """Pack by `first_fit_decreasing`; without a capacity rows are as long as the longest prompt.
+    def of(cls, lengths: Sequence[int], capacity: int | None = None, packing: Packing = "first_fit") -> Self:
+        """Pack; without a capacity rows are as long as the longest prompt.
 
         Raises:
             InputError: a length is negative or above the capacity.
         """
         longest = max(lengths, default=0) if capacity is None else capacity
-        return cls.from_rows(first_fit_decreasing(lengths, longest), lengths, longest)
+        return cls.from_rows(PACKERS[packing](lengths, longest), lengths, longest)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> Self:
@@ -150,6 +158,11 @@ class PackedBatch:
         if sorted(index for indices in rows for index in indices) != list(range(len(lengths))):
             raise InputError(f"rows must hold each of the {len(lengths)} prompts once, got {rows}")
         return cls(tuple(spans[index] for index in range(len(lengths))), len(rows), capacity)
+
+    @property
+    def places(self) -> int:
+        """Tokens that a kernel computes, padding included: R * C."""
+        return self.row_count * self.capacity
 
     @property
     def most_in_a_row(self) -> int:

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from policies.checks import require_at_least, require_one_of
 from policies.errors import ConfigError
-from policies.gang.packing import PackedBatch, first_fit_decreasing
+from policies.gang.packing import PACKERS, PackedBatch, Packing
 
 PrefillMode = Literal["padded", "prepacked", "length_ordered"]
 
@@ -31,20 +31,23 @@ class PrefillConfig:
         max_pass_tokens: of a forward pass, padding included.
         row_tokens: at least so many tokens make a packed row; None is the longest prompt. With max_pass_tokens every
             pass of a `prepacked` batch is a single row without padding.
+        packing: what fills the rows of a `prepacked` batch, while requests share rows of the cache as well.
         pack_decode_from: requests of a `prepacked` batch share rows while they generate as well when the saving is so
             large (`decode_layout`); infinite for never.
 
     Raises:
-        ConfigError: the mode is unknown, or a number below 1.
+        ConfigError: the mode or the packing is unknown, or a number below 1.
     """
 
     mode: PrefillMode = "prepacked"
     max_pass_tokens: int = 8192
     row_tokens: int | None = None
+    packing: Packing = "first_fit"
     pack_decode_from: float = 1.5
 
     def __post_init__(self) -> None:
         require_one_of(get_args(PrefillMode), self, "mode")
+        require_one_of(get_args(Packing), self, "packing")
         require_at_least(1, self, "max_pass_tokens", "row_tokens")
         if not self.pack_decode_from >= 1.0:
             raise ConfigError(f"pack_decode_from must be at least 1, got {self.pack_decode_from}")
@@ -81,7 +84,7 @@ def prefill_passes(lengths: Sequence[int], config: PrefillConfig) -> list[Prefil
     """
     if config.mode == "prepacked":
         capacity = max(*lengths, config.row_tokens or 0) if lengths else 0
-        rows = first_fit_decreasing(lengths, capacity)
+        rows = PACKERS[config.packing](lengths, capacity)
     elif config.mode == "length_ordered":
         rows = [[index] for index in sorted(range(len(lengths)), key=lambda index: -lengths[index])]
     else:
@@ -132,7 +135,7 @@ def decode_layout(lengths: Sequence[int], room: int, config: PrefillConfig) -> P
     """
     if not config.packs_decode or len(lengths) < 2:
         return None
-    layout = PackedBatch.of([length + room for length in lengths])
+    layout = PackedBatch.of([length + room for length in lengths], packing=config.packing)
     fewer_places = len(lengths) / layout.row_count
     more_tokens = layout.row_count * layout.most_in_a_row / len(lengths)
     pays = fewer_places > 1.0 and fewer_places >= config.pack_decode_from * more_tokens

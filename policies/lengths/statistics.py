@@ -173,18 +173,23 @@ class LifeTable:
         flat = LinearHazard(p0=constant, eta=0.0)
         return LinearHazard(p0=p0, eta=eta) if p0 > 0.0 and eta > 0.0 else flat
 
-    def law(self) -> SurvivalLaw | None:
+    def law(self, *, unseen: float = 0.0) -> SurvivalLaw | None:
         """Kaplan-Meier on the grid; None before the first end.
 
         S(e_g+1) = S(e_g) * (1 - d_g / n_g) with n_g the number at risk: the product-limit estimate itself at the edges,
         also where many answers have one length, such as a limit on tokens; the hazard is constant within a cell.
+
+        Args:
+            unseen: answers at risk besides in every cell, that end in none. 1 gives the upper survival function of
+                nonparametric predictive inference (Coolen and Yan 2004): the most that these answers let the next one
+                outlive.
         """
         if not self.ended.any():
             return None
         tail = float(-np.log1p(-self._tail_hazard()))
         steps = tail * np.diff(self.edges)
         seen = self.at_risk > 0
-        steps[seen] = -np.log1p(-np.minimum(self.ended[seen] / self.at_risk[seen], _MAX_HAZARD))
+        steps[seen] = -np.log1p(-np.minimum(self.ended[seen] / (self.at_risk[seen] + unseen), _MAX_HAZARD))
         cumulative = np.concatenate(([0.0], np.cumsum(steps)))
         return SurvivalLaw(self.edges.astype(np.float64), cumulative, tail)
 

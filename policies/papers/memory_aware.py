@@ -130,11 +130,15 @@ class MemoryAware:
 
     The cap moves only while something waits for a prefill and something decodes; N^p and N^d of the listing are taken
     for the requests in those two states just before the step.
+
+    Attributes:
+        lengths: as they are learned.
     """
 
-    def __init__(self, config: MemoryAwareConfig) -> None:
+    def __init__(self, config: MemoryAwareConfig, learned: "MemoryAware | None" = None) -> None:
+        """``learned``: one whose lengths this one takes over; it must not be used any more."""
         self.config = config
-        self._lengths = LengthStatistics(window=config.window)
+        self.lengths: LengthStatistics = learned.lengths if learned else LengthStatistics(window=config.window)
         self._cap: int | None = None
         self._buffer_tokens = 0.0
         self._buffer_age = config.buffer_refresh_steps
@@ -148,7 +152,7 @@ class MemoryAware:
         return capped_plan(state, min(max(self._cap, self.config.min_batch_size, decoding), highest), Limit.MEMORY)
 
     def observe(self, result: StepResult) -> None:
-        self._lengths.observe(result)
+        self.lengths.observe(result)
 
     def _new_cap(self, state: BatchState) -> int:
         mean, std = self._request_moments(state)
@@ -163,7 +167,7 @@ class MemoryAware:
 
     def _request_moments(self, state: BatchState) -> tuple[float, float]:
         """Mean and standard deviation of what one request needs, tokens, half a block of rounding included."""
-        moments = self._lengths.moments()
+        moments = self.lengths.moments()
         rounding = 0.5 * state.block_size
         if moments is None or moments.requests < self.config.min_samples:
             output, std = self._prior_moments(state)
@@ -177,7 +181,7 @@ class MemoryAware:
 
     def _prior_moments(self, state: BatchState) -> tuple[float, float]:
         """The prior, weighing min_samples requests, with every token generated so far, ended or not, against it."""
-        c, sums = self.config, self._lengths.sums()
+        c, sums = self.config, self.lengths.sums()
         generated = sums.output + int(state.running.output_tokens.sum())
         mean = (c.min_samples * c.prior_output_tokens + generated) / (c.min_samples + sums.requests)
         return mean, c.prior_output_std_tokens * mean / c.prior_output_tokens

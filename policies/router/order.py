@@ -3,7 +3,8 @@
 A key is a finite double, so it serves as the score of a Redis sorted set; the lowest goes first. Equal keys are the
 driver's to break (by arrival, or by id as Redis does). Keys of different orders must not share a queue.
 
-Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths). The default,
+Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths; here for whole
+queues, and in `deadline_keys` for classes that fill idle capacity, as its offline tasks do). The default,
 `Deadline`, is earliest due date first (Jackson 1955), which keeps the greatest lateness least. Estimated work and the
 virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the short,
 without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
@@ -13,10 +14,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
+
+IdleOrder = Literal["deadline", "shortest_first", "longest_first"]
+"""Of the requests of a class that fills idle capacity, among themselves."""
+
+# Beyond any context; a window of 8 s, cut in as many, is as fine as a key can be.
+_LONGEST_PROMPT = 1 << 20
 
 # Beyond any Unix time, and small enough that a key keeps steps of 8 us.
 BAND_S = 1e10
@@ -121,7 +128,12 @@ class DeadlineKeys(NamedTuple):
 
 
 def deadline_keys(
-    arrival_s: float, ttft_s: float | None, *, fills_idle: bool = False, late_patience_s: float = 60.0
+    arrival_s: float,
+    ttft_s: float | None,
+    *,
+    fills_idle: IdleOrder | None = None,
+    prompt_tokens: int = 0,
+    late_patience_s: float = 60.0,
 ) -> DeadlineKeys:
     """Who can be in time goes first, by deadline; then who has no target; then the late, oldest first; then what fills
     idle capacity. Beyond capacity `policies.router.turns` has a say between API keys. Earliest deadline first alone
@@ -132,19 +144,39 @@ def deadline_keys(
 
     Predicted work is no part of a deadline: it says when a first token can come, not when it is due.
 
+    Args:
+        fills_idle: in which order its class fills idle capacity; None for a class that does not.
+        prompt_tokens: what the orders by length go by.
+
     Raises:
         InputError: arrival_s is not finite.
     """
     if not math.isfinite(arrival_s):
         raise InputError(f"arrival_s must be finite, got {arrival_s}")
     patience_ends_s = arrival_s + late_patience_s
-    if fills_idle:
-        key = banded(Band.FILLS_IDLE, patience_ends_s + (ttft_s or 0.0))
+    if fills_idle is not None:
+        if fills_idle == "deadline":
+            due_s = arrival_s + (ttft_s or 0.0)
+        else:
+            window_s, longest_first = ttft_s or late_patience_s, fills_idle == "longest_first"
+            due_s = _due_by_length_s(arrival_s, window_s, prompt_tokens, longest_first=longest_first)
+        key = banded(Band.FILLS_IDLE, due_s + late_patience_s)
         return DeadlineKeys(key, key)
     if ttft_s is None:
         key = banded(Band.NO_TARGET, patience_ends_s)
         return DeadlineKeys(key, key)
     return DeadlineKeys(banded(Band.IN_TIME, arrival_s + ttft_s), banded(Band.LATE, patience_ends_s))
+
+
+def _due_by_length_s(arrival_s: float, window_s: float, prompt_tokens: int, *, longest_first: bool) -> float:
+    """By prompt length among requests that come within one window, and window by window (002's SJF and LJF, with an end
+    to the wait: nothing that comes more than a window later goes first).
+
+        w * (floor(a / w) + 1 + share)      a: arrival, w: window, share: of the longest prompt, below 1
+    """
+    tokens = min(prompt_tokens, _LONGEST_PROMPT)
+    share = (_LONGEST_PROMPT - tokens if longest_first else tokens) / (_LONGEST_PROMPT + 1)
+    return window_s * (math.floor(arrival_s / window_s) + 1.0 + share)
 
 
 def banded(band: Band, time_s: float) -> float:

@@ -15,14 +15,16 @@ would be done in time. Without a target nobody has asked for even gaps; two kind
 one has to spare and the other lacks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import floor
+from math import floor, isfinite
+from sys import maxsize
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_positive
 from policies.errors import InputError
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets, padding_waste_fraction
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets, max_safe_requests, padding_waste_fraction
 from policies.types import StepTimes
 
 # Of a request that runs, while nothing is known of those that do.
@@ -195,6 +197,24 @@ def prefill_slots(max_batch_tokens: int, mean_prompt_tokens: float, ahead: int =
     if min(max_batch_tokens, mean_prompt_tokens, ahead) <= 0:
         raise InputError(f"got a budget of {max_batch_tokens}, a mean of {mean_prompt_tokens} and {ahead} ahead")
     return max(1, floor(ahead * max_batch_tokens / mean_prompt_tokens))
+
+
+def safe_prompts(held_tokens: Sequence[int], mean_prompt_tokens: float, safe_tokens: float) -> int:
+    """Prompts that a prefill replica may hold at once for their KV caches to be safe, at least one (002, equation 6):
+
+        N = max {N : S_1 + ... + S_N <= safe_tokens}
+
+    Args:
+        held_tokens: S of those that it holds; further ones count with the mean.
+        safe_tokens: M_safe of equation 5, in tokens: a share of the cache that is free, the paper's is 0.9. It may be
+            infinite.
+    """
+    if not isfinite(safe_tokens):
+        return maxsize
+    fitting = max_safe_requests(held_tokens, floor(safe_tokens), padded=False)
+    if fitting == len(held_tokens):
+        fitting += floor((safe_tokens - sum(held_tokens)) / mean_prompt_tokens)
+    return max(1, fitting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@
 --   P:free          zset  replica -> predicted seconds on it; only replicas with credit that take single requests
 --   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
+--   P:gang_patience hash  replica -> seconds for which batches of shorter answers go before one
+--   P:batches       hash  "<bin>:<why>" -> batches that went, full or as max_wait_s was over
 --   P:on:<r>        set of ids on replica r
 --   P:unread_of:<r> hash  id -> tokens of its prompt that were not cached; those on replica r that it has not read
 --   P:unread        hash  replica -> all of those
@@ -575,7 +577,7 @@ local function longest_wait_s(ids)
   return (now_ms() - oldest) / 1000
 end
 
--- policies.gang.batches.formed_key, with the ids of the batch, of a lane's first tickets up to `size`; nil when it is not formed.
+-- policies.gang.batches.formed_key, as {ids, key, is_full}, of a lane's first tickets up to `size`; nil when it is not formed.
 local function formed(lane, size, max_wait_s)
   local first = redis.call('ZRANGE', P .. ':lane:' .. lane, 0, size - 1, 'WITHSCORES')
   local ids = {}
@@ -584,9 +586,9 @@ local function formed(lane, size, max_wait_s)
   end
   local due = tonumber(first[2]) + max_wait_s
   if #ids == size then
-    return ids, math.min(tonumber(first[2 * size]), due)
+    return { ids = ids, key = math.min(tonumber(first[2 * size]), due), is_full = true }
   elseif longest_wait_s(ids) >= max_wait_s then
-    return ids, due
+    return { ids = ids, key = due, is_full = false }
   end
 end
 
@@ -599,21 +601,33 @@ local function gang_sizes_of(replica)
   return sizes
 end
 
--- policies.gang.batches.first_formed: the ids of the batch that this idle replica takes, or nil.
+-- policies.gang.batches.next_batch
+local function goes_before(a, b)
+  if a.band ~= b.band then
+    return a.band < b.band
+  elseif a.turn ~= b.turn then
+    return a.turn < b.turn
+  end
+  return more_urgent(a, b)
+end
+
+-- policies.gang.batches.next_batch: the batch that this idle replica takes, or nil.
 local function next_gang(replica)
   local size, max_wait_s = hash_number(':slots', replica), hash_number(':gangs', replica)
-  local sizes, best = gang_sizes_of(replica), nil
+  local patience_s, sizes, best = hash_number(':gang_patience', replica), gang_sizes_of(replica), nil
   for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
     local class, bin, bucket = parts_of(lane)
-    if serves(replica, class) then
-      local ids, key = formed(lane, math.min(size, sizes[bin + 1] or size), max_wait_s)
-      local batch = ids and { ids = ids, key = key, bin = bin, bucket = bucket, class = class }
-      if batch and (not best or more_urgent(batch, best)) then
+    local batch = serves(replica, class) and formed(lane, math.min(size, sizes[bin + 1] or size), max_wait_s)
+    if batch then
+      local is_patient = patience_s > 0 and longest_wait_s(batch.ids) < patience_s
+      batch.band, batch.turn = math.floor(batch.key / BAND), is_patient and bin or -1
+      batch.bin, batch.bucket, batch.class = bin, bucket, class
+      if not best or goes_before(batch, best) then
         best = batch
       end
     end
   end
-  return best and best.ids
+  return best
 end
 
 -- Every idle replica that takes gang batches, the fastest first, takes one if one is formed.
@@ -628,10 +642,14 @@ local function start_gangs(started)
     return a[1] < b[1] or (a[1] == b[1] and a[2] < b[2])
   end)
   for _, pair in ipairs(idle) do
-    for _, id in ipairs(next_gang(pair[2]) or {}) do
-      local ticket = load_ticket(id)
-      start(id, ticket, pair[2])
-      started[#started + 1] = { id, pair[2], ticket[ROUTER] }
+    local batch = next_gang(pair[2])
+    if batch then
+      redis.call('HINCRBY', P .. ':batches', batch.bin .. ':' .. (batch.is_full and 'full' or 'waited'), 1)
+      for _, id in ipairs(batch.ids) do
+        local ticket = load_ticket(id)
+        start(id, ticket, pair[2])
+        started[#started + 1] = { id, pair[2], ticket[ROUTER] }
+      end
     end
   end
 end
@@ -708,8 +726,8 @@ local function drop_replica(replica)
     no_longer_recallable(id)
   end
   redis.call('DEL', P .. ':on:' .. replica, P .. ':unread_of:' .. replica)
-  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'silence',
-    'unread', 'reading' }) do
+  for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'gang_patience',
+    'silence', 'unread', 'reading' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)

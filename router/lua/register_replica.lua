@@ -1,19 +1,20 @@
 -- ARGV: replica, info, slots, classes it is reserved for ("" for all, else ",a,b,"), slowness, max_wait_s of its gang
--- batches ("" for single requests), silence_ms, id ... of what it runs
+-- batches ("" for single requests), their patience_s, silence_ms, id ... of what it runs
 -- A replica joins, or comes back after the tables were lost, or after it was out of their reach.
 local replica = ARGV[1]
 redis.call('HSET', P .. ':replicas', replica, ARGV[2])
 set_slots(replica, ARGV[3])
 redis.call('HSET', P .. ':serves', replica, ARGV[4])
 redis.call('HSET', P .. ':slowness', replica, ARGV[5])
-redis.call('HSET', P .. ':silence', replica, ARGV[7])
+redis.call('HSET', P .. ':silence', replica, ARGV[8])
 note_beat(replica)
 if ARGV[6] == '' then
   redis.call('HDEL', P .. ':gangs', replica)
 else
   redis.call('HSET', P .. ':gangs', replica, ARGV[6])
+  redis.call('HSET', P .. ':gang_patience', replica, ARGV[7])
 end
-for i = 8, #ARGV do
+for i = 9, #ARGV do
   local ticket = load_ticket(ARGV[i])
   if not ticket then
     put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, false, false, 0, false, '', false, false, 0, 0, '', 0, 0 }, replica)

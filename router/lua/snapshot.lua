@@ -36,5 +36,6 @@ return cjson.encode({
   overtaken_s = tonumber(redis.call('GET', P .. ':overtaken') or '0'),
   late = pairs_of(redis.call('HGETALL', P .. ':late')),
   owed = pairs_of(redis.call('HGETALL', P .. ':owed')),
+  batches = pairs_of(redis.call('HGETALL', P .. ':batches')),
   served = pairs_of(redis.call('ZREVRANGE', P .. ':served', 0, 49, 'WITHSCORES')),
 })

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ SOURCES = {
     "azure_code": ("azure2023_code.csv.gz", "Azure/AzurePublicDataset, AzureLLMInferenceTrace_code (CC BY 4.0)"),
     "lmsys": ("lmsys_chat_lengths.csv.gz", "efeslab/Nanoflow, LMSYS-Chat-1M token counts (Apache-2.0)"),
     "sharegpt": ("sharegpt_8k_lengths_llama2tok.csv.gz", "project-etalon/etalon, ShareGPT lengths (Apache-2.0)"),
+    "sharegpt_turns": ("sharegpt_lengths_nanoflow.csv.gz", "efeslab/Nanoflow, ShareGPT token counts (Apache-2.0)"),
     "arxiv": ("arxiv_summarization_lengths.csv.gz", "microsoft/vidur, arXiv summarization lengths (MIT)"),
     "alpaca": ("halueval_general_train.jsonl.gz", "RUCAIBox/HaluEval, general_data (MIT)"),
     "gsm8k": ("gsm8k_models_train.jsonl.gz", "openai/grade-school-math (MIT), lm-sys/RouteLLM (Apache-2.0)"),
@@ -76,6 +78,13 @@ class Setting:
             return list(bar(pool.map(task, listed)))
 
 
+def walk_forward(source: Workload, parts: int) -> list[tuple[Workload, Workload]]:
+    """Every part of a set but the first, behind all that came before it, in the order of arrival, or of its file where
+    it has no times: what is learned from the one is tried on the other, as when it serves."""
+    cuts = np.linspace(0, len(source), parts + 1).astype(np.int64)
+    return [(source.rows(np.arange(low)), source.rows(np.arange(low, high))) for low, high in pairwise(cuts[1:])]
+
+
 def fixed_bins(edges: FloatArray) -> MultiBinConfig:
     """Bins between these edges, shape (bins + 1,), whatever lengths come."""
     return MultiBinConfig(bins=len(edges) - 1, rule="fixed", initial_edges=tuple(edges.tolist()))
@@ -105,6 +114,15 @@ def steady_rate(run: Run) -> float:
     ends = np.sort([request.finished_s for request in run.requests if request.finished_s is not None])
     low, high = int(0.2 * len(ends)), int(0.8 * len(ends))
     return float((high - low) / (ends[high] - ends[low]))
+
+
+def output_rate(run: Run) -> float:
+    """Output tokens per second, from the first arrival to the end."""
+    return sum(request.output_tokens for request in run.requests) / run.makespan_s
+
+
+def mean_ttft_s(run: Run) -> float:
+    return mean([request.ttft_s for request in run.requests if request.ttft_s is not None])
 
 
 def saturated(config: ClusterConfig, workload: Workload) -> Run:

@@ -1,10 +1,11 @@
-"""Paper 000 (Guldogan et al., Multi-Bin Batching), figures 3, 4, 6, 8 and 9."""
+"""Paper 000 (Guldogan et al., Multi-Bin Batching), figures 1a, 3 to 6, 8 and 9, and its batches under vLLM."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,25 @@ from policies.papers.bin_worth import (
     throughput_uniform,
     throughput_uniform_with_errors,
 )
-from policies.router.bin_edges import equal_mass_edges, exponential_edges, uniform_edges
+from policies.router.bin_edges import equal_mass_edges, exponential_edges, optimal_edges, uniform_edges
 from policies.types import FloatArray
 from simulator import plots
-from simulator.cluster import GangRun, run_gang
+from simulator.cluster import ClusterConfig, GangRun, run, run_gang
+from simulator.engine import EngineConfig
+from simulator.engines import engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, fixed_bins, mean, table
+from simulator.reproduce.common import (
+    Setting,
+    fixed_bins,
+    mean,
+    mean_ttft_s,
+    output_rate,
+    spread,
+    table,
+    walk_forward,
+)
+from simulator.router import RouterConfig
 from simulator.workload import Workload, length_law, poisson, synthetic
 
 # Tokens per unit of the paper's time: lengths are whole tokens here.
@@ -70,6 +83,120 @@ def _throughput(case: _Case) -> float:
 
 def _latency(case: _Case) -> float:
     return _run_uniform(case).mean_latency_s
+
+
+# The paper's GPU by published step times, and another by kernel times that were measured one by one.
+_ENGINES = ("Llama-3.1-8B@a100_sxm", "kernels_rtxpro6000_llama-3.1-8b")
+_ROOMY_BLOCKS = 500_000 // 16
+
+
+def _engine(name: str, slots: int, **changes: Any) -> ClusterConfig:
+    profile = engine_profile(name)
+    sizes = EngineConfig(slots=slots, total_blocks=_ROOMY_BLOCKS, max_batch_tokens=2048)
+    return ClusterConfig(times=profile.times, clock=profile.clock, engine=sizes, **changes)
+
+
+def figure_1a(setting: Setting) -> list[str]:
+    """Tokens per second against the size of a batch: prompts of 100 tokens, answers of 250, an 8B model on two GPUs."""
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    rates = {name: [_batch_rate(name, size) for size in sizes] for name in _ENGINES}
+    if (path := setting.figure("000_figure_1a")) is not None:
+        series = {name: (sizes, found) for name, found in rates.items()}
+        plots.draw_lines(series, path, x="batch size", y="output tokens per second", title="000 figure 1a")
+    rows = [
+        (
+            size,
+            *(
+                text
+                for name in _ENGINES
+                for text in (f"{rates[name][i]:.0f}", f"x{rates[name][i] / rates[name][0]:.1f}")
+            ),
+        )
+        for i, size in enumerate(sizes)
+    ]
+    heading = [column for name in _ENGINES for column in (f"tokens/s, {name}", "against 1")]
+    return table(("batch size", *heading), rows)
+
+
+def _batch_rate(name: str, size: int) -> float:
+    alike = synthetic("alike", length_law("constant:100"), length_law("constant:250"), size, np.random.default_rng(0))
+    return output_rate(run(_engine(name, size), alike))
+
+
+def figure_5(setting: Setting) -> list[str]:
+    """Time of an answer against its tokens: answers to GSM8K, each alone on the engine, and the line through them."""
+    tokens = np.unique(setting.workload("gsm8k").output_tokens)
+    rows, series = [], dict[str, tuple[Sequence[float], Sequence[float]]]()
+    for name in _ENGINES:
+        times_s = np.array(setting.each(partial(_alone_s, name), tokens.tolist()))
+        slope, intercept = np.polyfit(tokens, times_s, 1)
+        line = intercept + slope * tokens
+        unexplained = float(((times_s - line) ** 2).sum() / ((times_s - times_s.mean()) ** 2).sum())
+        largest = float(np.abs(times_s - line).max() / times_s.mean())
+        rows.append((name, f"{1e3 * slope:.2f}", f"{1e3 * intercept:.1f}", f"{1 - unexplained:.6f}", f"{largest:.2%}"))
+        series[name] = (tokens.tolist(), times_s.tolist())
+    if (path := setting.figure("000_figure_5")) is not None:
+        plots.draw_lines(series, path, x="tokens of the answer", y="seconds", title="000 figure 5")
+    return table(("engine", "ms per token", "intercept, ms", "R squared", "largest distance / mean time"), rows)
+
+
+def _alone_s(name: str, output_tokens: int) -> float:
+    one = Workload.of("one", np.zeros(1), np.full(1, 100), np.full(1, output_tokens))
+    return run(_engine(name, 1), one).makespan_s
+
+
+_BATCH = 32
+_WAYS: tuple[tuple[str, int, float], ...] = (
+    ("1 bin", 1, 0.0), ("4 bins", 4, 0.0), ("4 bins, shortest first", 4, 60.0),
+)  # fmt: skip
+
+
+def dispatch(setting: Setting) -> list[str]:
+    """Whole batches of 32 to an engine with continuous batching against single requests to its 32 slots."""
+    rng = np.random.default_rng(0)
+    made_up = synthetic("made up", length_law("lognormal:600:1"), length_law("lognormal:250:0.8"), 8000, rng)
+    sources = {"azure_conv": setting.workload("azure_conv"), "made up": made_up}
+    jobs = list(product(sources, ("oracle", "noise:0.44"), range(setting.runs)))
+    found = np.array(setting.each(partial(_dispatched, sources), jobs)).reshape(-1, setting.runs, 1 + len(_WAYS), 2)
+    rows = []
+    for (name, predictor), each in zip(product(sources, ("known", "predicted")), found, strict=True):
+        rows.append(
+            (name, predictor, "single requests", f"{mean(each[:, 0, 0]):.0f}", "", f"{mean(each[:, 0, 1]):.2f}")
+        )
+        for way, (label, _, _) in enumerate(_WAYS, start=1):
+            ratio = f"x{spread(each[:, way, 0] / each[:, 0, 0])}"
+            rows.append(
+                (
+                    name,
+                    predictor,
+                    f"batches, {label}",
+                    f"{mean(each[:, way, 0]):.0f}",
+                    ratio,
+                    f"{mean(each[:, way, 1]):.2f}",
+                )
+            )
+    heading = (
+        "lengths", "predictions", "dispatch", "output tokens/s, all at once", "against single",
+        "mean first token at half that load, s",
+    )  # fmt: skip
+    return table(heading, rows)
+
+
+def _dispatched(sources: Mapping[str, Workload], job: tuple[str, str, int]) -> list[tuple[float, float]]:
+    """Tokens per second and mean time to the first token, of single requests and of each way to form batches."""
+    name, predictor, seed = job
+    rng = np.random.default_rng(seed)
+    ((past, later),) = walk_forward(sources[name], 2)
+    work = predicted(later.sample(2000, rng).without_prefixes(), predictor, rng)
+    single = run(_engine(_ENGINES[1], _BATCH), work)
+    arriving = work.arriving(poisson(0.5 * len(work) / single.makespan_s, len(work), rng))
+    found = [(output_rate(single), mean_ttft_s(run(_engine(_ENGINES[1], _BATCH), arriving)))]
+    for _, k, patience_s in _WAYS:
+        batches = GangConfig(batch_size=_BATCH, max_wait_s=1.0, patience_s=patience_s)
+        bins = fixed_bins(optimal_edges(past.output_tokens, k, _BATCH, resolution=512))
+        config = _engine(_ENGINES[1], _BATCH, bins=bins, router=RouterConfig(batches=batches))
+        found.append((output_rate(run(config, work)), mean_ttft_s(run(config, arriving))))
+    return found
 
 
 def figure_3(setting: Setting) -> list[str]:

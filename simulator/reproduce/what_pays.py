@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,13 +19,23 @@ from policies.gang.batches import GangConfig
 from policies.papers.bin_worth import expected_batch_max
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import IdleOrder
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, drawn, fixed_bins, saturated, spread, steady_rate, table
+from simulator.reproduce.common import (
+    Setting,
+    drawn,
+    fixed_bins,
+    saturated,
+    spread,
+    steady_rate,
+    table,
+    walk_forward,
+)
 from simulator.router import RouterConfig
 from simulator.workload import Workload, gamma_bursts, length_law, mixed, poisson, synthetic
 
@@ -33,6 +43,7 @@ _ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
 _SETS = ("azure_conv", "azure_code", "lmsys", "deepseek_r1")
 _SLOTS = 128
 _BINS = 4
+_PARTS = 6  # of a set, in time
 _FULL = GangConfig(batch_size=8, max_wait_s=math.inf)
 # Lengths and caches, in tokens, small enough to bind.
 _TIGHT = (
@@ -68,18 +79,18 @@ class _Gang:
     k: int
     rule: str
     predictor: str
-    seed: int
+    part: int
 
 
 def gang_bins(setting: Setting) -> list[str]:
-    """Gang batches of 8, saturated: throughput with bins against without, edges cut on another half of the set."""
+    """Gang batches of 8, saturated: throughput with bins against without, by edges cut before, on five later parts."""
     sources = {name: setting.workload(name) for name in _SETS}
     kinds = [("oracle", "equal_mass"), ("oracle", "optimal"), ("noise:0.44", "equal_mass"), ("noise:0.44", "optimal")]
     jobs = [
-        _Gang(name=name, k=k, rule=rule, predictor=predictor, seed=seed)
-        for name, k, (predictor, rule), seed in product(_SETS, (2, 4, 8), kinds, range(setting.runs))
+        _Gang(name=name, k=k, rule=rule, predictor=predictor, part=part)
+        for name, k, (predictor, rule), part in product(_SETS, (2, 4, 8), kinds, range(_PARTS - 1))
     ]
-    found = np.array(setting.each(partial(_gang_gain, sources), jobs)).reshape(len(_SETS), 3, 4, setting.runs)
+    found = np.array(setting.each(partial(_gang_gain, sources), jobs)).reshape(len(_SETS), 3, 4, _PARTS - 1)
     rows = [
         (name, k, *(f"x{spread(found[i, j, m])}" for m in range(4)))
         for i, name in enumerate(_SETS)
@@ -90,17 +101,15 @@ def gang_bins(setting: Setting) -> list[str]:
 
 
 def _gang_gain(sources: Mapping[str, Workload], job: _Gang) -> float:
-    rng = np.random.default_rng(job.seed)
-    source = sources[job.name]
-    halves = np.array_split(rng.permutation(len(source)), 2)
-    past, served = (source.rows(np.sort(half)) for half in halves)
-    work = predicted(replace(served, arrival_s=np.zeros(len(served))).head(12_000), job.predictor, rng)
+    past, served = walk_forward(sources[job.name], _PARTS)[job.part]
+    at_once = replace(served, arrival_s=np.zeros(len(served))).head(12_000)
+    work = predicted(at_once, job.predictor, np.random.default_rng(job.part))
     plain, binned = (_gang_rate(work, past, k, job.rule) for k in (1, job.k))
     return binned / plain
 
 
 def _gang_rate(work: Workload, past: Workload, k: int, rule: str) -> float:
-    sample = past.output_tokens[:8192]
+    sample = past.output_tokens[-8192:]
     edges = optimal_edges(sample, k, 8, resolution=512) if rule == "optimal" else equal_mass_edges(sample, k)
     return run_gang(_FULL, fixed_bins(edges), LengthTimes(s_per_token=0.025), work).throughput
 
@@ -364,6 +373,26 @@ def _latencies(finished: Run) -> list[float]:
     latency = np.array([request.latency_s for request in finished.requests])
     ttft = np.array([request.ttft_s for request in finished.requests])
     return [float(latency.mean()), float(np.percentile(latency, 99)), float(ttft.mean())]
+
+
+def idle_order(setting: Setting) -> list[str]:
+    """Offline work that is there all at once, 64 slots: by prompt length against as it came."""
+    source, orders = setting.workload("azure_conv"), get_args(IdleOrder)
+    found = np.array(setting.each(partial(_idle_orders, source), range(setting.runs)))
+    changes = [[_percent(found[:, i, m] / found[:, 0, m]) for m in range(3)] for i in range(len(orders))]
+    rows = [(order, *each) for order, each in zip(orders, changes, strict=True)]
+    return table(("order", "all done", "mean latency", "99th percentile"), rows)
+
+
+def _idle_orders(source: Workload, seed: int) -> list[list[float]]:
+    drawn_work = drawn(source, 1500, seed)
+    work = replace(drawn_work, slo_class=("nightly",) * len(drawn_work))
+    config = _config(slots=64, promises={"nightly": (36_000.0, 1.0)})
+    found = []
+    for order in get_args(IdleOrder):
+        finished = run(replace(config, router=RouterConfig(fills_idle={"nightly": order}, promises=True)), work)
+        found.append([finished.makespan_s, *_latencies(finished)[:2]])
+    return found
 
 
 def placement(setting: Setting) -> list[str]:

@@ -159,7 +159,7 @@ async def ask(options: argparse.Namespace) -> None:
             default_output_tokens=12,
             metrics=metrics,
             prefixes=PrefixIndex(PrefixIndexConfig()),
-            fills_idle=("offline",),
+            fills_idle={"offline": "deadline"},
         ),
         door=Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
         clock=SkewedClock(options.skew_s) if options.skew_s else MonotonicClock(),

@@ -60,6 +60,12 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     "exclusive_mixed ifr": lambda: build(
         "exclusive_mixed", mode="exclusive", phase_rule="ifr", replan_steps=3, min_samples=4, step_times=PRIOR
     ),
+    "exclusive_mixed by eq. 8": lambda: build(
+        "exclusive_mixed", mode_rule="crossover", replan_steps=3, min_samples=4, step_times=PRIOR
+    ),
+    "exclusive_mixed up to N*": lambda: build(
+        "exclusive_mixed", mode="exclusive", overflow_probability=0.05, replan_steps=3, min_samples=4, step_times=PRIOR
+    ),
     "exclusive_mixed fixed": lambda: build("exclusive_mixed", mode="exclusive", phase_rule="fixed", refill=5),
     "phases before caps": lambda: Smallest(
         build("exclusive_mixed", mode="exclusive", replan_steps=3),

@@ -42,7 +42,11 @@ SHAPE = "of all routers"
 
 
 def info(
-    replica_id: str, classes: tuple[str, ...] = (), gang_max_wait_s: float | None = None, silence_s: float = FOR_EVER_S
+    replica_id: str,
+    classes: tuple[str, ...] = (),
+    gang_max_wait_s: float | None = None,
+    silence_s: float = FOR_EVER_S,
+    gang_patience_s: float = 0.0,
 ) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id=replica_id,
@@ -51,6 +55,7 @@ def info(
         max_model_len=64,
         classes=classes,
         gang_max_wait_s=gang_max_wait_s,
+        gang_patience_s=gang_patience_s,
         silence_s=silence_s,
         secret=b"s",
     )
@@ -902,6 +907,66 @@ async def test_the_batch_that_was_formed_first_goes_first(store: StateStore) -> 
         taken = expected
 
 
+async def test_the_shortest_batch_goes_first_where_it_is_to_within_its_band(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=math.inf, gang_patience_s=math.inf), 2, ["running"])
+    for key, (name, bin_index) in enumerate((("x", 2), ("y", 2), ("a", 1), ("b", 1), ("c", 1), ("d", 1))):
+        await store.enqueue(ticket(name, bin_index=bin_index, key=float(key)))
+    for name in ("o", "p"):  # fills idle capacity: the shortest of all, and behind them
+        await store.enqueue(ticket(name, bin_index=0, key=banded(Band.FILLS_IDLE, 0.0), slo_class="offline"))
+    taken = ["running"]
+    for expected in (["a", "b"], ["c", "d"], ["x", "y"], ["o", "p"]):
+        await store.release("r", taken)
+        assert await store.locate(expected) == ["r", "r"]
+        taken = expected
+
+
+async def test_a_batch_without_patience_left_goes_before_shorter_ones(store: StateStore, clock: Clock) -> None:
+    patience_s = 0.2
+    await store.register_replica(info("r", gang_max_wait_s=math.inf, gang_patience_s=patience_s), 2, ["running"])
+    for key, name in enumerate(("x", "y")):
+        await store.enqueue(ticket(name, bin_index=1, key=float(key)))
+    if isinstance(store, MemoryStateStore):
+        clock.ahead_s = patience_s
+    else:
+        await asyncio.sleep(patience_s + 0.05)
+    for key, name in enumerate(("a", "b")):
+        await store.enqueue(ticket(name, bin_index=0, key=float(key)))
+    await store.release("r", ["running"])
+    assert await store.locate(["x", "y", "a", "b"]) == ["r", "r", "", ""]
+
+
+async def test_batches_are_counted_by_bin_and_by_why_they_went(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=0.0), 2, ["running"])
+    for name, bin_index in (("a", 1), ("b", 1), ("c", 1), ("d", 3)):
+        await store.enqueue(ticket(name, bin_index=bin_index))
+    for taken in (["running"], ["a", "b"], ["c"]):
+        await store.release("r", taken)
+    assert (await store.snapshot()).batches == {(1, "full"): 1, (1, "waited"): 1, (3, "waited"): 1}
+
+
+async def test_what_a_lost_gang_replica_had_finds_its_place_before_what_came_later(store: StateStore) -> None:
+    """Resumed requests, whose clients have a part of their answer, go first; who shares their bin may go along."""
+    for name in ("r", "s"):
+        await store.register_replica(info(name, gang_max_wait_s=0.0), 2)
+    for name in ("a", "b"):
+        await store.enqueue(ticket(name, bin_index=1, key=banded(Band.IN_TIME, 1.0)))
+    assert await store.locate(["a", "b"]) == ["r", "s"]
+    for name, bin_index in (("c", 0), ("d", 1)):
+        await store.enqueue(ticket(name, bin_index=bin_index, key=banded(Band.IN_TIME, 2.0)))
+    await store.drop_replica("r")
+    assert await store.enqueue(ticket("a", bin_index=1, key=banded(Band.RESUMED, 1.0))) == []
+    await store.release("s", ["b"])
+    assert await store.locate(["a", "c", "d"]) == ["s", "", "s"]
+
+
+async def test_nothing_is_called_back_from_a_gang_replica(store: StateStore) -> None:
+    await store.register_replica(info("r", gang_max_wait_s=0.0), 2)
+    await store.enqueue(offline("x", 60.0))
+    await store.enqueue(ticket("urgent", key=10.0))
+    assert (await store.snapshot()).recalled == frozenset()
+    assert await store.locate(["x", "urgent"]) == ["r", ""]
+
+
 async def test_less_than_a_batch_goes_when_its_wait_is_over_and_time_alone_is_enough(
     store: StateStore, clock: Clock
 ) -> None:
@@ -1096,7 +1161,8 @@ slot_counts = st.integers(0, 2)
 gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
 gang_sizes = st.sampled_from([(), (), (1,), (2, 1)])
 silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
-infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences)
+patiences = st.sampled_from([0.0, 0.0, math.inf])
+infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences, patiences)
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
 readings = st.none() | st.builds(

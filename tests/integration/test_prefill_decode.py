@@ -107,6 +107,7 @@ def test_64_greedy_answers_equal_those_of_one_engine_token_by_token(
     (reading,) = split.status()["prefill"]["replicas"].values()
     (answering,) = split.status()["replicas"].values()
     assert reading["engine"]["steps"]["decode"] == 0
+    assert reading["engine"]["free_tokens"] > 0, "by which its slots are bound"
     assert count(split, "prefill_tokens") > 64 * 20
     assert answering["engine"]["kv_transfer_bytes"] > 0 and answering["engine"]["kv_transfer_seconds"] > 0
 

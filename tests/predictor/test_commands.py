@@ -1,13 +1,17 @@
 import gzip
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.command import cli
 from predictor import evaluation
+from predictor.calibration import DAY_0
 from predictor.commands import training_config
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
@@ -35,6 +39,66 @@ def test_a_predictor_is_trained_and_judged_from_the_command_line(
     monkeypatch.delattr(evaluation, "ceilings")  # only JSON shows them, and they take seconds
     cli.main(["predictor", "eval", "--checkpoint", str(out), "--data", str(test)])
     assert capsys.readouterr().out.count("checkpoint") == 2
+
+
+def eval_examples(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The commands that its help shows, as words after `sluice`."""
+    with pytest.raises(SystemExit):
+        cli.main(["predictor", "eval", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("sluice ")]
+
+
+def lay_out(example: list[str], lines: list[str]) -> None:
+    """Every file that an example names: every tenth prompt to judge, the others to learn from."""
+    judged = set(list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))[::10])
+    for option in ("--data", "--learn-from"):
+        if option in example:
+            rows = [line for line in lines if (json.loads(line)["prompt"] in judged) == (option == "--data")]
+            path, text = Path(example[example.index(option) + 1]), "\n".join(rows).encode()
+            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    if "--checkpoint" in example:
+        shutil.copytree(DAY_0, example[example.index("--checkpoint") + 1])
+
+
+def judged_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    cli.main([*words, "--json"])
+    out, err = capsys.readouterr()
+    assert "learn from" not in err
+    return json.loads(out)["sets"]["mixed"]
+
+
+def test_the_examples_of_eval_work_and_learn_from_what_they_name(
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
+    examples = eval_examples(capsys)
+    found = []
+    for example in examples:
+        lay_out(example, lines)
+        found.append(judged_by(example, capsys))
+    unlearnt, *learnt = found  # the first example learns from nothing
+    assert len(learnt) == sum("--learn-from" in example for example in examples) > 0
+    for each in learnt:
+        for source in ("checkpoint", "histogram"):
+            assert each[source]["mean_absolute_log_error"] < unlearnt[source]["mean_absolute_log_error"] - 0.05
+
+
+def test_what_was_not_learnt_is_said_and_nothing_at_all_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test, train = tmp_path / "test.jsonl", tmp_path / "train.jsonl"
+    test.write_text(
+        '{"prompt": "Hi", "output_tokens": 9, "model": "a"}\n{"prompt": "Bye", "output_tokens": 9, "model": "b"}'
+    )
+    train.write_text('{"prompt": "Write an essay", "output_tokens": 900, "model": "a"}')
+    words = ["predictor", "eval", "--data", str(test), "--learn-from", str(train)]
+    cli.main(words)
+    assert "nothing to learn from for model 'b'" in capsys.readouterr().err
+    train.write_text('{"prompt": "Write an essay", "output_tokens": 900}')
+    with pytest.raises(SystemExit, match="nothing can be learnt: judged are answers of model 'a', 'b', to learn from"):
+        cli.main(words)
 
 
 def test_the_request_log_and_kept_prompts_make_training_data(tmp_path: Path) -> None:

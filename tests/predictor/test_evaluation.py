@@ -3,7 +3,18 @@ import pytest
 
 from policies.errors import InputError
 from predictor.calibration import CalibratorConfig, fit_curve
-from predictor.evaluation import Judgement, as_table, ceilings, confusion, evaluate, metrics, rank_correlation
+from predictor.evaluation import (
+    Judgement,
+    as_table,
+    ceilings,
+    confusion,
+    evaluate,
+    metrics,
+    ranges,
+    rank_correlation,
+    remarks,
+    report,
+)
 from predictor.samples import Sample
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
@@ -11,16 +22,16 @@ pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
 
 def judged(actual: list[float], predicted: list[float]) -> Judgement:
     a, p = np.array(actual), np.array(predicted)
-    return Judgement(a, p, 0.5 * p, 2.0 * p)
+    return Judgement(a, p, 0.5 * p, 2.0 * p, np.arange(len(a)))
 
 
 def sample(prompt: str, tokens: float, model: str = "m", source: str = "s") -> Sample:
     return Sample(prompt=prompt, output_tokens=tokens, model=model, source=source, is_cut=False)
 
 
-def traffic(start: int, count: int, model: str = "m", factor: float = 1.0) -> list[Sample]:
+def traffic(start: int, count: int, model: str = "m", factor: float = 1.0, source: str = "s") -> list[Sample]:
     """Prompts that are numbers, with answers as long."""
-    return [sample(str(n), factor * (10.0 + n % 97), model) for n in range(start, start + count)]
+    return [sample(str(n), factor * (10.0 + n % 97), model, source) for n in range(start, start + count)]
 
 
 def score(prompts: list[str]) -> np.ndarray:
@@ -74,6 +85,40 @@ def test_a_prompt_that_was_learnt_from_may_not_be_judged() -> None:
         evaluate(traffic(0, 10), traffic(5, 10), score, FLAT)
 
 
+def test_files_of_other_names_teach_their_models_as_much() -> None:
+    judged = traffic(5000, 100, source="test")
+    of_name = evaluate(judged, traffic(0, 300, source="test"), score, FLAT)
+    of_model = evaluate(judged, traffic(0, 300, source="train"), score, FLAT)
+    for name in ("checkpoint", "prompt_length", "histogram", "one_histogram"):
+        assert metrics(of_model["mixed"][name]) == metrics(of_name["mixed"][name])
+    assert metrics(of_model["mixed"]["checkpoint"])["accuracy_4"] > 0.85
+    assert list(remarks(judged, traffic(0, 300, source="train"))) == []
+
+
+def test_a_set_of_its_own_is_learnt_from_before_the_others_of_the_model() -> None:
+    learn = traffic(0, 300, source="here") + traffic(1000, 300, factor=10.0, source="there")
+    found = evaluate(traffic(5000, 97, source="here"), learn, score, FLAT)
+    assert metrics(found["mixed"]["checkpoint"])["accuracy_4"] > 0.85
+    assert list(remarks(traffic(5000, 97, source="here"), learn)) == []
+
+
+def test_answers_that_learn_from_other_sets_or_not_at_all_are_named() -> None:
+    learn = traffic(0, 10, source="a") + traffic(100, 10, source="b")
+    pooled, unknown = traffic(5000, 10, source="c"), traffic(6000, 10, "new", source="a")
+    (remark,) = remarks(pooled, learn)
+    assert remark.startswith("'c': not every model has answers of this set to learn from")
+    (remark,) = remarks(unknown, learn)
+    assert remark.startswith("nothing to learn from for model 'new'")
+    assert len(list(remarks(pooled + unknown, learn))) == 2
+    assert list(remarks(unknown, [])) == []
+
+
+def test_files_without_a_model_in_common_are_refused() -> None:
+    learn = [one for number in range(7) for one in traffic(10 * number, 10, f"m{number}")]
+    with pytest.raises(InputError, match="judged are answers of model 'other', to learn from .* and 2 more; give"):
+        evaluate(traffic(5000, 10, "other"), learn, score, FLAT)
+
+
 def test_without_anything_to_learn_from_the_shipped_curve_is_judged() -> None:
     curve = fit_curve([0.0, 96.0], [10.0, 106.0], [False, False], CalibratorConfig(cell_requests=1))
     found = evaluate(traffic(0, 97), [], score, curve)
@@ -94,3 +139,34 @@ def test_repeated_answers_bound_what_can_be_known() -> None:
 
 def test_without_repeats_there_is_no_ceiling() -> None:
     assert ceilings(traffic(0, 50)) == {}
+
+
+def test_a_range_holds_the_figure_and_narrows_with_the_root_of_the_prompts() -> None:
+    chance = np.random.default_rng(0)
+    widths = []
+    for count in (100, 1600):
+        actual = chance.lognormal(5.0, 1.0, count)
+        judgement = judged(actual.tolist(), (actual * chance.lognormal(0.0, 1.0, count)).tolist())
+        low, high = ranges(judgement)["accuracy_4"]
+        figure = metrics(judgement)["accuracy_4"]
+        assert low < figure < high
+        widths.append((high - low) / (figure * (1.0 - figure)) ** 0.5)
+    assert widths[0] == pytest.approx(2 * 1.96 / 10, rel=0.15)  # the normal law's range of a share of 100
+    assert widths[1] == pytest.approx(2 * 1.96 / 40, rel=0.15)
+
+
+def test_repeated_answers_to_a_prompt_make_a_range_no_narrower() -> None:
+    chance = np.random.default_rng(0)
+    actual = chance.lognormal(5.0, 1.0, 200)
+    once = judged(actual.tolist(), (actual * chance.lognormal(0.0, 1.0, 200)).tolist())
+    repeated = once.chosen(np.repeat(np.arange(200), 9))
+    for name, (low, high) in ranges(once).items():
+        repeated_low, repeated_high = ranges(repeated)[name]
+        assert repeated_high - repeated_low == pytest.approx(high - low, rel=0.05), name
+
+
+def test_table_and_json_show_ranges() -> None:
+    found = evaluate(traffic(0, 97), [], score, FLAT)
+    low, high = ranges(found["mixed"]["histogram"])["accuracy_2"]
+    assert report(found, {})["sets"]["mixed"]["histogram"]["ranges"]["accuracy_2"] == (low, high)
+    assert f"[{100 * low:.0f}, {100 * high:.0f}]" in as_table(found)

@@ -1,15 +1,17 @@
 import asyncio
 import math
 import time
+from dataclasses import replace
 
 import pytest
 
 from policies.errors import StateStoreError
-from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
 from policies.lengths.drift import DriftConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import IdleOrder, VirtualDeadline, VirtualDeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve
@@ -20,7 +22,7 @@ from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
-from router.state_store import FinishedLength
+from router.state_store import FinishedLength, ReplicaInfo
 
 # 1 ms for a prompt token, 10 ms for a decode step that four requests share.
 STEP_TIMES = StepTimes(
@@ -242,6 +244,17 @@ async def test_buckets_that_one_router_found_are_in_force_for_all_and_move_what_
     assert (waits.bucket, store._places["x"].ticket.bucket) == (0, 1)
 
 
+async def test_buckets_of_algorithm_1_are_in_force_for_all_and_the_longest_prompts_are_in_the_last() -> None:
+    store = MemoryStateStore(time.monotonic)
+    literal = BucketServeConfig(l_max=2048, max_buckets=2)
+    busy, idle = [classifier(buckets=PromptBuckets(literal, refit_every=16, max_requests=8)) for _ in range(2)]
+    see_prompts(busy)
+    for each in (busy, idle):
+        await each.exchange(store, time.monotonic())
+    assert idle.bucket_edges == (0.0, 1024.0, 2048.0)
+    assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (1023, 1024, 4000)] == [0, 1, 1]
+
+
 async def test_routers_of_other_bins_do_not_overwrite_each_others_edges() -> None:
     store = MemoryStateStore(time.monotonic)
     old, new = [
@@ -278,12 +291,33 @@ async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() ->
     await away.close()
 
 
+@pytest.mark.parametrize(("order", "started"), [("shortest_first", [5, 30, 900]), ("longest_first", [900, 30, 5])])
+async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: IdleOrder, started: list[int]) -> None:
+    store, sorter = MemoryStateStore(lambda: 1.8e9), classifier(mode="full")
+    sorter.adopt(order=None, fills_idle={"offline": order}, late_patience_s=60.0)
+    for number, prompt_tokens in enumerate((30, 900, 5, 7)):
+        asked, slo_class = (
+            replace(size(prompt_tokens), request_id=str(prompt_tokens)),
+            "fast" if number == 3 else "offline",
+        )
+        ticket = sorter.ticket(asked, slo_class, "a", 1.8e9 + number, promise=Promise(ttft_s=600.0)).ticket
+        await store.enqueue(ticket)
+    info = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, max_model_len=2048)
+    await store.register_replica(info, slots=1)
+    seen = []
+    for _ in range(4):
+        (running,) = [name for name, place in store._places.items() if place.replica_id]
+        seen.append(int(running))
+        await store.release("r", [running])
+    assert seen == [7, *started]
+
+
 def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
     changed = classifier()
     before = changed.ticket(size(), "slow", "a", 100.0).ticket
     changed.adopt(
         order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={}, default_target_s=2.0, work_weight=0.0)),
-        fills_idle=["slow"],
+        fills_idle={"slow": "deadline"},
         late_patience_s=60.0,
     )
     after = changed.ticket(size(), "slow", "a", 100.0).ticket

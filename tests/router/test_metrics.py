@@ -69,7 +69,9 @@ def test_the_children_of_a_class_are_made_once() -> None:
 
 def test_shared_state_is_shown_by_bin_and_replica() -> None:
     load = ReplicaLoad(slots=4, running=1, outstanding_s=2.5)
-    page = shared_exposition(Snapshot(lanes={("standard", 2): 7}, replicas={"r": load}, routers=3))
+    snapshot = Snapshot(lanes={("standard", 2): 7}, replicas={"r": load}, routers=3, batches={(2, "full"): 5})
+    page = shared_exposition(snapshot)
+    assert sample(page, "sluice_batches_total", bin="2", why="full") == 5
     assert sample(page, "sluice_queue_length", slo_class="standard", bin="2") == 7
     assert sample(page, "sluice_replica_running", replica="r") == 1
     assert sample(page, "sluice_replica_credit", replica="r") == 3

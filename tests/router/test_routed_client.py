@@ -322,7 +322,7 @@ def _classifier(metrics: RouterMetrics, prefill_s: float, mode: Mode) -> Classif
         metrics=metrics,
         prefixes=PrefixIndex(PrefixIndexConfig()),
         mode=mode,
-        fills_idle=("offline",),
+        fills_idle={"offline": "deadline"},
     )
 
 

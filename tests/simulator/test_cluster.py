@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
+from policies.gang.batches import GangConfig
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import IdleOrder
 from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
 from simulator import cluster
 from simulator.cluster import ClusterConfig, Run, run
@@ -88,6 +90,24 @@ def test_under_every_batch_policy_each_request_ends_once_with_all_its_tokens(bat
     prefills = sum(1 + request.preemptions for request in result.requests)
     # A prefill that was preempted before its end gave no token.
     assert 0 <= decoded + prefills - sum(r.output_tokens for r in result.requests) <= prefills - len(result.requests)
+
+
+@pytest.mark.parametrize("order", ["shortest_first", "longest_first"])
+def test_offline_work_waits_for_idle_capacity_and_starts_by_prompt_length(order: IdleOrder) -> None:
+    """Slots are few, and what comes while they are taken is sorted: chat goes first, though both are promised much."""
+    rng = np.random.default_rng(0)
+    drawn = synthetic("drawn", length_law("uniform:1:400"), length_law("constant:20"), 120, rng)
+    both = replace(drawn, arrival_s=np.zeros(120), slo_class=("chat", "nightly") * 60)
+    router = RouterConfig(fills_idle={"nightly": order}, promises=True)
+    engine = EngineConfig(slots=4, total_blocks=4000, ordered=True)
+    targets = {"chat": (1e6, 1.0), "nightly": (600.0, 1.0)}
+    result = run(ClusterConfig(times=TIMES, engine=engine, router=router, promises=targets), both)
+    started = {name: [r for r in result.requests if r.slo_class == name and r.started_s] for name in targets}
+    assert max(r.started_s or 0.0 for r in started["chat"]) <= min(r.started_s or 0.0 for r in started["nightly"])
+    sign = -1 if order == "longest_first" else 1
+    by_start = sorted(started["nightly"], key=lambda request: (request.started_s, sign * request.prompt_tokens))
+    tokens = [request.prompt_tokens for request in by_start]
+    assert tokens == sorted(tokens, reverse=order == "longest_first")
 
 
 @settings(max_examples=40, deadline=None)
@@ -409,3 +429,67 @@ def test_a_wait_in_the_router_opens_no_refill() -> None:
 
     assert steps(5.0) == steps(1e6)
     assert steps(0.01) != steps(1e6)
+
+
+def in_batches(max_wait_s: float = 0.5, **changes: Any) -> ClusterConfig:
+    router = RouterConfig(batches=GangConfig(batch_size=4, max_wait_s=max_wait_s))
+    return small("stock", router=router, order="fcfs", **changes)
+
+
+def together(result: Run) -> list[list[Request]]:
+    """Requests of each batch: those that came to one engine at one moment."""
+    batches: dict[tuple[str | None, float | None], list[Request]] = {}
+    for request in result.requests:
+        batches.setdefault((request.replica_id, request.entered_s), []).append(request)
+    return [batch for _, batch in sorted(batches.items(), key=lambda entry: entry[0][1] or 0.0)]
+
+
+def test_an_idle_engine_takes_a_whole_batch_of_one_bin_and_class_and_nothing_until_it_has_ended() -> None:
+    work = replace(workload(300, 8.0, seed=1), slo_class=tuple("ab"[n % 3 == 0] for n in range(300)))
+    fixed = MultiBinConfig(bins=2, rule="fixed", initial_edges=(0.0, 40.0, 1000.0))
+    result = run(in_batches(replicas=1, bins=fixed), work)
+    assert_all_served(result)
+    batches, free_s = together(result), 0.0
+    for batch in batches:
+        assert len(batch) <= 4
+        assert len({(r.slo_class, (r.predicted_output_tokens or 0.0) >= 40.0) for r in batch}) == 1
+        assert (batch[0].entered_s or 0.0) >= free_s
+        free_s = max(r.finished_s or 0.0 for r in batch)
+    assert max(map(len, batches)) == 4
+
+
+def test_a_batch_that_is_not_full_goes_when_a_request_has_waited_long_enough() -> None:
+    result = run(in_batches(max_wait_s=2.0, replicas=40), workload(40, 0.5, seed=2))
+    waits = [(r.entered_s or 0.0) - r.arrival_s for r in result.requests]
+    assert max(waits) == pytest.approx(2.0)
+    assert min(map(len, together(result))) < 4
+
+
+def test_what_a_lost_engine_had_of_a_batch_is_served_by_another() -> None:
+    result = run(in_batches(failures=(Failure(at_s=1.0, replica=0),)), workload(100, 8.0, seed=3))
+    assert_all_served(result)
+    assert any(request.moves for request in result.requests)
+
+
+def test_batches_go_to_the_replicas_of_their_class() -> None:
+    work = replace(workload(60, 8.0, seed=4), slo_class=tuple("ab"[n % 2] for n in range(60)))
+    config = in_batches(replica_classes=(frozenset({"a"}), frozenset({"b"})))
+    assert {(r.slo_class, r.replica_id) for r in run(config, work).requests} == {("a", "replica-0"), ("b", "replica-1")}
+
+
+@pytest.mark.parametrize(
+    ("router", "says"),
+    [
+        ({"batches": GangConfig(max_wait_s=math.inf)}, "max_wait_s must be finite"),
+        ({"batches": GangConfig(), "promises": True}, "of single requests"),
+        ({"batches": GangConfig(), "credit_lookahead": None}, "of single requests"),
+    ],
+)
+def test_batches_that_would_wait_for_ever_or_be_no_batches_are_refused(router: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RouterConfig(**router)
+
+
+def test_a_batch_larger_than_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="do not fit into 16 slots"):
+        small("stock", router=RouterConfig(batches=GangConfig(batch_size=17)))

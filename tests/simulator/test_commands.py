@@ -51,6 +51,22 @@ def test_a_simulation_writes_the_same_bytes_for_the_same_seed(
     assert "TTFT p99" in capsys.readouterr().out
 
 
+def test_a_class_that_fills_idle_capacity_is_one_of_the_trace_and_has_an_order(tmp_path: Path) -> None:
+    trace, wrote = tmp_path / "two.csv", tmp_path / "run.json"
+    rows = [f"{number / 50},{100 + number},50,{('chat', 'nightly')[number % 2]}" for number in range(60)]
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))
+    given = ("simulate", "--trace", str(trace), "--slots", "4", "--json", str(wrote), "--target", "*:600:1")
+    run(*given, "--fills-idle", "nightly:shortest_first")
+    classes = json.loads(wrote.read_text())["classes"]
+    assert classes["chat"]["ttft_p99_s"] < 0.5 * classes["nightly"]["ttft_p99_s"]
+    with pytest.raises(InputError, match="--fills-idle of classes that no request has: batch; there are: chat, n"):
+        run(*given, "--fills-idle", "batch")
+    with pytest.raises(ConfigError, match="CLASS:ORDER with one of"):
+        run(*given, "--fills-idle", "nightly:sjf")
+    with pytest.raises(ConfigError, match="--system sluice"):
+        run(*given, "--fills-idle", "nightly", "--system", "stock")
+
+
 def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run("simulate", *FEW, "--system", "stock", "--json", str(path))
@@ -169,6 +185,45 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     assert told == settings.auto_config(profile.times)
 
 
+@pytest.mark.parametrize(
+    ("base", "changed"),
+    [
+        ({"admission": "memory_aware"}, {"memory_form": "linear"}),
+        ({"admission": "memory_aware"}, {"memory_basis": "resident"}),
+        ({"admission": "memory_aware"}, {"prior_output_tokens": 40.0}),
+        ({"admission": "memory_aware"}, {"overflow_probability": 0.3}),
+        ({"mode": "exclusive"}, {"phase_rule": "threshold"}),
+        ({"mode": "exclusive"}, {"phase_rule": "ifr"}),
+        ({"mode": "exclusive"}, {"exclusive_overflow_probability": 0.01}),
+        ({}, {"priority_margin_fraction": -1.0}),
+        ({"priority_margin_fraction": -0.1}, {"hysteresis_fraction": 10.0}),
+        ({"priority_margin_fraction": -0.15}, {"mode_rule": "crossover"}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_rules_of_the_papers_are_simulated_as_they_are_served(
+    tmp_path: Path, base: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    load = ("--requests", "250", "--outputs", "lognormal:150:1", "--arrivals", "all", "--slots", "32")
+    numbers = []
+    for settings in (base, base | changed):
+        out = tmp_path / "out.json"
+        told = ("--batch", "auto", "--batch-args", json.dumps(settings))
+        run("simulate", *load, "--cache-tokens", "12000", *told, "--json", str(out))
+        numbers.append(json.loads(out.read_text()))
+    assert numbers[0]["makespan_s"] != numbers[1]["makespan_s"]
+
+
+def test_settings_of_the_system_s_own_policy_lie_over_those_that_it_has() -> None:
+    profile, targets = engine_profile("Llama-3.1-8B@l40s"), {"*": Target(ttft_s=0.5, tpot_s=0.03)}
+    whole = system("sluice", profile, EngineConfig(), 1, targets)
+    changed = system("sluice", profile, EngineConfig(), 1, targets, batch="auto", batch_settings={"refill": 4})
+    other = system("sluice", profile, EngineConfig(), 1, targets, batch="memory_aware", batch_settings={"window": 500})
+    assert changed.batch_settings == {**whole.batch_settings, "refill": 4}
+    assert other.batch_settings == {"window": 500}
+
+
 def plan(path: Path, *argv: str) -> Any:
     run("plan", *FEW, "--json", str(path), *argv)
     return json.loads(path.read_text())
@@ -283,8 +338,9 @@ def test_what_nothing_reaches_is_said_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing that was tried does it; the most requests in time per cost: 1 x " in capsys.readouterr().out
 
 
-def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path) -> None:
-    found = plan(tmp_path / "plan.json", "--engine", "llama2-70b@h100-80gb/4", "--replicas", "2", "--target", "*:60:1")
+@pytest.mark.parametrize("engine", ["llama2-70b@h100-80gb/4", "Qwen3-32B@h100_sxm/4"])
+def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str) -> None:
+    found = plan(tmp_path / "plan.json", "--engine", engine, "--replicas", "2", "--target", "*:60:1")
     whole = found["tried"][0]
     assert whole["in_time"] == 1.0
     assert whole["goodput_per_s"] == pytest.approx(60 / whole["numbers"]["makespan_s"])

@@ -1,5 +1,6 @@
 """Prefill and decode in pools of their own."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,22 @@ def test_what_pools_cannot_simulate_is_refused(unknown: dict[str, Any]) -> None:
     config = ClusterConfig(times=TIMES, engine=EngineConfig(slots=16, total_blocks=2000), **unknown)
     with pytest.raises(ConfigError, match="pool for prefill"):
         run_disaggregated(config, POOLS, workload(10))
+
+
+def test_a_prefill_replica_holds_no_more_prompts_than_are_safe_in_its_cache() -> None:
+    """Two prompts in flight of 400 tokens each: a step takes 20 of them, the cache 4, half of it 2."""
+    rng = np.random.default_rng(0)
+    alike = synthetic("alike", length_law("constant:400"), length_law("constant:2"), 64, rng)
+    engine = EngineConfig(slots=64, total_blocks=100, max_batch_tokens=8192)
+    batches = []
+    for share in (1.0, 0.5):
+        result = run_disaggregated(ClusterConfig(times=TIMES, engine=engine), replace(POOLS, memory_share=share), alike)
+        totals = result.engines[0].totals
+        batches.append(totals.prefill_tokens / 400 / totals.steps)
+        assert all(r.finished_s is not None for r in result.requests)
+    assert batches == pytest.approx([4.0, 2.0])
+    with pytest.raises(ConfigError, match="memory_share"):
+        PoolsConfig(memory_share=1.1)
 
 
 def test_pools_have_bounds() -> None:

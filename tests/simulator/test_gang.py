@@ -7,8 +7,12 @@ import pytest
 
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
+from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.packing import Packing
+from policies.gang.prefill import PrefillConfig
 from policies.papers.bin_worth import latency_uniform, throughput_uniform
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.order import LJF, SJF, Order
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import GangRun, run_gang
 from simulator.gang import LengthTimes, PaddedTimes
@@ -32,8 +36,15 @@ def bins(k: int) -> MultiBinConfig:
     return MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
 
 
-def served(k: int, batch_size: int, workload: Workload, replicas: int = 1, max_wait_s: float = math.inf) -> GangRun:
-    config = GangConfig(batch_size=batch_size, max_wait_s=max_wait_s)
+def served(
+    k: int,
+    batch_size: int,
+    workload: Workload,
+    replicas: int = 1,
+    max_wait_s: float = math.inf,
+    patience_s: float = 0.0,
+) -> GangRun:
+    config = GangConfig(batch_size=batch_size, max_wait_s=max_wait_s, patience_s=patience_s)
     return run_gang(config, bins(k), LengthTimes(s_per_token=1 / UNIT), workload, replicas)
 
 
@@ -63,6 +74,15 @@ def lengths(*outputs: int, every_s: float) -> Workload:
     return Workload.of("given", arrival_s, tokens, tokens, predicted_output_tokens=tokens.astype(float))
 
 
+@pytest.mark.parametrize(("k", "takes_s"), [(1, 11.0), (2, 8.0)])
+def test_the_four_requests_of_figure_1b_take_8_seconds_in_two_bins_and_11_in_one(k: int, takes_s: float) -> None:
+    edges = {1: (0.0, 7.0 * UNIT), 2: (0.0, 4.0 * UNIT, 7.0 * UNIT)}[k]
+    binned = MultiBinConfig(bins=k, rule="fixed", initial_edges=edges)
+    full = GangConfig(batch_size=2, max_wait_s=math.inf)
+    work = lengths(UNIT, 5 * UNIT, 2 * UNIT, 6 * UNIT, every_s=0.0)
+    assert run_gang(full, binned, LengthTimes(s_per_token=1 / UNIT), work).makespan_s == pytest.approx(takes_s)
+
+
 def test_a_batch_that_waits_for_a_replica_grows_until_one_is_idle() -> None:
     """As live: max_wait_s of the second request is over long before the first batch ends, and three more join it."""
     result = served(1, 8, lengths(20 * UNIT, *[UNIT] * 5, every_s=1.0), max_wait_s=0.5)
@@ -70,6 +90,68 @@ def test_a_batch_that_waits_for_a_replica_grows_until_one_is_idle() -> None:
     assert first.started_s == pytest.approx(0.5)
     assert {request.started_s for request in others} == {first.finished_s}
     assert result.cluster.batches == 2
+
+
+def longest_wait_s(result: GangRun) -> float:
+    return max((r.started_s or 0.0) - r.arrival_s for r in result.requests)
+
+
+def test_shortest_first_lowers_the_mean_latency_and_patience_bounds_what_the_long_ones_pay() -> None:
+    work = uniform(4000, rate=1.3)  # the capacity of these replicas
+    first_formed, bounded, shortest = (served(4, 8, work, 2, patience_s=at_s) for at_s in (0.0, 200.0, math.inf))
+    assert shortest.mean_latency_s < bounded.mean_latency_s < 0.9 * first_formed.mean_latency_s
+    assert longest_wait_s(first_formed) < longest_wait_s(bounded) < 0.9 * longest_wait_s(shortest)
+
+
+ONE_BIN = MultiBinConfig(bins=1, rule="fixed", initial_edges=(0.0, 1e9))
+ALGORITHM_1 = BucketServeConfig(l_max=4096, max_buckets=4)
+
+
+@pytest.mark.parametrize("rule", [AdaptiveBucketsConfig(max_buckets=4), ALGORITHM_1])
+def test_prompts_of_like_length_share_a_batch_once_buckets_have_seen_them(
+    rule: AdaptiveBucketsConfig | BucketServeConfig,
+) -> None:
+    """Two kinds of prompts, in turn, of which the short ones are more: without buckets every batch holds both."""
+    prompts = np.array([50, 60, 3000] * 80)
+    work = Workload.of("two", np.arange(240.0), prompts, np.ones(240, dtype=np.int64))
+
+    def padded_s(buckets: PromptBuckets | None) -> float:
+        times = PaddedTimes(times=_linear(prefill_s=1e-3, decode_s=0.0))
+        result = run_gang(GangConfig(batch_size=4, max_wait_s=math.inf), ONE_BIN, times, work, 1, buckets)
+        assert all(r.generated_tokens == 1 for r in result.requests)
+        assert result.cluster.buckets is buckets
+        return result.cluster.busy_s
+
+    buckets = PromptBuckets(rule, refit_every=24, max_requests=4)
+    assert padded_s(buckets) < 0.6 * padded_s(None)
+    assert len(buckets.edges) > 2
+
+
+@pytest.mark.parametrize("order", [SJF(), LJF()])
+def test_a_lane_is_served_in_the_order_that_was_asked_for(order: Order) -> None:
+    """The first goes alone, for it came first; the others wait for it and are sorted."""
+    prompts = np.array([5, 400, 30, 900, 7, 60, 20])
+    work = Workload.of("one by one", 1e-6 * np.arange(7), prompts, np.ones(7, dtype=np.int64))
+    times = PaddedTimes(times=_linear(prefill_s=1e-3, decode_s=0.0))
+    result = run_gang(GangConfig(batch_size=2, max_wait_s=0.0), ONE_BIN, times, work, order=order)
+    by_start = sorted(result.requests[1:], key=lambda request: request.started_s or 0.0)
+    pairs = [{r.prompt_tokens for r in by_start[at : at + 2]} for at in (0, 2, 4)]
+    shortest = [{7, 20}, {30, 60}, {400, 900}]
+    assert pairs == (shortest if isinstance(order, SJF) else shortest[::-1])
+
+
+def _linear(prefill_s: float, decode_s: float) -> StepTimes:
+    form = StepCoefficients(overhead_s=0.0, prefill_s=prefill_s, decode_s=decode_s)
+    return StepTimes(prefill=form, decode=form, mixed=form)
+
+
+@pytest.mark.parametrize(("packing", "tokens"), [("first_fit", 27), ("best_fit", 27)])
+def test_a_prepacked_prefill_takes_the_time_of_its_rows(packing: Packing, tokens: int) -> None:
+    prompts = (9, 7, 5, 3, 1)
+    batch = [Request(request_id=str(p), arrival_s=0.0, prompt_tokens=p, output_tokens=1) for p in prompts]
+    times = _linear(prefill_s=1.0, decode_s=0.0)
+    packed = PaddedTimes(times=times, prefill=PrefillConfig(packing=packing))
+    assert (packed.batch_s(batch), PaddedTimes(times=times).batch_s(batch)) == (tokens, 45)
 
 
 def test_bins_that_follow_the_load_are_few_while_it_is_low_and_more_when_it_is_high() -> None:

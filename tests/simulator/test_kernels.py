@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from policies.errors import ConfigError, InputError
+from simulator.cluster import ClusterConfig, run
+from simulator.engine import EngineConfig
 from simulator.engines import cache_tokens_of, engine_names, engine_profile, read_calibration
 from simulator.kernels import Grid, KernelClock, Row, built_in, built_in_clock, linear_fit
+from simulator.make_step_times import _AllReduce, _Kernels
+from simulator.workload import length_law, synthetic
 
 _ONE_STEP = "prefill_tokens,decode_requests,kv_tokens,step_s\n1,0,0,0.1\n"
 LINEAR: list[Row] = [
@@ -114,3 +118,76 @@ def test_a_mixture_of_experts_has_the_decode_overhead_that_another_laboratory_me
     step_s = [clock.step_s(decode_requests=count, kv_tokens=512 * count) for count in requests]
     _, overhead_s = np.polyfit(requests, step_s, 1)
     assert overhead_s == pytest.approx(published.times.decode.overhead_s, rel=0.05)
+
+
+# Of the rows that come with Sluice: models whose shards were derived, on GPUs whose all-reduce was measured.
+PARALLEL = ("Llama-3.1-8B@h100_sxm", "Llama-3.1-8B@a100_sxm", "Qwen3-32B@h100_sxm", "Qwen3-32B@a100_sxm")
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_more_gpus_are_faster_but_by_less_than_their_number(name: str, gpus: int) -> None:
+    one, many = engine_profile(name), engine_profile(f"{name}/{gpus}")
+    for work in (
+        {"prefill_tokens": 4096.0},
+        {"decode_requests": 256.0, "kv_tokens": 256.0 * 1024},
+        {"decode_requests": 16.0, "kv_tokens": 16.0 * 1024},
+    ):
+        ratio = one.clock.step_s(**work) / many.clock.step_s(**work)
+        assert 1.0 < ratio < gpus
+
+
+def test_n_gpus_leave_more_than_n_times_the_cache_of_one() -> None:
+    """The weights stand in their memory once."""
+    one, four = engine_profile("Qwen3-32B@h100_sxm"), engine_profile("Qwen3-32B@h100_sxm/4")
+    assert (one.gpus, four.gpus) == (1, 4)
+    assert one.cache_tokens and four.cache_tokens == int((0.9 * 80e9 * 4 - 65.5e9) / 262_144) > 4 * one.cache_tokens
+
+
+def test_one_gpu_costs_what_it_did_before_there_were_several() -> None:
+    times = engine_profile("Llama-3.1-8B@h100_sxm").times
+    assert times.prefill.overhead_s == pytest.approx(0.70293e-3)
+    assert times.prefill.prefill_s == pytest.approx(19.075e-6)
+    assert times.decode.overhead_s == pytest.approx(np.mean([5.32808, 5.41021, 5.37062, 5.27785]) * 1e-3)
+
+
+# TPOT in ms that AIConfigurator (Apache-2.0) measured under vLLM 0.12, by GPUs and clients: Qwen3-32B on H100, prompts
+# of 1024 tokens, answers of 512.
+MEASURED_TPOT_MS = {2: {8: 16.4783, 32: 20.9956}, 4: {8: 10.7295, 32: 14.1821}, 8: {8: 8.0468, 32: 10.897}}
+
+
+def test_tensor_parallelism_scales_as_it_was_measured_to() -> None:
+    """Derived steps lack small kernels, launches and scheduling: all are too short, but alike for 2, 4 and 8 GPUs."""
+    shares = {
+        gpus: np.mean([_tpot_s(gpus, clients) / (1e-3 * measured) for clients, measured in row.items()])
+        for gpus, row in MEASURED_TPOT_MS.items()
+    }
+    assert all(0.75 < share < 0.95 for share in shares.values())
+    assert max(shares.values()) - min(shares.values()) < 0.06
+
+
+def _tpot_s(gpus: int, clients: int) -> float:
+    profile = engine_profile(f"Qwen3-32B@h100_sxm/{gpus}")
+    laws = length_law("constant:1024"), length_law("constant:512")
+    work = synthetic("measured", *laws, 3 * clients, np.random.default_rng(0))
+    engine = EngineConfig(total_blocks=(profile.cache_tokens or 0) // 16)
+    finished = run(ClusterConfig(times=profile.times, engine=engine, clients=clients), work)
+    return float(np.mean([request.tpot_s for request in finished.requests if request.tpot_s is not None]))
+
+
+def test_an_all_reduce_takes_no_longer_than_a_larger_one_or_one_among_more_gpus() -> None:
+    """So a launch that stalled on record does not count."""
+    sizes = np.array([1e3, 1e6, 1e9])
+    measured = _AllReduce(bytes=sizes, ms={2: np.array([0.04, 0.01, 3.0]), 4: np.array([0.03, 0.02, 2.0])})
+    assert [measured.at(2, size) for size in (1e3, 1e6, 1e9)] == [0.01, 0.01, 2.0]
+    assert [measured.at(4, size) for size in (1e3, 1e6, 1e9)] == [0.02, 0.02, 2.0]
+
+
+def test_a_gemm_that_was_not_measured_is_scaled_by_its_weights_and_a_batch_by_its_requests() -> None:
+    kernels = _Kernels(
+        gemm={(4096, 4096): {(1,): 1.0, (3,): 2.0}, (64, 64): {(1,): 9.0}},
+        prefill={},
+        decode={(8, 1): {(16, 511): 1.0, (32, 511): 1.5, (64, 127): 7.0}},
+    )
+    assert kernels.gemm_ms(8192, 4096, 2) == pytest.approx(2 * 1.5)
+    assert [kernels.decode_ms((8, 1), requests, 512) for requests in (16, 32, 64)] == [1.0, 1.5, 3.0]

@@ -11,11 +11,22 @@ from simulator.cluster import ClusterConfig
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.reproduce.__main__ import EXPERIMENTS, main
-from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table
-from simulator.reproduce.paper_003 import _POLYNOMIALS, _times
-from simulator.reproduce.paper_004 import _gains
-from simulator.validate import cache_blocks
-from simulator.workload import length_law, synthetic
+from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table, walk_forward
+from simulator.reproduce.paper_001 import _STATIC, _full_batch, _pace
+from simulator.reproduce.paper_002 import _READERS, _capacity, _Point, _served
+from simulator.reproduce.paper_003 import (
+    _POLYNOMIALS,
+    _TABLES,
+    _Case,
+    _drifting,
+    _requests_per_s,
+    _set,
+    _times,
+    _tokens_per_s,
+    _with_context,
+)
+from simulator.reproduce.paper_004 import _gains, _of_a_set, _seconds
+from simulator.workload import Workload, length_law, synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,11 +59,46 @@ def test_the_published_polynomial_is_the_cost_per_token_of_a_mixed_step() -> Non
             assert step_s / 1000 == pytest.approx(a + b * share + c * share**2)
 
 
+def test_what_is_learned_from_the_past_is_tried_on_each_later_part() -> None:
+    tokens = np.arange(1, 8)
+    source = Workload.of("ascending", np.arange(7.0), tokens, tokens)
+    found = [(past.output_tokens.tolist(), part.output_tokens.tolist()) for past, part in walk_forward(source, 3)]
+    assert found == [([1, 2], [3, 4]), ([1, 2, 3, 4], [5, 6, 7])]
+
+
 def test_packing_gains_are_those_of_the_rows_and_nothing_against_full_ones() -> None:
     tokens, _, against_varlen, waste = _gains([100, 50, 50, 25, 25, 25, 25])
     assert tokens == pytest.approx(7 / 3)
     assert against_varlen == pytest.approx(1.0)
     assert waste == pytest.approx(1 - 300 / 700)
+
+
+def test_a_set_is_packed_as_a_whole_or_ordered_or_batch_by_batch() -> None:
+    """Batches of two: 100 and 25 of which nothing can be packed, then 50 and 50, then 25."""
+    lengths = [100, 25, 50, 50, 25]
+    full, each, by_length, whole = (len(lengths) * seconds for seconds in _of_a_set(lengths, 2))
+    assert full == pytest.approx(_seconds(200) + _seconds(100) + _seconds(25))
+    assert each == pytest.approx(full)
+    assert by_length == pytest.approx(_seconds(200) + _seconds(100) + _seconds(25))
+    assert whole == pytest.approx(_seconds(200) + _seconds(50))
+
+
+def test_load_capacity_is_the_server_rate_at_which_four_of_five_meet_their_targets() -> None:
+    points = [_Point(share, rate, (0.0, 0.0, 0.0)) for share, rate in ((1.0, 4.0), (0.9, 6.0), (0.7, 7.0), (0.2, 7.5))]
+    assert _capacity(points) == "6.50"
+    assert _capacity(points[:2]) == "above 6.00"
+    assert _capacity(points[2:]) == "below all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", _READERS)
+def test_prompts_read_by_bucket_meet_their_targets_at_light_load_and_the_parts_add_up(reader: str) -> None:
+    drawn = synthetic("alpaca", length_law("uniform:5:40"), length_law("constant:50"), 300, np.random.default_rng(0))
+    point = _served(drawn, reader, 4.0, seed=0)
+    assert point.attainment == 1.0
+    assert point.server_rate == pytest.approx(4.0, rel=0.15)
+    wait_s, reading_s, answer_s = point.seconds
+    assert wait_s < 0.02 < reading_s < 0.05 < 49 * 0.018 < answer_s < 49 * 0.03
 
 
 @pytest.mark.slow
@@ -66,16 +112,69 @@ def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
     assert steady_rate(finished) == pytest.approx(8 / (40 * decode_s), rel=0.15)
 
 
-def test_the_cache_of_a_recorded_run_follows_from_its_use() -> None:
-    record = {
-        "first_token_s": np.array([0.0, 0.0]),
-        "last_token_s": np.array([10.0, 20.0]),
-        "output_tokens": np.array([101.0, 201.0]),
-        "prompt_tokens": np.array([500.0, 700.0]),
-    }
-    series = {"t": np.array([2.0, 15.0]), "kv_cache_pct": np.array([10.0, 90.0]), "waiting": np.array([0.0, 0.0])}
-    assert cache_blocks(record, series) == (500 + 700 + 20 + 20) * 10 // 16
-
-
 def test_tables_are_markdown() -> None:
     assert table(("a", "b"), [(1, 2.0)]) == ["| a | b |", "|---|---|", "| 1 | 2.000 |"]
+
+
+def test_a_decode_costs_as_calibrated_at_the_calibrated_context_and_more_beyond() -> None:
+    for engine in ("Qwen3-8B@H200", "Qwen3-8B@RTX_PRO_6000", "Qwen3-30B-A3B@H200"):
+        times = _times(engine, "sum")
+        sloped = _with_context(engine, times).decode
+        assert sloped.step_s(decode_requests=64, kv_tokens=64 * 512) == pytest.approx(
+            times.decode.step_s(decode_requests=64)
+        )
+        longer = [sloped.step_s(decode_requests=64, kv_tokens=64 * context) for context in (512, 1024, 4096)]
+        assert longer == sorted(longer) and longer[2] > longer[0]
+
+
+# Requests per second on the RTX PRO 6000 in table 2, v1 and EB.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "published"), [("NuminaMath", (0.73, 0.74)), ("LongBench", (8.35, 8.66))])
+def test_rates_of_table_2_of_003_are_met_within_12_percent(name: str, published: tuple[float, float]) -> None:
+    engine = "Qwen3-8B@RTX_PRO_6000"
+    cell = _TABLES[engine, name]
+    for scheduler, (budget, slots), rate in (
+        ("v1", cell.v1_size, published[0]),
+        ("exclusive", cell.eb_size, published[1]),
+    ):
+        case = _Case(
+            engine=engine, mixing="sum", scheduler=scheduler, work=_set(Setting(), name, 0), any_context=True,
+            slots=slots, max_batch_tokens=budget, clients=2048,
+        )  # fmt: skip
+        assert _requests_per_s(case) == pytest.approx(rate, rel=0.12)
+
+
+@pytest.mark.slow
+def test_a_drift_of_lengths_gains_what_table_5_of_003_says() -> None:
+    """On the RTX PRO 6000, mixed steps at their published cost: EB+ has 9582 tokens/s, 36.4 % more than v1."""
+    v1, both = (
+        _tokens_per_s(
+            _Case(
+                engine="Qwen3-8B@RTX_PRO_6000",
+                mixing="polynomial",
+                scheduler=scheduler,
+                work=_drifting(0),
+                any_context=True,
+                slots=2048,
+                max_batch_tokens=18_432,
+                clients=2048,
+            )  # fmt: skip
+        )
+        for scheduler in ("v1", "auto")
+    )
+    assert both == pytest.approx(9582, rel=0.05)
+    assert both / v1 - 1 == pytest.approx(0.364, abs=0.04)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "tokens_per_s"), [(100, 1900), (230, 2700)])
+def test_full_batches_have_the_throughput_of_figure_3_of_001_less_the_prefills(slots: int, tokens_per_s: int) -> None:
+    tpot_s, rate = _full_batch((slots, 0))
+    assert 0.8 * tokens_per_s < rate < tokens_per_s
+    assert rate == pytest.approx(slots / tpot_s, rel=0.1)
+
+
+@pytest.mark.slow
+def test_static_batches_keep_50_ms_at_the_capacity_that_figure_4_of_001_gives_them() -> None:
+    tpot_s, wait_s = _pace((_STATIC, 0, 5.4))
+    assert tpot_s < 0.050 and wait_s < 0.1

@@ -42,8 +42,11 @@ class VllmEngine:
 
     engine_version = ENGINE_VERSION
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, batch_size: int | None = None) -> None:
         """Starts the engine and blocks until it is ready: run it in a thread.
+
+        Args:
+            batch_size: of whole batches that it is given when it is idle; None is given single requests.
 
         Raises:
             ConfigError: the model does not generate text.
@@ -52,6 +55,7 @@ class VllmEngine:
         _refuse_pooling(self._config)
         self.codec = VllmCodec()
         self._loras = lora_requests(args)
+        self._batch_size = batch_size
         self._admits: int | None = None
         self._late = 0
         self._tells_blocks = True
@@ -66,8 +70,11 @@ class VllmEngine:
     @property
     def slots(self) -> int:
         """Requests that it may be given: its slots, and those that wait there and are late, by its last status: they
-        stand in nobody's way."""
+        stand in nobody's way. Of a batch those that do not fit into its cache wait in the engine: a size that followed
+        what memory has let run would only shrink, for no more is ever given."""
         slots = int(self._config.scheduler_config.max_num_seqs)
+        if self._batch_size is not None:
+            return min(slots, self._batch_size)
         return min(slots, self._admits or slots) + late_uncounted(self._late, slots)
 
     @property
@@ -103,6 +110,7 @@ class VllmEngine:
     async def status(self) -> dict[str, Any]:
         """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
         status = dict(await self._asked(self._core.call_utility_async("sluice_status")))
+        status["free_tokens"] = status["free_blocks"] * self._config.cache_config.block_size
         self._admits, self._late = status.get("batch_size"), status.get("late_requests", 0)
         return status
 

@@ -128,6 +128,21 @@ def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
     assert made.router.heartbeat_s == 0.5
 
 
+def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    made = config("some/model", "--preset", "papers", "--engine-replicas", "3")
+    assert (made.model, made.engine.replicas, made.predictor.kind) == ("some/model", 3, "bert")
+    assert (made.bins.dispatch, made.bins.bucket_rule, made.classes["offline"].order) == (
+        "batches",
+        "literal",
+        "shortest_first",
+    )
+    scheduler = made.engine.scheduler
+    assert (scheduler.phase_rule, scheduler.memory_form, scheduler.sla) == ("threshold", "linear", "search")
+    with pytest.raises(SystemExit):
+        config("--preset", "papers", "--config", "sluice.yaml")
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_a_file_keeps_its_settings_where_no_option_is_given(file: Any) -> None:
     made = config("--config", file({"model": "m", "engine": {"replicas": 5, "drain_timeout_s": 7}}))
     assert (made.engine.replicas, made.engine.drain_timeout_s) == (5, 7)

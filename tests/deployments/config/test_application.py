@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
-from deployments.config.application import DEMO_ARGS, AppConfig
+from deployments.config.application import DEMO_ARGS, AppConfig, GangSection
 from policies.router.multi_bin import MultiBin
 from policies.router.promise import Promise
 from tests.deployments.refused_args import REFUSED_ARGS
@@ -73,6 +73,8 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.gang.batch_size", [0, 1025]),
         ("engine.gang.max_wait_s", [-1, math.nan]),
         ("engine.gang.prefill", ["packed"]),
+        ("engine.gang.packing", ["worst_fit"]),
+        ("engine.prefill.memory_share", [0, 1.1, math.nan]),
         ("engine.gang.max_pass_tokens", [0]),
         ("engine.gang.row_tokens", [0]),
         ("engine.gang.kv_cache_tokens", [0]),
@@ -84,6 +86,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("bins.refit_every", [0]),
         ("bins.window_requests", [7]),
         ("bins.prompt_buckets", [0, 9]),
+        ("bins.bucket_rule", ["bisect"]),
         ("work.prefill_s_per_token", [-1, math.inf]),
         ("work.decode_step_s", [-1, math.inf]),
         ("work.decode_s_per_request", [-1, math.inf]),
@@ -189,27 +192,70 @@ def test_an_engine_that_serves_no_adapters_refuses_their_names() -> None:
     assert "--lora-modules" in refused(engine=GANGS, vllm_args=["--lora-modules", "a=/adapters/a"])[""]
 
 
-@pytest.mark.parametrize(("name", "value"), [("seconds_per_token", 0.01), ("prompt_buckets", 2)])
-def test_bins_that_only_gangs_fill_need_an_engine_that_takes_them(name: str, value: float) -> None:
-    assert f"bins.{name} is of gang batches" in refused(bins={name: value})[""]
+@pytest.mark.parametrize(
+    ("name", "value"), [("serving", "shortest_first"), ("seconds_per_token", 0.01), ("prompt_buckets", 2)]
+)
+def test_what_is_of_batches_needs_engines_that_take_them(name: str, value: float | str) -> None:
+    assert f"bins.{name} is of batches" in refused(bins={name: value})[""]
+    batches = config(bins={name: value, "dispatch": "batches"})
+    assert batches.gang is not None
+    assert batches.bins.build(batches.gang).seconds_per_token == batches.bins.seconds_per_token
     mixed = config(bins={name: value}, more_models=[{"model": "n", "engine": GANGS}])
     plain, gangs = mixed.each_model()
     assert (plain.gang, plain.bins.build(plain.gang).seconds_per_token) == (None, None)
     assert gangs.bins.build(gangs.gang).seconds_per_token == mixed.bins.seconds_per_token
 
 
+def test_engines_of_vllm_take_whole_batches_where_they_are_to() -> None:
+    gang = {"batch_size": 24, "max_wait_s": 0.5}
+    made = config(bins={"dispatch": "batches", "serving": "shortest_first"}, engine={"gang": gang})
+    assert made.gang is not None and (made.gang.batch_size, made.gang.max_wait_s) == (24, 0.5)
+    bins = made.bins.build(made.gang)
+    assert (bins.rule, bins.batch_size) == ("optimal", 24)
+    assert (made.credit_s, made.credit_lookahead(24, made.credit_s)) == (None, 0)
+    assert made.gang_patience_s == made.router.late_patience_s
+    assert config(bins={"dispatch": "batches"}).gang_patience_s == 0.0
+    assert "--scheduler-cls" in made.engine_argv()  # inside a batch steps are planned as ever
+
+
+@pytest.mark.parametrize(
+    ("clash", "says"),
+    [
+        ({"mode": "stock"}, "a policy of mode: full"),
+        ({"engine": {"prefill": {}}}, "engine.prefill"),
+        ({"engine": {"credit_lookahead": 1}}, "engine.credit_lookahead"),
+        ({"engine": {"gang": {"prefill": "padded", "shrink": False}}}, "['prefill', 'shrink'] are of engine.kind"),
+    ],
+)
+def test_what_batches_do_not_go_with_is_refused(clash: dict[str, Any], says: str) -> None:
+    assert says in refused(bins={"dispatch": "batches"}, **clash)[""]
+
+
 def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
-    assert config().bins.buckets() is None
-    buckets = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16}).bins.buckets()
-    assert buckets is not None
-    for _ in range(16):
-        for prompt_tokens in (10, 200, 900, 4000):
-            buckets.assign(prompt_tokens)
-    assert len(buckets.edges) == 4
+    assert config(engine=GANGS).bins.buckets(GangSection(), 8192) is None
+    found = {}
+    for rule in ("adaptive", "literal"):
+        bins = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16, "bucket_rule": rule}).bins
+        buckets = bins.buckets(GangSection(batch_size=8), 8192)
+        assert buckets is not None
+        for _ in range(16):
+            for prompt_tokens in (10, 200, 900, 4000):
+                buckets.assign(prompt_tokens)
+        found[rule] = buckets.edges
+    assert len(found["adaptive"]) == 4
+    assert found["literal"] == (0.0, 2048.0, 4096.0, 8192.0), "halves, up to three of them"
+
+
+def test_algorithm_1_is_refused_where_it_could_do_nothing() -> None:
+    assert "prompt_buckets is 1" in refused(engine=GANGS, bins={"bucket_rule": "literal"})["bins"]
+    literal = {"bucket_rule": "literal", "prompt_buckets": 2}
+    assert "bins.prompt_buckets is of batches" in refused(bins=literal)[""]
+    wide = {**GANGS, "gang": {"batch_size": 64}}
+    assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in refused(engine=wide, bins=literal)[""]
 
 
 def test_an_engine_is_not_told_what_it_would_not_do() -> None:
-    assert "engine.gang" in refused(engine={"gang": {"batch_size": 4}})[""]
+    assert "bins.dispatch: batches" in refused(engine={"gang": {"batch_size": 4}})[""]
     assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
     assert "tpot_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"tpot_s": 0.05}})[""]
     for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
@@ -318,7 +364,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         config().router.replicas = 2
 
 
-@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2)])
+@pytest.mark.parametrize(("example", "gpus"), [("local.yaml", 0), ("gpu.yaml", 2), ("papers.yaml", 0)])
 def test_the_examples_for_serve_deploy_are_valid(example: str, gpus: int) -> None:
     text = (Path(config_module.__file__).parents[1] / "configs" / example).read_text()
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
@@ -608,6 +654,14 @@ def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> 
 def test_another_way_for_caches_is_another_key_space() -> None:
     spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"connector": "file"}, {"keep_s": 9})}
     assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
+
+
+def test_a_class_has_an_order_of_its_own_where_it_fills_idle_capacity_and_nothing_else_orders() -> None:
+    sorts = {"ttft_s": 600.0, "fills_idle": True, "order": "shortest_first"}
+    assert config(classes={"standard": {}, "nightly": sorts}).classes["nightly"].order == "shortest_first"
+    assert "set fills_idle: true" in refused(classes={"standard": {"order": "longest_first"}})["classes.standard"]
+    own = refused(classes={"standard": {}, "nightly": sorts}, order={"policy": "sjf"})[""]
+    assert "goes without classes.NAME.order (of ['nightly'])" in own
 
 
 @pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])

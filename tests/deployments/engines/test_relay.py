@@ -595,6 +595,26 @@ async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_
     await replica.relay.close()
 
 
+async def test_a_replica_that_only_reads_prompts_offers_what_is_safe_in_its_cache(
+    new_store: Callable[[], RedisStateStore],
+) -> None:
+    made = Replica(new_store(), prefill_budget_tokens=2, prefill_memory_share=0.5)
+    made.engine.free_tokens = 8
+    await made.relay.start("127.0.0.1")
+    reader = await made.reader()
+
+    async def slots() -> int:
+        return (await made.store.snapshot()).replicas["r"].slots
+
+    try:
+        await settled(slots, 2)
+        made.engine.free_tokens = 2
+        reader.add("x")
+        await settled(slots, 1)
+    finally:
+        await made.relay.close()
+
+
 # What the prefix cache holds
 
 

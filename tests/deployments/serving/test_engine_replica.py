@@ -110,7 +110,7 @@ class Fleet:
     def address(self) -> str:
         return self._url.rpartition("@")[2]
 
-    def _build(self, args: object) -> Engine:
+    def _build(self, args: object, batch_size: int | None) -> Engine:
         self.built += 1
         return self.engine
 

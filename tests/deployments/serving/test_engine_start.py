@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import pytest
 
-from deployments.config.application import AppConfig, EngineSection
+from deployments.config.application import AppConfig, BinsSection, EngineSection, GangSection
 from deployments.serving.engine_start import started_engine
 from policies.errors import EngineStartError
 from tests.fakes import FakeEngine
@@ -49,10 +49,10 @@ def sleeping_process() -> Any:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], Any]], None]:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
     """Puts something else in the place of vLLM."""
 
-    def stands_in(make: Callable[[object], Any]) -> None:
+    def stands_in(make: Callable[..., Any]) -> None:
         for name, module in (
             ("engine", SimpleNamespace(VllmEngine=make)),
             ("args", SimpleNamespace(parse_vllm_args=list)),
@@ -72,7 +72,7 @@ async def for_ever() -> None:
 
 
 async def test_an_engine_that_does_not_start_says_why(vllm: Any) -> None:
-    def fails(args: object) -> NoReturn:
+    def fails(*args: object) -> NoReturn:
         raise RuntimeError("see root cause above")
 
     vllm(fails)
@@ -83,7 +83,7 @@ async def test_an_engine_that_does_not_start_says_why(vllm: Any) -> None:
 async def test_an_engine_that_never_starts_is_ended_within_its_time(vllm: Any) -> None:
     started: list[Any] = []
 
-    def hangs(args: object) -> NoReturn:
+    def hangs(*args: object) -> NoReturn:
         started.append(sleeping_process())
         started[0].join()  # as vLLM waits: without a limit, but until the process ends
         raise RuntimeError("see root cause above")
@@ -98,7 +98,7 @@ async def test_an_engine_that_never_starts_is_ended_within_its_time(vllm: Any) -
 async def test_an_engine_that_loads_and_then_answers_nothing_is_ended_within_its_time(vllm: Any, question: str) -> None:
     engine = Adapting(for_ever if question == "adapters" else nothing)
     engine.hangs = question == "status"
-    vllm(lambda args: engine)
+    vllm(lambda *args: engine)
     with pytest.raises(EngineStartError, match=r"within 0.5 s \(engine.start_timeout_s\)"):
         await started_engine(within(0.5), "decode")
     await until(lambda: not engine.process.is_alive())
@@ -110,14 +110,14 @@ async def test_an_engine_that_refuses_its_adapters_is_shut_down_and_says_why(vll
         raise error
 
     engine = Adapting(refuse)
-    vllm(lambda args: engine)
+    vllm(lambda *args: engine)
     with pytest.raises(EngineStartError, match="has loaded, but cannot serve: no such rank"):
         await started_engine(within(600.0), "decode")
     assert engine.ended
 
 
 async def test_a_time_limit_of_the_engines_own_is_not_taken_for_ours(vllm: Any) -> None:
-    def fails(args: object) -> NoReturn:
+    def fails(*args: object) -> NoReturn:
         raise TimeoutError("the hub of models does not answer")
 
     vllm(fails)
@@ -127,7 +127,7 @@ async def test_a_time_limit_of_the_engines_own_is_not_taken_for_ours(vllm: Any) 
 
 async def test_a_start_that_is_cancelled_leaves_no_engine(vllm: Any) -> None:
     engine = Adapting(for_ever)
-    vllm(lambda args: engine)
+    vllm(lambda *args: engine)
     starting = asyncio.create_task(started_engine(within(600.0), "decode"))
     await until(engine.process.is_alive)
     await asyncio.sleep(0.1)
@@ -135,3 +135,20 @@ async def test_a_start_that_is_cancelled_leaves_no_engine(vllm: Any) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     await until(lambda: not engine.process.is_alive())
+
+
+@pytest.mark.parametrize(("dispatch", "told"), [("requests", None), ("batches", 24)])
+async def test_an_engine_is_told_how_many_make_a_batch_where_it_takes_batches(
+    vllm: Any, dispatch: Literal["requests", "batches"], told: int | None
+) -> None:
+    given: list[object] = []
+
+    def starts(args: object, batch_size: int | None) -> Adapting:
+        given.append(batch_size)
+        return Adapting(nothing)
+
+    vllm(starts)
+    gang = GangSection(batch_size=24) if dispatch == "batches" else GangSection()
+    config = AppConfig(model="m", bins=BinsSection(dispatch=dispatch), engine=EngineSection(gang=gang))
+    (await started_engine(config, "decode")).shutdown()
+    assert given == [told]

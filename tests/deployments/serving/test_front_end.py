@@ -1,6 +1,7 @@
 """When a router takes requests: all that come, once it does."""
 
 import asyncio
+import math
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,13 +31,16 @@ class Store(MemoryStateStore):
         self.looks += 1
         return await super().replica_infos()
 
-    async def join(self, replica_id: str, max_model_len: int, *classes: str) -> None:
+    async def join(
+        self, replica_id: str, max_model_len: int, *classes: str, gang_max_wait_s: float | None = None
+    ) -> None:
         info = ReplicaInfo(
             replica_id=replica_id,
             host="127.0.0.1",
             port=1,
             max_model_len=max_model_len,
             classes=classes,
+            gang_max_wait_s=gang_max_wait_s,
         )
         await self.register_replica(info, 1)
 
@@ -118,7 +122,9 @@ def answering(store: Store, prefill_store: Store) -> FrontEnd:
 
 
 LIVE = {
-    "classes": {"gold": {"ttft_s": 0.3, "tpot_s": 0.04, "max_waiting": 5, "fills_idle": True}},
+    "classes": {
+        "gold": {"ttft_s": 0.3, "tpot_s": 0.04, "max_waiting": 5, "fills_idle": True, "order": "longest_first"}
+    },
     "default_class": "gold",
     "router": {"max_prompt_logprobs": 7, "grammar_timeout_s": 2, "max_wait_s": 8, "late_patience_s": 3},
 }
@@ -131,7 +137,7 @@ def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
         assert (client._door.max_waiting("gold"), client._config.max_wait_s) == (5, 8)
     assert made.routed.config.itl_targets_s == {"gold": 0.04}
     assert (made.most, made._grammars.timeout_s) == (7, 2)
-    assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold"})
+    assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold": "longest_first"})
 
 
 async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_was_lost(store: Store) -> None:
@@ -160,13 +166,31 @@ async def test_a_router_that_was_changed_before_does_not_overwrite_one_changed_s
     assert await first.told_user_config() == LIVE
 
 
-async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+def shown(store: Store, bin_edges: tuple[float, ...] = ()) -> FrontEnd:
     async def nothing() -> dict[str, object]:
         return {}
 
     router = front_end(store, 1)
-    client: Any = SimpleNamespace(statuses=nothing, bin_edges=(), bucket_edges=(), prefix_entries=7)
-    router.routed = router._answering = client
+    router.routed = router._answering = SimpleNamespace(  # type: ignore[assignment]
+        statuses=nothing, bin_edges=bin_edges, bucket_edges=(), prefix_entries=7
+    )
+    return router
+
+
+async def test_the_status_page_shows_bins_what_waits_in_them_and_the_batches_that_went(store: Store) -> None:
+    router = shown(store, bin_edges=(0.0, 18.0, math.inf))
+    await store.join("a", 100, gang_max_wait_s=0.0)
+    for name, bin_index in (("x", 1), ("y", 0), ("z", 0)):
+        waits = Ticket(request_id=name, bin_index=bin_index, deadline_key=0.0, work_s=1.0, router_id="r")
+        await store.enqueue(waits)
+    status = await router.status()
+    assert status["bin_edges_tokens"] == [0.0, 18.0, None]
+    assert (status["waiting"], status["batches"]) == ({"standard:0": 2}, {"1:full": 1})
+    assert status["replicas"]["a"]["takes_batches"]
+
+
+async def test_the_status_page_shows_what_keys_were_served_and_not_whose_it_was(store: Store) -> None:
+    router = shown(store)
     await store.join("a", 100)
     for name, work_s in (("modest", 0.5), ("greedy", 7.0)):
         waits = Ticket(request_id=name, bin_index=0, deadline_key=0.0, work_s=work_s, router_id="r", api_key=name)

@@ -41,7 +41,7 @@ def _keys(folder: Path) -> Path:
 def _tight() -> dict[str, Any]:
     """A cache for some nine answers of 96 tokens, and no more at once: where preemptions are cheap, more would come."""
     cache = ["--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "36"]
-    engine = {"replicas": 1, "scheduler": {"overcommit": False, "prior_output_tokens": 96}}
+    engine = {"replicas": 1, "scheduler": {"overcommit": False}}
     return {"engine": engine, "vllm_args": ["--max-num-seqs", str(TIGHT_SLOTS), *cache]}
 
 

@@ -1,6 +1,7 @@
 """The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
 
 import random
+from math import ceil, floor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from policies.errors import ConfigError
 from policies.types import (
     BatchState,
     FinishedRequest,
+    Limit,
     Phase,
     RequestView,
     RunningRequests,
@@ -127,6 +129,15 @@ class TestPhases:
         plan = policy.plan(make_state(decoding=54, waiting=50))
         assert plan.starts == 10
 
+    @pytest.mark.parametrize("slots", [5, 10, 37, 64])
+    def test_a_refill_of_k_is_due_with_the_kth_free_slot_whatever_share_that_is(self, slots: int) -> None:
+        for refill in range(1, slots):
+            policy = exclusive(phase_rule="fixed", refill=refill)
+            standing = policy.plan(make_state(decoding=slots, waiting=50, slots=slots))
+            assert (standing.phase, standing.departures) == (Phase.DECODE, min(refill, ceil(0.9 * slots)) - 1)
+            due = make_state(decoding=slots - min(refill, ceil(0.9 * slots)), waiting=50, slots=slots)
+            assert policy.plan(due).phase is Phase.PREFILL
+
     def test_a_lone_arrival_at_light_load_starts_at_once(self) -> None:
         policy = exclusive(phase_rule="fixed", refill=16)
         assert policy.plan(make_state(decoding=3, waiting=1)).phase is Phase.PREFILL
@@ -213,13 +224,64 @@ class TestAPrefillThatHeldNothing:
         assert policy.plan(make_state(waiting=5)).phase is Phase.PREFILL
 
 
+class TestTheBoundByMemory:
+    def engine(self, **settings: object) -> ToyEngine:
+        engine = ToyEngine(exclusive(**settings), make_times(), slots=64, total_blocks=1000)
+        return saturated(engine, count=400, mean_output=400)
+
+    @pytest.mark.slow
+    def test_n_star_keeps_the_batch_of_phases_within_the_cache(self) -> None:
+        bounded, free = self.engine(overflow_probability=0.01), self.engine()
+        assert free.preemptions > 100
+        assert bounded.preemptions < 0.1 * free.preemptions
+
+    @pytest.mark.slow
+    def test_a_larger_chance_lets_more_in(self) -> None:
+        def most(chance: float) -> float:
+            engine = self.engine(overflow_probability=chance)
+            assert isinstance(engine.policy, ExclusiveMixed)
+            return engine.policy.most_exclusive
+
+        assert most(0.001) < most(0.2) < 64
+
+    @pytest.mark.slow
+    def test_where_it_binds_plans_say_that_memory_does(self) -> None:
+        engine = self.engine(overflow_probability=0.01)
+        caps = {plan.max_batch_size for plan in engine.plans[-200:] if plan.limited_by is Limit.MEMORY}
+        assert caps and max(caps) < 64
+
+    @pytest.mark.slow
+    def test_mixed_steps_are_not_bounded_by_it(self) -> None:
+        policy = auto(FREE, overflow_probability=0.01)
+        engine = saturated(ToyEngine(policy, FREE, slots=64, total_blocks=1000), count=400, mean_output=400)
+        assert policy.most_exclusive < 64
+        assert {plan.max_batch_size for plan in engine.plans} == {64}
+
+
 class TestRules:
     @pytest.mark.slow
-    def test_the_threshold_rule_learns_theta0(self) -> None:
+    def test_the_threshold_rule_refills_theta0_of_the_slots_rounded_down(self) -> None:
         policy = exclusive(phase_rule="threshold")
-        saturated(ToyEngine(policy, make_times(), slots=32), count=800)
+        engine = saturated(ToyEngine(policy, make_times(), slots=64), count=800)
         theta = phase_threshold(overhead_ratio(hazard=0.01, prefill_overhead_s=0.04, decode_overhead_s=0.01))
-        assert policy.phase_length.slots_fraction == pytest.approx(theta, rel=0.1)
+        refill = 64 * policy.phase_length.slots_fraction
+        assert refill == floor(refill) == pytest.approx(64 * theta, abs=1.5)
+        refills = [r.prefill_requests for r in steady(engine) if r.phase is Phase.PREFILL]
+        assert np.median(refills) == pytest.approx(refill, abs=1.0)
+
+    @pytest.mark.slow
+    def test_the_ifr_rule_waits_for_more_where_the_hazard_rises(self) -> None:
+        def refill(rule: str) -> float:
+            policy = exclusive(phase_rule=rule)
+            ages = np.arange(1, 2000)
+            hazard = np.minimum(1.0, 1e-3 + 1e-4 * ages)
+            law = np.append(1.0, np.cumprod(1.0 - hazard))
+            outputs = np.searchsorted(-law, -np.random.default_rng(1).random(800))
+            jobs = [Job(request_id=f"r{i}", prompt_tokens=100, output_tokens=int(o)) for i, o in enumerate(outputs)]
+            run_closed(ToyEngine(policy, make_times(), slots=64), jobs, 128)
+            return policy.phase_length.slots_fraction
+
+        assert refill("ifr") > refill("threshold")
 
     @pytest.mark.slow
     def test_the_exact_phase_beats_a_refill_of_one_where_prefill_overheads_are_large(self) -> None:
@@ -423,6 +485,17 @@ class TestAuto:
 
         engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
         assert len(engine.results) > 1000
+
+    def test_equation_8_takes_every_mixed_step_to_hold_a_prefill(self) -> None:
+        # Of answers of 300 tokens in 32 slots most mixed steps hold none, and those cost what decodes cost.
+        times = make_times(mixed_s=0.004)
+
+        def share(rule: str) -> float:
+            recorder = _Recorder(auto(times, mode_rule=rule))
+            saturated(ToyEngine(recorder, times, slots=32), count=300, mean_output=300)
+            return float(np.mean(recorder.modes[2000:]))
+
+        assert (share("measured"), share("crossover")) == (0.0, 1.0)
 
     def test_the_priority_margin_moves_the_choice(self) -> None:
         def share(margin: float) -> float:

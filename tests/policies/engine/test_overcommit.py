@@ -1,5 +1,5 @@
 from collections import deque
-from math import exp, log, sqrt
+from math import exp, log, nan, sqrt
 
 import numpy as np
 import pytest
@@ -18,7 +18,13 @@ DEAR = times(prefill_s=1e-3, overhead_s=0.001, decode_s=1e-3)
 
 
 def window(
-    overcommit: Overcommit, preempted: int, steps: int = 32, *, decodes: int = 20, decode_steps: int = 32
+    overcommit: Overcommit,
+    preempted: int,
+    steps: int = 32,
+    *,
+    decodes: int = 20,
+    decode_steps: int = 32,
+    step_s: float = 0.02,
 ) -> None:
     """Steps of 20 ms in which each decode reads 200 tokens; those after the first ``decode_steps`` only prefill."""
     for step in range(steps):
@@ -26,7 +32,7 @@ def window(
         overcommit.observe(
             StepResult(
                 now_s=0.0,
-                step_s=0.02,
+                step_s=step_s,
                 phase=Phase.MIXED,
                 prefill_tokens=0 if running else 500,
                 prefill_requests=0 if running else 1,
@@ -71,6 +77,13 @@ def test_preemptions_in_bursts_do_not_swing_it_between_none_and_too_many(lag: in
         seen.append(overcommit.share)
     assert 0.88 < np.mean(seen[150:]) < 1.08
     assert min(seen[150:]) > 0.68 and max(seen[150:]) < 1.35
+
+
+def test_a_step_whose_time_is_no_number_does_not_stop_it_for_good() -> None:
+    overcommit = Overcommit()
+    window(overcommit, preempted=0, step_s=nan)
+    window(overcommit, preempted=0)
+    assert overcommit.due
 
 
 def test_it_does_not_grow_while_it_keeps_nobody_waiting() -> None:

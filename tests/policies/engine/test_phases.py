@@ -187,6 +187,13 @@ class TestBestPhaseSteps:
         renewals = np.mean([-(-length // best.steps) for length in lengths])
         assert best.slots_fraction == pytest.approx(1 / renewals)
 
+    @pytest.mark.parametrize("longest", [65, 100, 999, 1000, 5001])
+    def test_no_phase_is_longer_than_the_longest_answer(self, longest: int) -> None:
+        # Where prefill costs all that matters, one phase for whole answers is the best.
+        certain = np.append(np.ones(longest), 0.0)
+        assert best_phase_of_survival(certain, 10.0, 1e-6, thinned=True).steps == longest
+        assert best_phase_of_survival(certain, 10.0, 1e-6).steps == longest
+
     @pytest.mark.parametrize(("slots", "expected"), [(128, 6.5), (256, 13.1), (1024, 52.4)])
     def test_for_geometric_lengths_it_agrees_with_the_threshold(self, slots: int, expected: float) -> None:
         # Qwen3-30B-A3B on H200 in the EB+ calibration, mean output 512; k* = theta0 N.

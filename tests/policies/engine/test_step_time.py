@@ -1,6 +1,7 @@
 """Step times learned online: recovery of the coefficients, robustness, following a shift, and never a negative cost."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def assert_close(found: StepTimes | None, rel: float) -> None:
 
 
 class TestStepTimeModel:
+    @pytest.mark.parametrize("step_s", [nan, inf, -inf, -0.01, 0.0])
+    def test_a_time_that_no_step_takes_teaches_nothing(self, step_s: float) -> None:
+        model, untouched = StepTimeModel(), StepTimeModel()
+        for each in (model, untouched):
+            feed(each, TRUE, 300)
+        model.observe(make_result(step_s, 100, 4, 400))
+        for each in (model, untouched):
+            feed(each, TRUE, 300, seed=1)
+        assert model.times() == untouched.times()
+
     def test_it_recovers_all_three_forms_from_steps(self) -> None:
         model = StepTimeModel()
         feed(model, TRUE, 3000)

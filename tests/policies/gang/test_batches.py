@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,12 +9,13 @@ from policies.errors import ConfigError
 from policies.gang.batches import (
     GangConfig,
     LaneView,
-    first_formed,
     formed_key,
     memory_safe_gang,
+    next_batch,
     rows_that_fit,
     tick_s,
 )
+from policies.router.order import Band, banded
 
 FULL_ONLY = GangConfig(batch_size=3, max_wait_s=math.inf)
 PATIENT = GangConfig(batch_size=3, max_wait_s=10.0)
@@ -37,19 +39,45 @@ def test_or_when_a_request_has_waited_long_enough() -> None:
 
 def test_the_first_formed_goes_first_whichever_bin_began_first() -> None:
     early_start, early_end = lane(0.0, 1.0, 9.0, bin_index=0), lane(2.0, 3.0, 4.0, bin_index=1)
-    assert first_formed([early_start, early_end], FULL_ONLY) is early_end
+    assert next_batch([early_start, early_end], FULL_ONLY) is early_end
 
 
 def test_a_request_that_is_due_is_not_overtaken_for_ever_by_full_batches() -> None:
     lonely = lane(1.0, bin_index=3, waited_s=60.0)
-    assert first_formed([lane(20.0, 21.0, 22.0), lonely], PATIENT) is lonely
-    assert first_formed([lane(20.0, 21.0, 22.0), lonely], FULL_ONLY) is not lonely
+    assert next_batch([lane(20.0, 21.0, 22.0), lonely], PATIENT) is lonely
+    assert next_batch([lane(20.0, 21.0, 22.0), lonely], FULL_ONLY) is not lonely
 
 
 def test_ties_go_by_bin_and_class_and_nothing_formed_is_nothing() -> None:
     lanes = [lane(1.0, 1.0, 1.0, bin_index=2), lane(1.0, 1.0, 1.0, slo_class="t"), lane(1.0, 1.0, 1.0)]
-    assert first_formed(lanes, FULL_ONLY) is lanes[2]
-    assert first_formed([lane(1.0), lane()], FULL_ONLY) is None
+    assert next_batch(lanes, FULL_ONLY) is lanes[2]
+    assert next_batch([lane(1.0), lane()], FULL_ONLY) is None
+
+
+SHORT_FIRST = GangConfig(batch_size=3, max_wait_s=10.0, patience_s=60.0)
+
+
+def test_short_batches_go_before_a_long_one_that_was_formed_first_until_its_patience_ends() -> None:
+    long, short = lane(1.0, 2.0, 3.0, bin_index=3, waited_s=59.0), lane(4.0, 5.0, 6.0, bin_index=1, waited_s=2.0)
+    assert next_batch([long, short], PATIENT) is long
+    assert next_batch([long, short], SHORT_FIRST) is short
+    starved = replace(long, waited_s=60.0)
+    assert next_batch([starved, short], SHORT_FIRST) is starved
+    starved_short = replace(short, waited_s=61.0)
+    assert next_batch([starved_short, starved], SHORT_FIRST) is starved  # of two, the first formed
+
+
+def test_within_a_bin_the_first_formed_goes_first_also_where_short_bins_do() -> None:
+    first, second = lane(1.0, 2.0, 3.0, bin_index=1, slo_class="t"), lane(4.0, 5.0, 6.0, bin_index=1)
+    assert next_batch([second, first], SHORT_FIRST) is first
+
+
+def test_a_short_batch_goes_before_no_request_of_an_earlier_band() -> None:
+    """Offline work, which fills idle capacity, stays behind all others."""
+    key = banded(Band.FILLS_IDLE, 1.0)
+    offline = lane(key, key, key, bin_index=0, waited_s=61.0)
+    in_time = lane(*[banded(Band.IN_TIME, 5.0)] * 3, bin_index=3)
+    assert next_batch([offline, in_time], SHORT_FIRST) is in_time
 
 
 def test_without_a_wait_whatever_is_there_goes() -> None:
@@ -60,7 +88,9 @@ def test_an_idle_replica_asks_often_enough() -> None:
     assert [tick_s(wait_s, 1.0) for wait_s in (0.0, 0.001, 0.4, 60.0, math.inf)] == [1.0, 0.01, 0.1, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("fields", [{"batch_size": 0}, {"max_wait_s": -1.0}, {"max_wait_s": math.nan}])
+@pytest.mark.parametrize(
+    "fields", [{"batch_size": 0}, {"max_wait_s": -1.0}, {"max_wait_s": math.nan}, {"patience_s": -1.0}]
+)
 def test_what_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         GangConfig(**fields)  # type: ignore[arg-type]

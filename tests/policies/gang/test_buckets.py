@@ -339,6 +339,31 @@ def test_prompt_buckets_adjust_after_as_many_prompts_as_they_were_told() -> None
         PromptBuckets(AdaptiveBucketsConfig(), refit_every=0)
 
 
+def test_prompt_buckets_of_algorithm_1_halve_what_is_mostly_short_and_keep_every_prompt() -> None:
+    """ERRATA 2.12: as printed, a prompt of l_max has no bucket."""
+    buckets = PromptBuckets(BucketServeConfig(l_max=1024, max_buckets=3), refit_every=16, max_requests=8)
+    for _ in range(16):
+        buckets.assign(10)
+    assert buckets.edges == (0.0, 512.0, 1024.0)
+    assert [buckets.assign(tokens) for tokens in (511, 512, 1023, 1024, 9999)] == [0, 1, 1, 1, 1]
+    for _ in range(64):
+        buckets.assign(10)
+    assert len(buckets.edges) == 4, "it would go on halving"
+    for _ in range(11):
+        buckets.assign(1000)
+    assert buckets.edges == (0.0, 256.0, 512.0, 1024.0)
+
+
+def test_algorithm_1_adopts_what_another_found_over_the_same_range() -> None:
+    buckets = BucketServeBuckets(BucketServeConfig(l_max=1024, max_buckets=2))
+    buckets.adopt((0.0, 512.0, 1024.0))
+    assert (buckets.assign(511), buckets.assign(512)) == (0, 1)
+    for edges in [(0.0, 512.0, math.inf), (0.0, 256.0, 512.0, 1024.0), (0.0, 512.0, 512.0)]:
+        assert not buckets.fits(edges)
+        with pytest.raises(InputError, match="from 0 to 1024.0, 2 buckets at most"):
+            buckets.adopt(edges)
+
+
 def test_adaptive_buckets_pickle_with_their_edges() -> None:
     buckets = make_adaptive()
     buckets.adjust(DYADIC, 16)

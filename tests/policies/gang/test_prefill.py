@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError
+from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode, decode_layout, prefill_passes
 
 MODES: list[PrefillMode] = ["padded", "prepacked", "length_ordered"]
@@ -39,6 +40,15 @@ def test_row_tokens_make_rows_longer_than_the_longest_prompt() -> None:
     assert (only.layout.row_count, only.layout.capacity, only.is_packed) == (4, 4, False)
 
 
+@pytest.mark.parametrize(("packing", "rows"), [("first_fit", [0, 1, 2, 2, 1]), ("best_fit", [0, 1, 2, 2, 2])])
+def test_rows_are_filled_by_the_packing_that_was_asked_for(packing: Packing, rows: list[int]) -> None:
+    config = PrefillConfig(packing=packing, pack_decode_from=1.0)
+    (only,) = prefill_passes([9, 7, 5, 3, 1], config)
+    assert [only.layout.spans[only.prompts.index(prompt)].row for prompt in range(5)] == rows
+    shared = decode_layout([9, 7, 5, 3, 1], 0, config)
+    assert (shared is None) == (packing == "best_fit"), "three tokens a step for each of three rows are not worth it"
+
+
 @given(lengths=LENGTHS, most=st.integers(1, 400))
 def test_rows_of_a_whole_pass_are_one_a_pass_and_without_padding(lengths: list[int], most: int) -> None:
     for each in prefill_passes(lengths, PrefillConfig(max_pass_tokens=most, row_tokens=most)):
@@ -57,7 +67,7 @@ def test_no_prompts_make_no_pass() -> None:
     assert [prefill_passes([], PrefillConfig(mode=mode)) for mode in MODES] == [[], [], []]
 
 
-@pytest.mark.parametrize("fields", [{"mode": "best"}, {"max_pass_tokens": 0}, {"row_tokens": 0}])
+@pytest.mark.parametrize("fields", [{"mode": "best"}, {"packing": "worst"}, {"max_pass_tokens": 0}, {"row_tokens": 0}])
 def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         PrefillConfig(**fields)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import heapq
 import math
 import pickle
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from policies.errors import ConfigError, InputError
 from policies.router.order import (
+    BAND_S,
     FCFS,
     LJF,
     SJF,
@@ -18,6 +20,7 @@ from policies.router.order import (
     Deadline,
     DeadlineConfig,
     EstimatedWork,
+    IdleOrder,
     Order,
     VirtualDeadline,
     VirtualDeadlineConfig,
@@ -91,7 +94,7 @@ def test_in_time_goes_before_no_target_before_late_before_what_fills_idle_capaci
     now_s = 1.8e9
     in_time, late = deadline_keys(now_s, 1e6, late_patience_s=1e6)
     none = deadline_keys(now_s - 1e5, None, late_patience_s=1.0)
-    idle = deadline_keys(now_s - 1e5, 1.0, fills_idle=True, late_patience_s=1.0)
+    idle = deadline_keys(now_s - 1e5, 1.0, fills_idle="deadline", late_patience_s=1.0)
     resumed = banded(Band.RESUMED, now_s)
     assert resumed < in_time < none.key < late < idle.key
     assert none.key == none.late_key and idle.key == idle.late_key, "they cannot be late"
@@ -105,6 +108,37 @@ def test_who_is_in_time_is_overtaken_only_within_the_difference_of_targets(
     (arrival_s, target_s), (other_s, other_target_s) = first, second
     goes_first = deadline_keys(other_s, other_target_s).key < deadline_keys(arrival_s, target_s).key
     assert goes_first == (other_s - arrival_s < target_s - other_target_s)
+
+
+IDLE_ORDERS: tuple[IdleOrder, ...] = get_args(IdleOrder)
+
+
+@pytest.mark.parametrize("order", IDLE_ORDERS)
+@given(arrival_s=st.floats(0.0, 2e9), ttft_s=st.one_of(st.none(), st.floats(1.0, 1e5)), tokens=st.integers(1, 1 << 22))
+def test_idle_capacity_is_owed_after_patience_and_no_later_than_a_window_more_whatever_the_order(
+    order: IdleOrder, arrival_s: float, ttft_s: float | None, tokens: int
+) -> None:
+    key, late_key = deadline_keys(arrival_s, ttft_s, fills_idle=order, prompt_tokens=tokens, late_patience_s=60.0)
+    assert key == late_key
+    assert key // BAND_S == Band.FILLS_IDLE
+    window_s = ttft_s or 60.0
+    assert arrival_s + 60.0 - 1e-4 <= key % BAND_S <= arrival_s + 60.0 + 2 * window_s + 1e-4
+
+
+WINDOWED = st.tuples(st.integers(0, 2000), st.integers(1, 1 << 20))
+
+
+@given(first=WINDOWED, second=WINDOWED, longest_first=st.booleans())
+def test_by_length_the_shorter_or_longer_goes_first_within_a_window_and_the_earlier_window_before_the_later(
+    first: tuple[int, int], second: tuple[int, int], longest_first: bool
+) -> None:
+    """Windows of 600 s of Unix time."""
+    order: IdleOrder = "longest_first" if longest_first else "shortest_first"
+    keys = [
+        deadline_keys(1.8e9 + a, 600.0, fills_idle=order, prompt_tokens=tokens).key for a, tokens in (first, second)
+    ]
+    ranks = [(a // 600, -tokens if longest_first else tokens) for a, tokens in (first, second)]
+    assert (keys[0] < keys[1]) == (ranks[0] < ranks[1])
 
 
 def test_a_request_is_late_when_reading_its_prompt_would_pass_its_deadline() -> None:

@@ -1,5 +1,6 @@
 """When prompts are read elsewhere, in which order, and on how many replicas."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from policies.router.prefill_decode import (
     padded_tokens,
     prefill_replicas,
     prefill_slots,
+    safe_prompts,
 )
 from policies.types import StepCoefficients, StepTimes
 
@@ -125,6 +127,24 @@ def test_slots_of_a_prefill_replica_are_the_prompts_of_two_steps() -> None:
     assert prefill_slots(8192, 50_000.0) == 1
     with pytest.raises(InputError, match="budget of 0"):
         prefill_slots(0, 10.0)
+
+
+lengths = st.lists(st.integers(1, 2000), max_size=20)
+
+
+@given(held=lengths, mean=st.integers(1, 500), safe_tokens=st.floats(0.0, 20_000.0))
+def test_prompts_on_board_and_those_to_come_keep_to_what_is_safe_of_the_cache(
+    held: list[int], mean: int, safe_tokens: float
+) -> None:
+    """Equation 6: the most whose lengths sum to that; one goes in any case, so that none waits for ever."""
+    prompts = safe_prompts(held, mean, safe_tokens)
+    tokens = [*held, *[mean] * 20_001]
+    assert prompts == 1 or sum(tokens[:prompts]) <= safe_tokens
+    assert sum(tokens[: prompts + 1]) > safe_tokens
+
+
+def test_a_cache_that_has_no_bound_bounds_no_prompts() -> None:
+    assert safe_prompts([10] * 64, 10.0, math.inf) > 1 << 40
 
 
 arrivals = st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(0, 7)), min_size=2, max_size=40)

@@ -69,8 +69,8 @@ class Telemetry:
 
 
 def _of_phases(policy: Auto, state: BatchState) -> dict[str, Any]:
-    length = policy.phases.phase_length
-    return {"phase_steps": length.steps, "refill": policy.config.refill or length.refill(state.slots)}
+    length, slots = policy.phases.phase_length, int(min(state.slots, policy.phases.most_exclusive))
+    return {"phase_steps": length.steps, "refill": policy.config.refill or length.refill(slots)}
 
 
 class Transfers:

@@ -26,6 +26,7 @@ from deployments.engines.transformers.cache import RowsCache
 from deployments.engines.transformers.model import GangModel, load
 from deployments.engines.transformers.packed_cache import PackedCache
 from policies.errors import ConfigError
+from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from tests.deployments import flash_reference, tiny_models
 
@@ -111,14 +112,16 @@ def test_logits_are_those_of_each_request_alone(
             assert isinstance(held, RowsCache) and held.columns == max(map(len, asked))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "packing"), [("sdpa", "first_fit"), ("sdpa", "best_fit"), ("eager", "first_fit")]
+)
 def test_requests_that_share_rows_while_they_generate_have_the_same_logits(
-    model: Any, attention: str, monkeypatch: pytest.MonkeyPatch
+    model: Any, attention: str, packing: Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for two steps, so that the batch is laid out anew as well; at the end one request is alone."""
     monkeypatch.setattr(gang_model, "PACKED_ROOM", 2)
     monkeypatch.setattr(model.config, "_attn_implementation", attention)
-    gang = GangModel(model, PrefillConfig(pack_decode_from=1.0))
+    gang = GangModel(model, PrefillConfig(packing=packing, pack_decode_from=1.0))
     asked = prompts()
     logits, held = gang.prefill(asked)
     for kept in (range(8), range(8), range(8), [0, 1, 3, 4, 6], [3]):

@@ -80,6 +80,19 @@ def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch
     assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
 
 
+async def test_an_engine_of_batches_offers_a_whole_one_whatever_memory_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def status(_: str) -> dict[str, int]:
+        return {"batch_size": 3, "late_requests": 2}
+
+    core = SimpleNamespace(call_utility_async=status, resources=SimpleNamespace(engine_dead=False))
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
+    single, batches = VllmEngine(args), VllmEngine(args, batch_size=24)
+    for engine in (single, batches):
+        await engine.status()
+    assert (single.slots, batches.slots) == (3 + 2, 24)
+
+
 async def test_nobody_waits_for_an_answer_of_an_engine_core_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     core = SimpleNamespace(
         call_utility_async=lambda *_: asyncio.Event().wait(), resources=SimpleNamespace(engine_dead=False)

@@ -1,0 +1,64 @@
+"""A run on record, request by request: what was sent when, and when its tokens came.
+
+Two formats are read. JSON is what `vllm bench serve --save-result --save-detailed` writes, against vLLM or against
+Sluice, for both are servers of OpenAI's API. CSV, gzipped or not, has the columns of COLUMNS; others are passed over.
+Times are seconds on one clock.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from policies.errors import InputError
+from policies.types import FloatArray
+
+Record = dict[str, FloatArray]
+COLUMNS = ("queued_s", "prompt_tokens", "output_tokens", "first_token_s", "last_token_s")
+_BENCH = ("start_times", "input_lens", "output_lens", "ttfts", "itls")
+
+
+def read_run(path: Path) -> Record:
+    """COLUMNS of the requests that were answered, each of shape (n,); queued_s begins at 0.
+
+    Raises:
+        InputError: the file cannot be read, lacks a column, or holds no request that was answered.
+    """
+    try:
+        record = _bench(json.loads(path.read_text())) if path.suffix == ".json" else columns(path, COLUMNS)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"cannot read the run {path}: {error!r}; it needs {_needs(path)}") from error
+    answered = record["output_tokens"] >= 1
+    if not answered.any():
+        raise InputError(f"{path} holds no request that was answered; it needs {_needs(path)}")
+    record = {name: column[answered] for name, column in record.items()}
+    start_s = record["queued_s"].min()
+    return {name: column - start_s if name.endswith("_s") else column for name, column in record.items()}
+
+
+def columns(path: Path, names: Sequence[str]) -> Record:
+    """Columns of numbers of a CSV file.
+
+    Raises:
+        OSError, KeyError, ValueError: the file or a column is not there, or holds something else.
+    """
+    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: np.array([float(row[name]) for row in rows]) for name in names}
+
+
+def _bench(found: dict[str, Any]) -> Record:
+    start_s, prompts, outputs, ttft_s = (np.array(found[name], dtype=np.float64) for name in _BENCH[:-1])
+    first_s = start_s + ttft_s
+    last_s = first_s + np.array([sum(gaps_s) for gaps_s in found["itls"]])
+    return dict(zip(COLUMNS, (start_s, prompts, outputs, first_s, last_s), strict=True))
+
+
+def _needs(path: Path) -> str:
+    if path.suffix == ".json":
+        return f"{', '.join(_BENCH)}, as `vllm bench serve --save-result --save-detailed` writes them"
+    return f"the columns {', '.join(COLUMNS)}"

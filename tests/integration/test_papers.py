@@ -1,0 +1,45 @@
+"""The papers' system by one option: the BERT predictor, two engines of vLLM, whole batches of one bin."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from deployments.process.environment import free_port
+from tests.integration.application import Sluice
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    with Sluice(tmp_path_factory.mktemp("papers"), free_port(), "--preset", "papers") as application:
+        yield application.wait_until_ready()
+
+
+async def test_all_parts_decide_together_and_every_request_is_answered(papers: Sluice) -> None:
+    async with papers.async_client() as client:
+
+        async def ask(number: int) -> int:
+            text = f"Tell me {'a long story' if number % 2 else 'one word'} about river {number}. " * (1 + number % 3)
+            answer = await client.chat.completions.create(
+                model="sluice-demo",
+                messages=[{"role": "user", "content": text}],
+                max_tokens=200 if number % 2 else 10,
+                extra_headers={"X-Sluice-Class": ("interactive", "standard", "offline")[number % 3]},
+            )
+            assert answer.usage is not None
+            return answer.usage.completion_tokens
+
+        tokens = await asyncio.gather(*map(ask, range(PROMPTS)))
+    assert all(tokens)
+    status = papers.status()
+    assert len(status["bin_edges_tokens"]) == 5
+    assert all(replica["takes_batches"] for replica in status["replicas"].values())
+    assert len(status["replicas"]) == 2
+    engines = [replica["engine"] for replica in status["replicas"].values()]
+    assert all(engine["finished"] and engine["mode"] == "auto" for engine in engines)
+    # A batch holds requests of one class.
+    assert sum(status["batches"].values()) >= 3
