@@ -131,7 +131,7 @@ class MemoryStateStore:
         self._lengths: list[FinishedLength] = []
         self._lengths_total = 0
         self._settings: dict[str, dict[str, bytes]] = {}
-        self._metrics: dict[str, tuple[float, bytes]] = {}
+        self._pages: dict[str, tuple[float, Mapping[str, bytes]]] = {}  # by router
 
     def _waiting(self) -> list[_Place]:
         return [place for place in self._places.values() if not place.replica_id]
@@ -516,7 +516,7 @@ class MemoryStateStore:
 
     async def remove_router(self, router_id: str) -> None:
         self._routers.pop(router_id, None)
-        self._metrics.pop(router_id, None)
+        self._pages.pop(router_id, None)
         for place in self._waiting():
             if place.ticket.router_id == router_id:
                 self._forget(place.ticket.request_id)
@@ -555,12 +555,13 @@ class MemoryStateStore:
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
         return dict(self._settings.get(configured, {}))
 
-    async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
-        self._metrics[router_id] = (self._now() + ttl_s, exposition)
+    async def publish(self, router_id: str, pages: Mapping[str, bytes], ttl_s: float) -> None:
+        self._pages[router_id] = (self._now() + ttl_s, pages)
 
-    async def all_metrics(self) -> dict[str, bytes]:
+    async def published(self, what: str) -> dict[str, bytes]:
         now_s = self._now()
-        return {key: text for key, (until_s, text) in self._metrics.items() if until_s > now_s and key in self._routers}
+        living = {key: pages for key, (until_s, pages) in self._pages.items() if until_s > now_s}
+        return {key: pages[what] for key, pages in living.items() if key in self._routers and what in pages}
 
     async def snapshot(self) -> Snapshot:
         waiting = [place.ticket for place in self._waiting()]

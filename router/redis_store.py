@@ -384,15 +384,17 @@ class RedisStateStore:
         found = await self._guard(lambda: cast(Awaitable[Any], self._redis.hgetall(key)))
         return {name.decode(): value for name, value in found.items()}
 
-    async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
-        key = self._key(f"metrics:{router_id}")
-        await self._guard(lambda: self._redis.set(key, exposition, px=int(ttl_s * 1000)))
+    async def publish(self, router_id: str, pages: Mapping[str, bytes], ttl_s: float) -> None:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for what, page in pages.items():
+                pipeline.set(self._key(f"{what}:{router_id}"), page, px=int(ttl_s * 1000))
+            await self._guard(pipeline.execute)
 
-    async def all_metrics(self) -> dict[str, bytes]:
+    async def published(self, what: str) -> dict[str, bytes]:
         ids = _strings(await self._guard(lambda: self._redis.zrange(self._key("routers"), 0, -1)))
         if not ids:
             return {}
-        raws = await self._guard(lambda: self._redis.mget([self._key(f"metrics:{router_id}") for router_id in ids]))
+        raws = await self._guard(lambda: self._redis.mget([self._key(f"{what}:{router_id}") for router_id in ids]))
         return {router_id: raw for router_id, raw in zip(ids, raws, strict=True) if raw is not None}
 
     async def snapshot(self) -> Snapshot:

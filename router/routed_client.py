@@ -41,6 +41,7 @@ from router.connections import Connections
 from router.event_loop import look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
+from router.recent import RecentRequests
 from router.retry_truth import RetryTruth
 from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
@@ -177,6 +178,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._door, self._local = door, LocalCapacity(shared_clock.now)
         self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._settlements = Settlements(router_id, store)
+        self._recent = RecentRequests()
         self._clock, self._shared_clock, self._metrics = clock, shared_clock, metrics
         self._blocks = CachedBlocks(clock, metrics)
         self._entries: dict[str, Entry[RequestT]] = {}
@@ -882,12 +884,34 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _count(self, entry: Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
+        self._note_recent(entry, outcome)
         self._note_usage(entry)
         self._settle_up(entry.bill, entry.timing)
         if outcome in WHOLE:
             entry.metrics.e2e_s.observe(self._clock.now() - entry.timing.received_s)
             is_cut = outcome == "length"
             self._classifier.observe(entry.slo_class, entry.timing.output_tokens, entry.foresight, is_cut=is_cut)
+
+    def _note_recent(self, entry: Entry[RequestT], outcome: str) -> None:
+        timing, ticket = entry.timing, entry.ticket
+        predicted = ticket.predicted_output_tokens
+        self._recent.note(
+            {
+                "at": round(self._shared_clock.now(), 3),
+                "request_id": entry.request_id,
+                "slo_class": entry.slo_class,
+                "bin": ticket.bin_index,
+                "prompt_tokens": entry.prompt_tokens,
+                "predicted_tokens": None if predicted is None else round(predicted, 1),
+                "output_tokens": timing.output_tokens,
+                "wait_s": _since(timing.received_s, timing.assigned_s),
+                "ttft_s": _since(timing.received_s, timing.first_token_s),
+                "replica": entry.replica_id,
+                "moves": entry.moves,
+                "recalls": entry.recalls,
+                "outcome": outcome,
+            }
+        )
 
     def _note_usage(self, entry: Entry[RequestT]) -> None:
         """Once it has ended. What never came to a replica took nothing."""
@@ -954,7 +978,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _exchange(self) -> None:
         await self._classifier.exchange(self._store, self._clock.now())
         self._metrics.prefix_entries.set(self.prefix_entries)
-        await self._store.publish_metrics(self.router_id, self._metrics.exposition(), self._config.silence_s)
+        pages = {"metrics": self._metrics.exposition(), "recent": self._recent.page()}
+        await self._store.publish(self.router_id, pages, self._config.silence_s)
 
     async def _settle(self) -> None:
         self._note_overdrafts()
@@ -1004,3 +1029,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _lives(self, entry: Entry[RequestT]) -> bool:
         """Neither over nor cancelled: another of its id may have come since."""
         return self._entries.get(entry.request_id) is entry
+
+
+def _since(start_s: float, then_s: float | None) -> float | None:
+    return None if then_s is None else round(then_s - start_s, 4)

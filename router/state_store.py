@@ -367,11 +367,11 @@ class StateStore(Protocol):
     async def changed_settings(self, configured: str) -> dict[str, bytes]:
         """All that were kept for those who were."""
 
-    async def publish_metrics(self, router_id: str, exposition: bytes, ttl_s: float) -> None:
-        """Keep this router's metrics for ttl_s, so that any router can answer for all."""
+    async def publish(self, router_id: str, pages: Mapping[str, bytes], ttl_s: float) -> None:
+        """Keep this router's pages, by what they hold, for ttl_s, so that any router can answer for all."""
 
-    async def all_metrics(self) -> dict[str, bytes]:
-        """The metrics that each living router published last."""
+    async def published(self, what: str) -> dict[str, bytes]:
+        """The page of this name that each living router published last."""
 
     async def snapshot(self) -> Snapshot: ...
 

@@ -29,6 +29,7 @@ from starlette.websockets import WebSocketClose
 from deployments.http.bodies import RETRY_AFTER_S, BodyError, ClientLeftError, RequestBodies, replay
 from deployments.http.keys import KeyRing
 from deployments.http.promises import CLASS_HEADER, PromiseError, Promises, asked_for
+from deployments.page import PAGE_PATHS
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
@@ -43,7 +44,7 @@ MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
-OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
+OPEN_PATHS = (*UNLOGGED_PATHS, *PAGE_PATHS)  # probes and scrapers have no key, the page asks people for it
 READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
 LEAVE_S = 5.0  # for whoever listens to see that its client has left

@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config.application import AppConfig, PrefillSection, least_replicas
+from deployments.config.application import AppConfig, ClassSection, PrefillSection, least_replicas
 from deployments.config.live import EngineTerms
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
@@ -37,6 +37,7 @@ from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import ProcessPage, RouterMetrics, SplitMetrics, shared_exposition
 from router.prefill_decode import EngineClient, PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.recent import latest
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient
 from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
@@ -290,7 +291,7 @@ class FrontEnd:
         Also this router's own: a page of now would show more than the next one, if that comes from another router.
         """
         try:
-            of_routers = await self._store.all_metrics()
+            of_routers = await self._store.published("metrics")
             pages = list(of_routers.values())
             if self.router_id not in of_routers:
                 pages.append(self.metrics.exposition())
@@ -298,7 +299,7 @@ class FrontEnd:
             pages.append(engine_exposition(await self.routed.statuses(), self._of_model))
             if isinstance(self.routed, SplitClient):
                 pages.append(shared_exposition(await self._prefill_store.snapshot(), self._of_model, "prefill"))
-                pages += (await self._prefill_store.all_metrics()).values()
+                pages += (await self._prefill_store.published("metrics")).values()
         except StateStoreError:
             return [self.metrics.exposition()]
         return pages
@@ -327,7 +328,14 @@ class FrontEnd:
             # Other routers have memories of their own.
             "prefixes": {"entries": self._answering.prefix_entries, "hit_tokens": self.metrics.hits},
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
+            "classes": {name: _promised(section) for name, section in self._config.classes.items()},
+            "default_class": self._config.default_class,
+            "recent_requests": latest((await self._store.published("recent")).values()),
         }
+
+
+def _promised(section: ClassSection) -> dict[str, float | None]:
+    return {"ttft_s": section.ttft_s, "tpot_s": section.tpot_s}
 
 
 def _as_json(edges: Sequence[float]) -> list[float | None]:

@@ -23,6 +23,7 @@ from deployments.http.limits import RequestLimits
 from deployments.http.middleware import SluiceMiddleware, error_response
 from deployments.http.model_switch import ModelSwitch
 from deployments.http.promises import Promises
+from deployments.page import PAGE_PATHS, page
 from deployments.process.logs import log_as_json
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats
@@ -151,6 +152,7 @@ class Router:
             Route("/metrics", self._metrics_page),
             Route("/metrics/", self._metrics_page),
             Route("/sluice/status", self._status_page),
+            *(Route(path, page) for path in PAGE_PATHS),
             Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
             *([Route("/docs", _docs_page)] if app.openapi_url else []),
             *kept,

@@ -277,8 +277,9 @@ async def test_a_count_from_before_the_tables_were_lost_starts_anew(store: State
 async def test_metrics_of_living_routers_are_shown(store: StateStore) -> None:
     await store.beat_router("a", FOR_EVER_S)
     for name in ("a", "never-beat"):
-        await store.publish_metrics(name, b"page of " + name.encode(), FOR_EVER_S)
-    assert await store.all_metrics() == {"a": b"page of a"}
+        await store.publish(name, {"metrics": b"page of " + name.encode()}, FOR_EVER_S)
+    assert await store.published("metrics") == {"a": b"page of a"}
+    assert await store.published("recent") == {}
 
 
 async def test_settings_are_kept_by_name_for_those_configured_alike(store: StateStore) -> None:

@@ -9,9 +9,11 @@ import httpx
 import psutil
 import pytest
 import redis
+from playwright.sync_api import expect
 
 from deployments.process.environment import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
+from tests.integration.browser import opened
 from tests.integration.traffic import Traffic
 from tests.waiting import wait_until
 
@@ -115,6 +117,14 @@ def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(mort
     traffic.check_streams()
     assert traffic.answers == {200}
     assert traffic.slowest_s < NO_CALL_TO_REDIS_S
+
+
+def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(mortal: Sluice) -> None:
+    with opened(mortal.url) as page:
+        expect(page.locator("#what")).to_contain_text("2 replicas")
+        mortal.engine_replicas()[0].kill()
+        expect(page.locator("#replicas .bad")).to_contain_text(["", "gone since"])
+        expect(page.locator("#what")).to_contain_text("2 replicas", timeout=1000 * START_TIMEOUT_S)
 
 
 def test_both_engines_killed_at_once_cost_time_and_no_stream(mortal: Sluice) -> None:

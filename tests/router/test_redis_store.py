@@ -338,7 +338,7 @@ async def test_what_an_ended_application_leaves_goes_within_a_week(redis_url: st
         await store.exchange_lengths(0, [FinishedLength("standard", 7)], 8)
         await store.swap_edges("2 bins", life, [0.0, 10.0 + life, math.inf])
         await store.change_settings("this way", {"mode": b"1"})
-        await store.publish_metrics("a", b"page", 60.0)
+        await store.publish("a", {"metrics": b"page"}, 60.0)
         if life == 0:
             await store.beat_router("a", 60.0)
         await store.release(INFO.replica_id, ["first"])

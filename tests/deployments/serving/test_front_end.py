@@ -101,7 +101,7 @@ async def test_every_router_has_the_same_metrics_page(store: Store) -> None:
         router.routed = SimpleNamespace(statuses=nothing)  # type: ignore[assignment]
         router.metrics.replicas_lost.inc()
         await store.beat_router(router.router_id, 60.0)
-        await store.publish_metrics(router.router_id, router.metrics.exposition(), 60.0)
+        await store.publish(router.router_id, {"metrics": router.metrics.exposition()}, 60.0)
         router.metrics.replicas_lost.inc()
     first, second = [merge(await router.metrics_pages()).decode() for router in routers]
     assert first == second

@@ -7,9 +7,11 @@ from importlib.metadata import version
 import httpx
 import openai
 import pytest
+from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.application import Sluice, is_loopback
+from tests.integration.browser import opened
 from tests.integration.several_models.models import GANGS, KEY, NIGHT_KEY, SCALED, TIGHT
 from tests.waiting import wait_until
 
@@ -163,3 +165,14 @@ def test_a_key_is_kept_to_its_classes_and_its_rate_before_anything_is_streamed(m
     assert second.status_code == 429
     assert 0 < int(second.headers["retry-after"]) <= 60
     assert "requests_per_minute of night" in json.loads(second.text)["error"]["message"]
+
+
+def test_the_page_asks_for_a_key_before_it_shows_anything(models: Sluice) -> None:
+    with opened(models.url) as page:
+        for key, shown in (("wrong", "The key is not known here."), (KEY, "")):
+            page.locator("#keyinput").fill(key)
+            page.locator("#keyinput").press("Enter")
+            expect(page.locator("#trouble")).to_have_text(shown)
+        expect(page.locator("#what")).to_contain_text(TIGHT)
+        expect(page.locator("#curl")).to_contain_text("Authorization: Bearer $KEY")
+        assert KEY not in page.content()
