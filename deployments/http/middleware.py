@@ -44,7 +44,7 @@ MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
-OPEN_PATHS = (*UNLOGGED_PATHS, *PAGE_PATHS)  # probes and scrapers have no key, the page asks people for it
+OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
@@ -60,6 +60,12 @@ def route_path(scope: Scope) -> str:
     """The path without the `route_prefix` under which Ray Serve has the application."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _is_open(scope: Scope) -> bool:
+    """It needs no key: the page holds nothing before it has asked its reader for one."""
+    path = route_path(scope)
+    return path in OPEN_PATHS or (path in PAGE_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
 def error_response(status: int, message: str, kind: str) -> JSONResponse:
@@ -174,7 +180,7 @@ class SluiceMiddleware:
         return self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
 
     def _unknown(self, scope: Scope, tenant: Tenant | None) -> Response | None:
-        if tenant is not None or not self._keys.required or route_path(scope) in OPEN_PATHS:
+        if tenant is not None or not self._keys.required or _is_open(scope):
             return None
         response = error_response(401, "this address needs an API key: Authorization: Bearer KEY", "Unauthorized")
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -279,8 +279,10 @@ async def test_probes_need_no_key_under_a_prefix_either(log: pytest.LogCaptureFi
     async with client_of(starlette_app(), keys, "/llm") as client:
         assert (await client.get("/llm/health")).status_code == 200
         assert not [record for record in log.records if record.name == "deployments.http.middleware"]
-        for path in ("/llm/", "/llm/llm/health"):
+        for path in ("/llm/v1/models", "/llm/llm/health"):
             assert (await client.get(path)).status_code == 401
+        assert (await client.get("/llm/")).status_code == 200  # the page, which asks for one
+        assert (await client.post("/llm/")).status_code == 401
 
 
 async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None:
