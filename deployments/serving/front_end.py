@@ -272,7 +272,8 @@ class FrontEnd:
             slots=sum(replica.slots for replica in snapshot.replicas.values()),
             waiting_idle=waiting_idle,
             waiting_promised=snapshot.waiting - waiting_idle,
-            late=sum(count for (name, _), count in snapshot.late.items() if name not in idle),
+            router_id=self.router_id,
+            missed=self.metrics.missed(all_but=idle),
         )
 
     def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:

@@ -1,7 +1,7 @@
 """How many requests of batches may be in flight: as many as idle capacity takes, and no more.
 
-Additive increase, multiplicative decrease: what other classes leave is not known, it is found out by sending more until
-they wait or are late, or until what was sent waits itself.
+Slow start, then additive increase and multiplicative decrease, as in TCP (Jacobson 1988): what other classes leave is
+not known, it is found out by sending more until they wait or miss their promises, or until what was sent waits itself.
 """
 
 from dataclasses import dataclass
@@ -9,21 +9,25 @@ from dataclasses import dataclass
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 
+_MOST_ROUTERS = 64  # whose counts are remembered: those that are gone do not come back
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightConfig:
     """
     Attributes:
         most: requests, however idle the engines are.
-        growth_fraction: of the engines' slots, by how much the number grows at each look.
-        backoff: what remains of the number when other classes wait or are late.
+        growth_fraction: of the engines' slots, by how much the number grows at each look, once it has been too large. A
+            promise of seconds per token is seen to be missed when its answer ends, so what is added until then must be
+            little.
+        backoff: what remains of the number when other classes wait or miss their promises.
 
     Raises:
         ConfigError: most is below 1, or a fraction not above 0, or backoff not below 1.
     """
 
     most: int = 1024
-    growth_fraction: float = 0.125
+    growth_fraction: float = 1 / 256
     backoff: float = 0.5
 
     def __post_init__(self) -> None:
@@ -35,19 +39,21 @@ class InFlightConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One model's engines, as they are now.
+    """One model's engines, as one router sees them now.
 
     Attributes:
         slots: of all replicas together; 0 while there is none.
         waiting_idle: waiting requests of classes that fill idle capacity.
         waiting_promised: waiting requests of all other classes.
-        late: requests of those others that were called late so far; it only grows.
+        router_id: who says so.
+        missed: requests of those others that ended at this router with a promise missed; it only grows.
     """
 
     slots: int
     waiting_idle: int = 0
     waiting_promised: int = 0
-    late: int = 0
+    router_id: str = ""
+    missed: int = 0
 
 
 class InFlight:
@@ -59,7 +65,8 @@ class InFlight:
 
     def __init__(self, config: InFlightConfig) -> None:
         self._config = config
-        self._late: int | None = None
+        self._missed: dict[str, int] = {}
+        self._was_too_large = False
         self.limit = 1
 
     def observe(self, load: Load, in_flight: int) -> None:
@@ -68,12 +75,19 @@ class InFlight:
         Args:
             in_flight: requests of batches; while they are fewer than may be, nothing is learned of what more would do.
         """
-        newly_late = self._late is not None and load.late > self._late
-        self._late = load.late
+        others_suffer = self._newly_missed(load) or load.waiting_promised > 0
+        self._was_too_large |= others_suffer or load.waiting_idle > 0
         if load.slots == 0:
             self.limit = 0
-        elif newly_late or load.waiting_promised:
+        elif others_suffer:
             self.limit = max(1, int(self._config.backoff * self.limit))
         elif in_flight >= self.limit and not load.waiting_idle:
-            growth = max(1, int(self._config.growth_fraction * load.slots))
-            self.limit = min(self._config.most, self.limit + growth)
+            growth = int(self._config.growth_fraction * load.slots) if self._was_too_large else self.limit
+            self.limit = min(self._config.most, self.limit + max(1, growth))
+
+    def _newly_missed(self, load: Load) -> bool:
+        before = self._missed.pop(load.router_id, load.missed)
+        self._missed[load.router_id] = load.missed
+        if len(self._missed) > _MOST_ROUTERS:
+            self._missed.pop(next(iter(self._missed)))
+        return load.missed > before

@@ -1,11 +1,14 @@
 """The number of requests in flight follows what other classes leave."""
 
+from dataclasses import replace
+
 import pytest
 
 from policies.batches.in_flight import InFlight, InFlightConfig, Load
 from policies.errors import ConfigError
 
 IDLE = Load(slots=64)
+BUSY = Load(slots=64, waiting_promised=1)
 
 
 def after(*loads: Load, config: InFlightConfig | None = None) -> int:
@@ -15,28 +18,34 @@ def after(*loads: Load, config: InFlightConfig | None = None) -> int:
     return in_flight.limit
 
 
-def test_it_grows_by_a_part_of_the_slots_while_everything_that_is_sent_runs() -> None:
-    assert after(IDLE, IDLE, IDLE) == 1 + 3 * 8
+def test_it_doubles_until_it_was_too_large_for_the_first_time_then_it_grows_by_a_part_of_the_slots() -> None:
+    large = Load(slots=1024)
+    assert after(large, large, large) == 8
+    assert after(large, large, large, BUSY, large, large) == 4 + 2 * 4
+    assert after(IDLE, IDLE, BUSY, IDLE) == 2 + 1
 
 
 def test_it_stays_while_what_was_sent_waits() -> None:
-    assert after(IDLE, IDLE, Load(slots=64, waiting_idle=5)) == 17
+    assert after(IDLE, IDLE, Load(slots=64, waiting_idle=5)) == 4
 
 
 def test_it_halves_while_others_wait_and_never_ends() -> None:
-    busy = Load(slots=64, waiting_promised=1)
-    assert after(IDLE, IDLE, busy) == 8
-    assert after(IDLE, IDLE, *[busy] * 20) == 1
+    assert after(IDLE, IDLE, IDLE, BUSY) == 4
+    assert after(IDLE, IDLE, IDLE, *[BUSY] * 20) == 1
 
 
-def test_it_halves_once_for_what_came_late_since_the_last_look() -> None:
-    late = Load(slots=64, late=3)
-    assert after(IDLE, IDLE, late) == 8
-    assert after(IDLE, IDLE, late, late) == 16
+def test_it_halves_once_for_promises_that_were_missed_since_the_last_look_at_that_router() -> None:
+    one, other = Load(slots=64, router_id="a"), Load(slots=64, router_id="b", missed=7)
+    missed = replace(one, missed=3)
+    assert after(one, other, one, missed) == 4
+    assert after(one, other, one, missed, other, missed) == 4 + 2
 
 
-def test_what_was_late_before_the_first_look_is_no_matter() -> None:
-    assert after(Load(slots=64, late=3)) == 9
+def test_routers_that_are_gone_are_forgotten() -> None:
+    in_flight = InFlight(InFlightConfig())
+    for number in range(1000):
+        in_flight.observe(Load(slots=64, router_id=str(number)), 0)
+    assert len(in_flight._missed) <= 64
 
 
 def test_nothing_is_sent_while_there_is_no_engine_and_one_once_there_is() -> None:
@@ -47,10 +56,10 @@ def test_nothing_is_sent_while_there_is_no_engine_and_one_once_there_is() -> Non
 def test_it_does_not_grow_while_it_is_not_used_up() -> None:
     in_flight = InFlight(InFlightConfig())
     in_flight.observe(IDLE, 1)
-    in_flight.observe(IDLE, 8)
-    assert in_flight.limit == 9
-    in_flight.observe(IDLE, 9)
-    assert in_flight.limit == 17
+    in_flight.observe(IDLE, 1)
+    assert in_flight.limit == 2
+    in_flight.observe(IDLE, 2)
+    assert in_flight.limit == 4
 
 
 def test_it_has_a_bound() -> None:
