@@ -1,13 +1,12 @@
 """How many requests of batches may be in flight: as many as idle capacity takes, and no more.
 
-Slow start, then additive increase and multiplicative decrease, as in TCP (Jacobson 1988): what other classes leave is
-not known, it is found out by sending more until they wait or miss their promises, or until what was sent waits itself.
+As TCP finds out what a network carries (slow start, then slow growth and halving: Jacobson 1988): what other classes
+leave is not known, so more is sent until they wait or miss their promises, or until what was sent waits itself.
 """
 
 from dataclasses import dataclass
 
-from policies.checks import require_at_least
-from policies.errors import ConfigError
+from policies.checks import require_at_least, require_probability
 
 _MOST_ROUTERS = 64  # whose counts are remembered: those that are gone do not come back
 
@@ -17,24 +16,21 @@ class InFlightConfig:
     """
     Attributes:
         most: requests, however idle the engines are.
-        growth_fraction: of the engines' slots, by how much the number grows at each look, once it has been too large. A
-            promise of seconds per token is seen to be missed when its answer ends, so what is added until then must be
-            little.
+        growth: by how much of itself the number grows at each look, once it has been too large. A promise of seconds
+            per token is seen to be missed when its answer ends, so what is added until then must be little.
         backoff: what remains of the number when other classes wait or miss their promises.
 
     Raises:
-        ConfigError: most is below 1, or a fraction not above 0, or backoff not below 1.
+        ConfigError: most is below 1, or one of the others is not between 0 and 1.
     """
 
     most: int = 1024
-    growth_fraction: float = 1 / 256
+    growth: float = 0.01
     backoff: float = 0.5
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "most")
-        for name in ("growth_fraction", "backoff"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} must be in (0, 1), got {getattr(self, name)}")
+        require_probability(self, "growth", "backoff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +53,17 @@ class Load:
 
 
 class InFlight:
-    """The number, look by look.
-
-    Attributes:
-        limit: requests that may be in flight now; 0 while there is no engine.
-    """
+    """The number, look by look."""
 
     def __init__(self, config: InFlightConfig) -> None:
         self._config = config
         self._missed: dict[str, int] = {}
-        self._was_too_large = False
-        self.limit = 1
+        self._limit, self._was_too_large, self._has_engines = 1.0, False, True
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be in flight now; 0 while there is no engine."""
+        return int(self._limit) if self._has_engines else 0
 
     def observe(self, load: Load, in_flight: int) -> None:
         """What the engines had to do a moment ago, once for each look.
@@ -77,13 +73,12 @@ class InFlight:
         """
         others_suffer = self._newly_missed(load) or load.waiting_promised > 0
         self._was_too_large |= others_suffer or load.waiting_idle > 0
-        if load.slots == 0:
-            self.limit = 0
-        elif others_suffer:
-            self.limit = max(1, int(self._config.backoff * self.limit))
-        elif in_flight >= self.limit and not load.waiting_idle:
-            growth = int(self._config.growth_fraction * load.slots) if self._was_too_large else self.limit
-            self.limit = min(self._config.most, self.limit + max(1, growth))
+        self._has_engines = load.slots > 0
+        if others_suffer:
+            self._limit = max(1.0, self._config.backoff * self._limit)
+        elif 0 < self.limit <= in_flight and not load.waiting_idle:
+            growth = self._config.growth if self._was_too_large else 1.0
+            self._limit = min(self._config.most, (1.0 + growth) * self._limit)
 
     def _newly_missed(self, load: Load) -> bool:
         before = self._missed.pop(load.router_id, load.missed)
