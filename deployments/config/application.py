@@ -491,7 +491,7 @@ class KeysSection(Section):
 class BatchesSection(Section):
     """OpenAI's Batch API: files of requests that are answered within hours, by what other requests leave idle."""
 
-    folder: str | None = Field(default=None, pattern=r"^(/|[a-z][a-z0-9+.-]*://)")
+    folder: str | None = None
     """Where files and batches are kept: a path from the root, or any URL that fsspec knows, as s3://bucket/folder. All
     nodes must see it. null has no Batch API."""
     slo_class: str = "offline"
@@ -516,6 +516,13 @@ class BatchesSection(Section):
     """How often answers are written down. Those since the last time are computed again after a failure."""
     num_cpus: float = Field(default=0.1, ge=0)
     """Cores that Ray reserves for the process that runs batches."""
+
+    @field_validator("folder")
+    @classmethod
+    def _is_the_same_in_every_process(cls, folder: str | None) -> str | None:
+        if folder is not None and not re.match(r"/|[a-z][a-z0-9+.-]*://", folder):
+            raise ValueError(f"must be a path from the root or a URL, got {folder!r}: processes have other folders")
+        return folder
 
     @model_validator(mode="after")
     def _keeps_what_runs(self) -> Self:
