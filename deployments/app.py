@@ -19,6 +19,7 @@ from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
 from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env
 from deployments.serving.autoscaling import engines_config, routers_config
+from deployments.serving.batch_runner import runner_application
 from deployments.serving.engine_replica import EngineReplica
 from deployments.serving.predictor import predictor_application
 from deployments.serving.router import Router
@@ -74,8 +75,9 @@ def application(config: AppConfig) -> Application:
         for group in _groups(each)
     ]
     predictor = predictor_application(config.predictor) if config.predictor.own_replicas else None
+    batches = runner_application(config.batches) if config.batches.folder is not None else None
     api_keys = os.environ.get(KEYS_ENV)
-    return _router_deployment(config).bind(config, redis_url, engines, api_keys, predictor)
+    return _router_deployment(config).bind(config, redis_url, engines, api_keys, predictor, batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ apart by the label `router`: one scrape behind a load balancer sees the whole se
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TypeVar
 
@@ -257,6 +257,12 @@ class RouterMetrics:
         if found is None:
             found = self._of_class[slo_class] = ClassMetrics(self, slo_class)
         return found
+
+    def missed(self, all_but: Collection[str]) -> int:
+        """Requests of other classes than these whose promise was missed."""
+        (family,) = self.slo_requests.collect()
+        labels = ((each.labels, each.value) for each in family.samples if each.name.endswith("_total"))
+        return int(sum(count for of, count in labels if "missed" in of.values() and of["slo_class"] not in all_but))
 
     def note_waits(self, longest_s: Mapping[str, float]) -> None:
         """By class; of one that is not there nothing waits."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from policies.batches.in_flight import InFlightConfig
 from policies.checks import require_at_least
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
@@ -18,6 +19,7 @@ from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Order
 from policies.router.placement import Placement
 from policies.types import BatchPolicy, StepTimes
+from simulator.backlog import Backlog
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
@@ -39,6 +41,7 @@ class ClusterConfig:
         promises: seconds to the first token and of a token on the mean, by class, "*" for every one not named.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
         clients: closed loop: so many requests are kept in the system and arrival times do not count; None is open.
+        batches: how many requests of a backlog are in the system.
 
     Raises:
         ConfigError: a value is out of bounds, or a policy is unknown, of another family or refuses its settings.
@@ -61,6 +64,7 @@ class ClusterConfig:
     clients: int | None = None
     failures: tuple[Failure, ...] = ()
     autoscale: AutoscaleConfig | None = None
+    batches: InFlightConfig = field(default_factory=InFlightConfig)
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "replicas", "clients")
@@ -94,6 +98,7 @@ class Run:
     Attributes:
         requests: those that were served.
         refused: those that no engine's cache could hold, and those that an engine had no room for when they came.
+        backlog: requests of batches that were begun, whether they ended before the last of the others or after.
     """
 
     requests: list[Request]
@@ -102,6 +107,7 @@ class Run:
     makespan_s: float
     replica_s: float
     events: int
+    backlog: list[Request] = field(default_factory=list)
 
 
 class Source:
@@ -179,11 +185,17 @@ def end_s(served: Iterable[Request]) -> float:
     return max((r.finished_s for r in served if r.finished_s is not None), default=0.0)
 
 
-def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], object] | None = None) -> Run:
+def run(
+    config: ClusterConfig,
+    workload: Workload,
+    on_progress: Callable[[int], object] | None = None,
+    backlog: Workload | None = None,
+) -> Run:
     """Serve the workload to its end. Requests too long for an engine's cache are refused, not served.
 
     Args:
         on_progress: told how many requests ended, now and then.
+        backlog: requests of batches, which fill what the others leave; arrival times do not count.
     """
     fitting, refused = admitted(config, workload)
 
@@ -193,7 +205,8 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
         return source.on_ended(count, now_s)
 
     def finished(now_s: float, engine: Engine, requests: list[Request]) -> Iterable[Event]:
-        return [*router.finished(now_s, engine, requests), *ended(len(requests), now_s)]
+        events = [*router.finished(now_s, engine, requests), *ended(of_batches.others(requests), now_s)]
+        return [*events, *of_batches.ended(requests, now_s)]
 
     router = new_router(config, on_refused=lambda request, now_s: ended(1, now_s))
     source = Source(fitting, config.clients, router.arrive)
@@ -209,11 +222,19 @@ def run(config: ClusterConfig, workload: Workload, on_progress: Callable[[int], 
     loop.add(fleet.start(config.replicas, config.replica_classes))
     loop.add(fleet.failure(failure) for failure in config.failures)
     loop.add(source.start())
+    of_batches = Backlog(
+        admitted(config, backlog)[0] if backlog else [],
+        config.batches,
+        router,
+        slots=lambda: router.state().slots,
+        busy=lambda: source.busy,
+    )
+    loop.add(of_batches.start())
     loop.run()
     served = [request for request in fitting if not request.refused]
     refused += [request for request in fitting if request.refused]
     last_s = end_s(served)
-    return Run(served, refused, fleet.engines, last_s, fleet.replica_seconds(last_s), loop.events)
+    return Run(served, refused, fleet.engines, last_s, fleet.replica_seconds(last_s), loop.events, of_batches.begun)
 
 
 @dataclass(slots=True, eq=False)

@@ -88,5 +88,10 @@ class Request:
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
+    def missed_a_promise(self) -> bool:
+        """Of one that has ended."""
+        return (self.ttft_s or 0.0) > self.promised_ttft_s or (self.tpot_s or 0.0) > self.promised_tpot_s
+
+    @property
     def latency_s(self) -> float | None:
         return None if self.finished_s is None else self.finished_s - self.arrival_s

@@ -104,6 +104,9 @@ class Router:
     def _that_wait(self) -> Iterable[Request]:
         return (one.item for queue in self._queues.values() for one in queue)
 
+    def waiting_of(self, slo_class: str) -> int:
+        return len(self._queues.get(slo_class, ()))
+
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
         ahead = self.config.credit_lookahead

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
+from deployments.batches.metrics import BatchMetrics
 from deployments.serving import engine_metrics
 from predictor.metrics import PredictorMetrics
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
@@ -26,10 +27,11 @@ HEAD = """\
 <!-- Written by `python -m tests.metrics_page` from the code that declares them. -->
 
 `GET /metrics` of any router has all of them, of all routers and replicas; [operate](operate.md#is-it-well) says which
-are worth an alert, and [runbook](runbook.md) what to do then. All samples have the label `model` besides those below,
-those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`. With `engine.prefill`
-those of each router and those that are shared are there a second time for the replicas that only read prompts, as
-`sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's or the process's.
+are worth an alert, and [runbook](runbook.md) what to do then. All samples but those of batches have the label `model`
+besides those below, those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
+With `engine.prefill` those of each router and those that are shared are there a second time for the replicas that only
+read prompts, as `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's
+or the process's.
 
 A request is one answer of an engine: `n` answers to a prompt are `n` requests, and its tokens count `n` times. Tokens
 are counted when their request has ended. API keys are told apart by their names, which everybody reads who may read
@@ -75,6 +77,10 @@ def of_predictor() -> list[Row]:
 
 def of_split() -> list[Row]:
     return _declared(vars(SplitMetrics(RouterMetrics().registry)).values())
+
+
+def of_batches() -> list[Row]:
+    return _declared(vars(BatchMetrics()).values())
 
 
 def shared() -> list[Row]:
@@ -129,6 +135,7 @@ def page() -> str:
         "Of routers, where prefill and decode may be on different replicas": of_split(),
         "Shared by all routers": shared(),
         "Of each engine replica": of_engines(),
+        "Of batches, where there are any": of_batches(),
     }
     tables = (line for title, rows in sections.items() for line in [f"\n## {title}\n\n", *_table(rows)])
     return HEAD + "".join(tables)

@@ -31,7 +31,10 @@ NOT_IN_POLICIES = {
     "uuid",
 }
 # Rooms of `deployments/`: each may import itself and those before it.
-ROOMS = ("process", "config", "http", "engines", "engines/vllm", "engines/transformers", "serving", "app", "command")
+ROOMS = (
+    *("process", "config", "http", "batches", "engines", "engines/vllm", "engines/transformers"),
+    *("serving", "app", "command"),
+)
 OUTSIDE_ROOMS = {
     "vllm_scheduler",
     "plain_vllm",

@@ -26,6 +26,7 @@ def _rows() -> list[metrics_page.Row]:
         *metrics_page.of_split(),
         *metrics_page.shared(),
         *metrics_page.of_engines(),
+        *metrics_page.of_batches(),
     ]
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deployments.command import batch as batch_command
 from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
 from deployments.command import env as env_command
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
         help="what runs the model (default: vllm); see docs/transformers.md",
     )
     serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
+    serving.add_argument("--batch-folder", type=Path, help="folder for files and batches (default: no Batch API)")
     settings = serving.add_mutually_exclusive_group()
     settings.add_argument(
         "--config", type=Path, help="YAML file of the application's settings; options here go before it"
@@ -87,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     config_command.register(commands)
     keys_command.register(commands)
     prepack_command.register(commands)
+    batch_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root
@@ -144,6 +147,7 @@ def app_config(options: argparse.Namespace) -> AppConfig:
         "engine.replicas": options.engine_replicas,
         "engine.num_gpus": options.num_gpus,
         "router.replicas": options.router_replicas,
+        "batches.folder": options.batch_folder and str(options.batch_folder.absolute()),
         "vllm_args": options.vllm_args or None,
     }.items():
         if value is not None:

@@ -48,7 +48,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     for each in (engine, *_engines_of_more_models(settings)):
         each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
         each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
-    for each in (router, section(settings, "predictor")):
+    for each in (router, section(settings, "predictor"), section(settings, "batches")):
         each.setdefault("num_cpus", 0)
     return settings
 

@@ -532,6 +532,49 @@ class KeysSection(Section):
     tell what others asked; with, what several keys ask is read once for each of them."""
 
 
+class BatchesSection(Section):
+    """OpenAI's Batch API: files of requests that are answered within hours, by what other requests leave idle."""
+
+    folder: str | None = None
+    """Where files and batches are kept: a path from the root, or any URL that fsspec knows, as s3://bucket/folder. All
+    nodes must see it. null has no Batch API."""
+    slo_class: str = "offline"
+    """The class of the requests of batches; one with `fills_idle` stands in nobody's way."""
+    max_file_bytes: int = Field(default=200 << 20, ge=1)
+    """Larger uploads get 413."""
+    max_stored_bytes: int = Field(default=20 << 30, ge=1)
+    """Files of one API key together; uploads beyond it get 413."""
+    upload_timeout_s: Seconds = 600.0
+    """The longest that an upload may take; then it gets 408."""
+    max_lines: int = Field(default=100_000, ge=1)
+    """Requests of a batch; it fails with more."""
+    max_open: int = Field(default=100, ge=1)
+    """Batches of one API key that have not ended; more get 429."""
+    max_window_s: Seconds = 7 * 86_400.0
+    """The longest `completion_window`; longer ones get 400."""
+    keep_s: Seconds = 30 * 86_400.0
+    """How long files and ended batches are kept."""
+    max_in_flight: int = Field(default=1024, ge=1)
+    """Requests of batches that one model's engines may have together, however idle they are."""
+    segment_s: Seconds = 5.0
+    """How often answers are written down. Those since the last time are computed again after a failure."""
+    num_cpus: float = Field(default=0.1, ge=0)
+    """Cores that Ray reserves for the process that runs batches."""
+
+    @field_validator("folder")
+    @classmethod
+    def _is_the_same_in_every_process(cls, folder: str | None) -> str | None:
+        if folder is not None and not re.match(r"/|[a-z][a-z0-9+.-]*://", folder):
+            raise ValueError(f"must be a path from the root or a URL, got {folder!r}: processes have other folders")
+        return folder
+
+    @model_validator(mode="after")
+    def _keeps_what_runs(self) -> Self:
+        if self.keep_s <= self.max_window_s:
+            raise ValueError(f"keep_s ({self.keep_s:g}) must be above max_window_s ({self.max_window_s:g})")
+        return self
+
+
 class OrderSection(Section):
     """Order of waiting requests: whose first token is due earlier starts earlier."""
 
@@ -906,6 +949,7 @@ class AppConfig(ModelSection):
     placement: PlacementSection = PlacementSection()
     keys: KeysSection = KeysSection()
     predictor: PredictorSection = PredictorSection()
+    batches: BatchesSection = BatchesSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: str = "standard"
@@ -935,6 +979,14 @@ class AppConfig(ModelSection):
         unknown = {tier: name for tier, name in self.service_tiers.items() if name not in self.classes}
         if "service_tiers" in self.model_fields_set and unknown:
             raise ValueError(f"service_tiers {unknown} name classes that are not among {sorted(self.classes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _knows_the_class_of_its_batches(self) -> "AppConfig":
+        if self.batches.folder is not None and self.batches.slo_class not in self.classes:
+            raise ValueError(
+                f"batches.slo_class {self.batches.slo_class!r} is not one of classes {sorted(self.classes)}"
+            )
         return self
 
     @property
@@ -1054,6 +1106,7 @@ class AppConfig(ModelSection):
         groups = [
             (least_replicas(self.router), {"CPU": self.router.num_cpus}),
             (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
+            (int(self.batches.folder is not None), {"CPU": self.batches.num_cpus}),
         ]
         for each in self.each_model():
             groups += each._engine_groups()

@@ -141,6 +141,7 @@ class KeyRing:
         self._file, self._environment, self._redis = file, environment, client
         self._hash, self._classes = redis_hash(application), frozenset(classes)
         self._tenants: Mapping[str, Tenant] = {}
+        self._by_name: Mapping[str, Tenant] = {}
         self._file_read: tuple[_Stamp, list[KeyEntry]] | None = None
         self._redis_read: dict[bytes, list[KeyEntry]] = {}
 
@@ -162,6 +163,10 @@ class KeyRing:
         """Looked up by its hash: how long that takes tells of the hash, from which no key can be had."""
         return self._tenants.get(digest(key))
 
+    def named(self, name: str) -> Tenant | None:
+        """Whoever has a key of this name; None where it has been removed."""
+        return self._by_name.get(name)
+
     async def reload(self) -> None:
         """Read every source again, and parse what is new in it. When one cannot be read, the keys stay as they are.
 
@@ -172,6 +177,7 @@ class KeyRing:
         """
         stored = await self._from_redis()
         self._tenants = await asyncio.to_thread(self._parsed, stored)  # thousands of keys take longer than a step
+        self._by_name = {tenant.name: tenant for tenant in self._tenants.values()}
 
     def _parsed(self, stored: Iterable[bytes]) -> Mapping[str, Tenant]:
         configured = [*self._from_file(), *self._from_environment]

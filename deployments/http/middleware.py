@@ -50,6 +50,8 @@ BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for i
 LEAVE_S = 5.0  # for whoever listens to see that its client has left
 MAX_ERROR_BYTES = 2048  # of a response that is one, in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
+STREAMED_PATHS = frozenset({"/v1/files"})  # uploads, whose bodies the application reads and bounds itself
+TENANT = "sluice.tenant"  # in the scope of a request that this process makes itself: in whose name
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # what they bring all the same is not read
 _CHUNK = b'data: {"'  # how one of a stream begins
 _NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
@@ -144,12 +146,13 @@ class SluiceMiddleware:
             await WebSocketClose()(scope, receive, send)
             return
         received_s, headers = time.monotonic(), Headers(scope=scope)
-        tenant, request_id = self._tenant(headers), headers.get(REQUEST_ID_HEADER, "")
+        tenant = scope[TENANT] if TENANT in scope else self._tenant(headers)
+        request_id = headers.get(REQUEST_ID_HEADER, "")
         context = HttpContext(received_s, headers.get(CLASS_HEADER, ""), tenant, request_id=request_id)
         context.max_engine_requests = self._bodies.limits.max_engine_requests
         current.set(context)
         exchange = _Exchange(send, context)
-        has_body = scope["method"] not in WITHOUT_BODY
+        has_body = scope["method"] not in WITHOUT_BODY and route_path(scope) not in STREAMED_PATHS
         refusal = self._unknown(scope, tenant) or self._refusal(headers, context, has_body=has_body)
         try:
             if refusal is not None or not has_body:
@@ -187,7 +190,7 @@ class SluiceMiddleware:
         return response
 
     def _refusal(self, headers: Headers, context: HttpContext, *, has_body: bool) -> Response | None:
-        if self._bodies.is_too_large(_number(headers.get("content-length", "")) or 0):
+        if has_body and self._bodies.is_too_large(_number(headers.get("content-length", "")) or 0):
             return _refused_body(self._bodies.too_large)
         if len(headers.get(REQUEST_ID_HEADER, "")) > MAX_REQUEST_ID_CHARS:
             return error_response(400, f"{REQUEST_ID_HEADER} exceeds {MAX_REQUEST_ID_CHARS} characters", "BadRequest")

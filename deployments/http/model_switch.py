@@ -7,14 +7,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.http.in_process import Reply, after, ask, replayed
 from deployments.http.middleware import error_response, route_path
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class ModelSwitch:
                 await error_response(error.status_code, error.detail, "BadRequest")(scope, receive, send)
                 return
             app = self._by_name.get(_name(body) or "", self._first)
-            await app(scope, _replayed(body, more), send)
+            await app(scope, replayed(body, more), send)
 
     async def _models(self, scope: Scope) -> Response:
         """Every model's own entry, but for those that answer with an error, under the headers of the first that does
         not: they say which pages of other sites may read the list. Where all fail, the first one's answer."""
-        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
+        replies = await asyncio.gather(*(ask(app, scope) for app in self._apps))
         for name, reply in zip(self._names, replies, strict=True):
             if reply.status != HTTPStatus.OK:
                 logger.error("%s is missing in %s: its front end answered %d", name, MODELS_PATH, reply.status)
@@ -73,7 +73,7 @@ class ModelSwitch:
 
     async def _health(self, scope: Scope) -> Response:
         """Well when every model is."""
-        replies = await asyncio.gather(*(_ask(app, scope) for app in self._apps))
+        replies = await asyncio.gather(*(ask(app, scope) for app in self._apps))
         return Response(status_code=max(reply.status for reply in replies))
 
 
@@ -100,58 +100,13 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return b"".join(parts), _after(message, receive)
+            return b"".join(parts), after(message, receive)
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts), receive
 
 
-def _after(first: Message, receive: Receive) -> Receive:
-    """That message once more, and then what follows."""
-    held = [first]
-
-    async def next_message() -> Message:
-        return held.pop() if held else await receive()
-
-    return next_message
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    return _after({"type": "http.request", "body": body, "more_body": False}, receive)
-
-
-@dataclass
-class _Reply:
-    """One application's answer, whole."""
-
-    status: int = 500
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    body: bytes = b""
-
-
-def _passed_on(reply: _Reply) -> Response:
+def _passed_on(reply: Reply) -> Response:
     response = Response(reply.body, reply.status)
     response.raw_headers = reply.headers
     return response
-
-
-async def _ask(app: ASGIApp, scope: Scope) -> _Reply:
-    """One application's answer to a request without a body; 500 when it raises instead."""
-    reply = _Reply()
-
-    async def keep(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            reply.status, reply.headers = message["status"], list(message["headers"])
-        else:
-            reply.body += message.get("body", b"")
-
-    async def nothing_more() -> Message:
-        """Until the answer is there, and whoever listens for a disconnect is stopped."""
-        return await asyncio.Future()
-
-    try:
-        await app(dict(scope), _replayed(b"", nothing_more), keep)
-    except Exception:  # of whatever kind: the other models answer all the same
-        logger.exception("a front end failed on %s", scope["path"])
-        reply.status = HTTPStatus.INTERNAL_SERVER_ERROR
-    return reply

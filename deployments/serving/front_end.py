@@ -25,6 +25,7 @@ from deployments.process.logs import vllm_logs_as_json
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
+from policies.batches.in_flight import Load
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
 from policies.router.order import IdleOrder
@@ -266,6 +267,18 @@ class FrontEnd:
 
     def _fills_idle(self) -> dict[str, IdleOrder]:
         return {name: section.order for name, section in self._config.classes.items() if section.fills_idle}
+
+    async def load(self) -> Load:
+        """Raises StateStoreError: the shared state cannot be reached."""
+        snapshot, idle = await self._store.snapshot(), set(self._fills_idle())
+        waiting_idle = sum(count for (name, _), count in snapshot.lanes.items() if name in idle)
+        return Load(
+            slots=sum(replica.slots for replica in snapshot.replicas.values()),
+            waiting_idle=waiting_idle,
+            waiting_promised=snapshot.waiting - waiting_idle,
+            router_id=self.router_id,
+            missed=self.metrics.missed(all_but=idle),
+        )
 
     def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config

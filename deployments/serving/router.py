@@ -4,34 +4,44 @@ import asyncio
 import gc
 import logging
 import os
+import uuid
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
+from deployments.batches.http import BatchApi, NoBatchApi
+from deployments.batches.results import Reply as BatchReply
 from deployments.config.application import AppConfig
 from deployments.config.live import with_live
 from deployments.http.bodies import RequestBodies
+from deployments.http.in_process import ask
 from deployments.http.keys import RELOAD_S, KeyRing
 from deployments.http.limits import RequestLimits
-from deployments.http.middleware import SluiceMiddleware, error_response
+from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddleware, error_response
 from deployments.http.model_switch import ModelSwitch
-from deployments.http.promises import Promises
+from deployments.http.promises import CLASS_HEADER, Promises
 from deployments.page import PAGE_PATHS, page
 from deployments.process.logs import log_as_json
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats
+from deployments.serving.batch_runner import RemoteRunner, storage_of
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.redis_server import embedded_redis_url
 from deployments.serving.shared_call import SharedCall
+from policies.batches.in_flight import Load
 from policies.errors import ConfigError, StateStoreError
+from router.admission import Tenant
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
 from router.metrics import merge
@@ -56,6 +66,7 @@ class Router:
         engines: list[DeploymentHandle],
         api_keys: str | None,
         predictor: DeploymentHandle | None = None,
+        batches: DeploymentHandle | None = None,
     ) -> None:
         self._lifetime, self._cpu_use = Lifetime(), CpuUse()
         self._resources = self._lifetime.resources
@@ -65,6 +76,7 @@ class Router:
         self._front_ends = [
             FrontEnd(each, predictor, speaks_for_process=number == 0) for number, each in enumerate(config.each_model())
         ]
+        self._batch_runner = None if batches is None else RemoteRunner(batches)
         self._metrics = SharedCall(self._exposition, METRICS_FRESH_S, MonotonicClock())
         self._reconfiguring = asyncio.Lock()
         self._user_config: object = None  # in force
@@ -92,13 +104,37 @@ class Router:
         self._bodies = RequestBodies(self._limits(self._config), **_of_bodies(self._config))
         self._keys = self._key_ring()
         self._served = SluiceMiddleware(
-            ModelSwitch(apps) if len(self._front_ends) > 1 else app,
+            self._with_batches(ModelSwitch(apps) if len(self._front_ends) > 1 else app, apps.values()),
             bodies=self._bodies,
             promises=_promises(self._config),
             keys=self._keys,
             charge=self._front_ends[0].charge,
         )
         return CORSMiddleware(self._served, **cors[0])
+
+    def _with_batches(self, app: ASGIApp, apps: Iterable[FastAPI]) -> ASGIApp:
+        if (runner := self._batch_runner) is None:
+            return NoBatchApi(app)
+        failures = self._front_ends[0].metrics.task_failures
+        background = BackgroundTasks(lambda task: failures.labels(task).inc())
+        self._resources.push_async_callback(background.close)
+        section = self._config.batches
+        served = {path for each in apps for route in each.routes if (path := getattr(route, "path", None))}
+        look = partial(_spawn_look, background, runner)
+        return BatchApi(app, section, storage_of(section), served, look)
+
+    async def answer_of_batch(self, key: str | None, endpoint: str, body: bytes) -> BatchReply:
+        """To one request of a batch, in the name of the API key that made it; for the runner."""
+        tenant = None if key is None else self._keys.named(key)
+        reply = await ask(self._served, _scope(endpoint, tenant, self._config.batches.slo_class), body)
+        retry_after = Headers(raw=reply.headers).get("retry-after")
+        return BatchReply(reply.status, reply.body, None if retry_after is None else float(retry_after))
+
+    async def loads(self) -> dict[str, Load]:
+        """Of every model, by each of its names; for the runner. Raises StateStoreError: the shared state is away."""
+        loads = await asyncio.gather(*(front_end.load() for front_end in self._front_ends))
+        pairs = zip(self._front_ends, loads, strict=True)
+        return {name: load for front_end, load in pairs for name in front_end.names}
 
     async def reconfigure(self, user_config: object, rank: object) -> None:
         """Ray Serve calls this once the application is built, before a request comes, and whenever the deployment's
@@ -214,7 +250,8 @@ class Router:
         Of all models at once: engines that hang are waited for once, so the page comes before Prometheus gives it up.
         """
         of_models = await asyncio.gather(*(front_end.metrics_pages() for front_end in self._front_ends))
-        return merge(page for of_model in of_models for page in of_model)
+        of_batches = [] if self._batch_runner is None else [await self._batch_runner.metrics()]
+        return merge(page for pages in (*of_models, of_batches) for page in pages)
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""
@@ -228,6 +265,30 @@ class Router:
 
     async def __del__(self) -> None:
         await self._lifetime.end()
+
+
+def _spawn_look(background: BackgroundTasks, runner: RemoteRunner) -> None:
+    background.spawn(runner.look(), "look at batches")
+
+
+def _scope(path: str, tenant: Tenant | None, slo_class: str) -> Scope:
+    """Of a request for JSON, of this process's own."""
+    headers = {"content-type": "application/json", CLASS_HEADER: slo_class, REQUEST_ID_HEADER: uuid.uuid4().hex}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": Headers(headers).raw,
+        "client": None,
+        "server": None,
+        TENANT: tenant,
+    }
 
 
 def _promises(config: AppConfig) -> Promises:

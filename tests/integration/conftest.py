@@ -28,7 +28,7 @@ AnswerT = TypeVar("AnswerT")
 
 MAX_TOKENS = 80  # enough for some answers to end by themselves, and to be killed in the middle of
 # Few slots, so that a test can fill them without being kept busy by its own streams.
-OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
+OPTIONS = ("--router-replicas", "2", "--batch-folder", "batches", "--", "--max-num-seqs", "16", *EXACT)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.batches.metrics import BatchMetrics
 from deployments.serving.engine_metrics import engine_exposition
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
@@ -37,7 +38,8 @@ def _metric_names() -> set[str]:
     cache = ("kv_cache_usage_ratio", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
     numbers = dict.fromkeys((*moved, *cache, "preemptions"), 1)
     status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory"}
-    text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode()
+    of_batches = BatchMetrics().exposition().decode()
+    text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode() + of_batches
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 
 
@@ -175,7 +177,7 @@ def test_alerts_on_single_failures_see_the_first_one(rendered: dict[str, str]) -
     grown = {
         alert["alert"]: alert["expr"] for alert in _alerts(rendered) if re.match(r"increase\(.*\) > 0", alert["expr"])
     }
-    assert grown.keys() == {"SluiceBackgroundFailures", "SluiceRelayFailures"}
+    assert grown.keys() == {"SluiceBackgroundFailures", "SluiceRelayFailures", "SluiceBatchFailures"}
     for expression in grown.values():
         ((failures, began),) = re.findall(r"^increase\((.+?)\[15m\]\) > 0 or \((.+)\)$", expression)
         before = f"ignoring (pod, instance) last_over_time({failures}[15m] offset 15m)"

@@ -147,6 +147,14 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"predictor": {"kind": "bert", "num_cpus": 0}}},
         "app.predictor.num_cpus is 0",
     ),
+    "what runs batches without CPUs": (
+        {"app": {"batches": {"folder": "s3://b", "num_cpus": 3}}},
+        "app.batches and app.router ask for 5 CPUs",
+    ),
+    "what runs batches that may land anywhere": (
+        {"app": {"batches": {"folder": "s3://b", "num_cpus": 0}}},
+        "app.batches.num_cpus is 0",
+    ),
     "a predictor on a GPU": (
         {"app": {"predictor": {"kind": "bert", "num_gpus": 1}}},
         "app.predictor asks for 1 GPUs (replicas x num_gpus), and engines leave 0: set num_gpus to 0",

@@ -67,6 +67,14 @@ def test_the_children_of_a_class_are_made_once() -> None:
     assert metrics.of("standard") is not metrics.of("offline")
 
 
+def test_missed_promises_of_some_classes_do_not_count() -> None:
+    metrics = RouterMetrics()
+    for slo_class, ttft, tpot in (("a", "met", "missed"), ("a", "missed", "missed"), ("a", "met", "met")):
+        metrics.slo_requests.labels(slo_class, ttft, tpot).inc()
+    metrics.slo_requests.labels("idle", "missed", "met").inc()
+    assert metrics.missed(all_but={"idle"}) == 2
+
+
 def test_shared_state_is_shown_by_bin_and_replica() -> None:
     load = ReplicaLoad(slots=4, running=1, outstanding_s=2.5)
     snapshot = Snapshot(lanes={("standard", 2): 7}, replicas={"r": load}, routers=3, batches={(2, "full"): 5})

@@ -236,6 +236,15 @@
 {{- end -}}
 {{- $cpus = addf $cpus $predictorCpus -}}
 {{- end -}}
+{{- $batches := .Values.app.batches | default dict -}}
+{{- if $batches.folder -}}
+{{- $batchCpus := dig "num_cpus" 0.1 $batches -}}
+{{- if and (not $batchCpus) (ne .Values.redis.mode "none") -}}
+{{- fail "app.batches.num_cpus is 0: only CPUs keep what runs batches on the pods of routers, off the head and the engines: set a little, say 0.1" -}}
+{{- end -}}
+{{- $who = printf "app.batches and %s" ($who | replace "asks for" "ask for") -}}
+{{- $cpus = addf $cpus $batchCpus -}}
+{{- end -}}
 {{- $pods := and .Values.autoscaler.enabled (hasKey .Values.routerGroup "maxReplicas") | ternary .Values.routerGroup.maxReplicas .Values.routerGroup.replicas -}}
 {{- $pods = eq .Values.redis.mode "none" | ternary 1 $pods -}}
 {{- if gt (float64 $cpus) (mulf $pods .Values.routerGroup.rayCpus) -}}

@@ -272,3 +272,12 @@ def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_folder_of_batches_is_that_of_the_shell_and_what_runs_them_reserves_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = config("--batch-folder", "batches").batches
+    assert (made.folder, made.num_cpus) == (str(tmp_path / "batches"), 0)
+    assert config().batches.folder is None

@@ -131,6 +131,26 @@ def test_a_service_tier_of_a_class_that_does_not_exist_is_refused_and_left_out_o
     assert "service_tiers" in next(iter(refused(service_tiers={'a"b': "standard"})))
 
 
+def test_a_folder_of_batches_is_the_same_in_every_process_or_refused() -> None:
+    assert "'batches'" in refused(batches={"folder": "batches"})["batches.folder"]
+    for folder in ("/mnt/batches", "s3://bucket/batches"):
+        assert config(batches={"folder": folder}).batches.folder == folder
+
+
+def test_batches_go_under_a_class_that_there_is_where_there_are_any() -> None:
+    classes = {"standard": {}}
+    assert "batches.slo_class 'offline'" in refused(classes=classes, batches={"folder": "/b"})[""]
+    assert config(classes=classes).batches.folder is None
+
+
+def test_files_of_batches_are_kept_for_longer_than_a_batch_may_take() -> None:
+    assert "max_window_s" in refused(batches={"keep_s": 3600, "max_window_s": 3600})["batches"]
+
+
+def test_what_runs_batches_takes_resources_where_there_are_any() -> None:
+    assert config(batches={"folder": "/b", "num_cpus": 2}).resources["CPU"] == config().resources["CPU"] + 2
+
+
 def test_a_default_class_that_does_not_exist_is_refused() -> None:
     assert "'gold'" in refused(default_class="gold")[""]
     assert config(classes={"gold": {}}, default_class="gold").default_class == "gold"

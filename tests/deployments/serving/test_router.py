@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,15 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from deployments.config.application import AppConfig
+from deployments.batches.metrics import BatchMetrics
+from deployments.config.application import AppConfig, BatchesSection
+from deployments.http.keys import digest
 from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
-from policies.errors import ConfigError, SluiceError, StateStoreAccessError, StateStoreError
+from policies.batches.in_flight import Load
+from policies.errors import AdmissionError, ConfigError, SluiceError, StateStoreAccessError, StateStoreError
 from router.metrics import RouterMetrics
+from router.timing import current
 from tests.deployments.bodies import free
 from tests.waiting import PATIENCE_S
 
@@ -237,3 +242,91 @@ async def test_keys_may_name_classes_that_come_by_user_config_alone(router: Any)
     found = await page(router)
     assert found["in_force"] == gold and "the key 'a' names classes ['gold']" in found["refused"]
     await Router.__del__(router)
+
+
+class Runner:
+    """Of batches, as a router sees it through its handle."""
+
+    def __init__(self) -> None:
+        self.looks, self._metrics = 0, BatchMetrics()
+
+    async def look(self) -> None:
+        self.looks += 1
+
+    async def metrics(self) -> bytes:
+        self._metrics.show([], {})
+        return self._metrics.exposition()
+
+
+class Completes(Reconfigured):
+    """Answers completions with the key and class that they came under."""
+
+    async def start(self, client: object, resources: object) -> FastAPI:
+        app = vllms()
+
+        @app.post("/v1/completions")
+        async def complete(request: Request) -> dict[str, Any]:
+            context = current.get()
+            assert context is not None and context.tenant is not None
+            return {"key": context.tenant.name, "class": context.slo_class, "asked": await request.json()}
+
+        @app.post("/v1/chat/completions")
+        async def refuse() -> None:
+            raise AdmissionError("the quota is spent", retry_after_s=7.0)
+
+        return app
+
+    async def load(self) -> Load:
+        return Load(slots=4)
+
+
+@pytest.fixture
+async def with_batches(router: Any, tmp_path: Path) -> Any:
+    section = BatchesSection(folder=str(tmp_path))
+    router._config = router._config.model_copy(update={"batches": section})
+    router._api_keys = json.dumps([{"name": "team", "sha256": digest("key")}])
+    router._front_ends, router._batch_runner = [Completes()], Runner()
+    app = await router.__serve_build_asgi_app__()
+    await router.reconfigure(None, rank=None)
+    yield router, app
+    await Router.__del__(router)
+
+
+async def test_a_request_of_a_batch_goes_under_its_class_in_the_name_of_its_key(with_batches: Any) -> None:
+    router, _ = with_batches
+    reply = await router.answer_of_batch("team", "/v1/completions", b'{"prompt": "x"}')
+    assert reply.status == 200
+    assert json.loads(reply.body) == {"key": "team", "class": "offline", "asked": {"prompt": "x"}}
+
+
+async def test_a_request_of_a_batch_whose_key_was_removed_is_refused(with_batches: Any) -> None:
+    router, _ = with_batches
+    assert (await router.answer_of_batch("gone", "/v1/completions", b"{}")).status == 401
+
+
+async def test_a_request_of_a_batch_that_may_not_queue_says_when_to_come_again(with_batches: Any) -> None:
+    router, _ = with_batches
+    reply = await router.answer_of_batch("team", "/v1/chat/completions", b"{}")
+    assert (reply.status, reply.retry_after_s) == (429, 7.0)
+
+
+async def test_a_batch_is_told_to_what_runs_it_and_its_metrics_are_on_the_page(with_batches: Any) -> None:
+    router, app = with_batches
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s", headers=headers) as client:
+        form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+        assert (await client.post("/v1/batches", json=asked)).status_code == 200
+        wrong = await client.post("/v1/batches", json={**asked, "endpoint": "/v1/embeddings"})
+        assert "/v1/chat/completions, /v1/completions," in wrong.json()["error"]["message"]
+    assert router._batch_runner.looks == 1
+    assert b'sluice_batches_open{status="in_progress"} 0.0' in (await router._metrics_page(ASKED)).body
+    assert await router.loads() == {"m": Load(slots=4)}
+
+
+async def test_without_a_folder_there_is_no_batch_api(router: Any) -> None:
+    await started(router, None)
+    app = router._served
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
+        assert (await client.post("/v1/files", content=b"x" * 4096)).status_code == 501

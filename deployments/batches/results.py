@@ -1,0 +1,87 @@
+"""Lines of output and of errors, as OpenAI writes them, and the tokens that they tell of."""
+
+import secrets
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from deployments.batches.state import Result, Status, Tokens
+
+_UNANSWERED = {
+    "expired": "This request could not be executed before the completion window expired.",
+    "cancelled": "This request was not executed, because its batch was cancelled.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a router answered to one request; `retry_after_s` None where it names none."""
+
+    status: int
+    body: bytes
+    retry_after_s: float | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """Of chat, completions and embeddings, or of responses."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+    def tokens(self) -> Tokens:
+        of_input = self.prompt_tokens_details or self.input_tokens_details or _Details()
+        of_output = self.completion_tokens_details or self.output_tokens_details or _Details()
+        return Tokens(
+            input=self.prompt_tokens or self.input_tokens or 0,
+            cached=of_input.cached_tokens or 0,
+            output=self.completion_tokens or self.output_tokens or 0,
+            reasoning=of_output.reasoning_tokens or 0,
+        )
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def answered(number: int, custom_id: str, reply: Reply) -> tuple[Result, Tokens]:
+    """Whatever is no answer of a model goes to the errors, with its status and body."""
+    is_error = reply.status != HTTPStatus.OK
+    try:
+        body: Any = msgspec.Raw(msgspec.json.format(reply.body, indent=-1))  # on one line
+        tokens = Tokens() if is_error else (_answer.decode(reply.body).usage or _Usage()).tokens()
+    except msgspec.DecodeError:
+        body, tokens = reply.body.decode(errors="replace"), Tokens()
+    identity = _identity()
+    response = {"status_code": reply.status, "request_id": identity, "body": body}
+    return _result(identity, number, custom_id, response, None, is_error=is_error), tokens
+
+
+def unanswered(number: int, custom_id: str, ending: Status) -> Result:
+    """Of a request that its batch came to no longer: it expired or was cancelled."""
+    error = {"code": f"batch_{ending}", "message": _UNANSWERED[ending]}
+    return _result(_identity(), number, custom_id, None, error, is_error=True)
+
+
+def _identity() -> str:
+    return f"batch_req_{secrets.token_hex(16)}"
+
+
+def _result(identity: str, number: int, custom_id: str, response: Any, error: Any, *, is_error: bool) -> Result:
+    line = {"id": identity, "custom_id": custom_id, "response": response, "error": error}
+    return Result(number, is_error, msgspec.json.encode(line))

@@ -1,0 +1,203 @@
+"""One batch that runs: its input line by line, and what has come of it since the last segment.
+
+Memory: one bit for each line, and of lines and results no more than the bounds here.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Any
+
+from msgspec.structs import replace
+
+from deployments.batches.files import Files, derived_id
+from deployments.batches.lines import MAX_LINE_BYTES, Line, LineError, Validation, numbered, parsed, validated
+from deployments.batches.results import unanswered
+from deployments.batches.state import Batches, BatchRecord, Progress, Result, Status, Tokens
+from policies.batches.estimate import expected_end_s
+from policies.batches.turns import Waiting
+
+WINDOW_LINES = 1024  # that are read ahead, and sent in the order of their bodies: alike prefixes together
+WINDOW_BYTES = 4 << 20
+RESULTS_BYTES = 8 << 20  # of results that wait for a segment, before nothing more is sent
+SAMPLES = 120  # segments that the estimate of the end looks back
+
+
+class BatchRun:
+    """Build it with `opened`; one at a time may run a batch, and others stop at their next segment.
+
+    Attributes:
+        progress: with what has been answered since the last segment.
+        wake: set when there is something to do before the next segment is due.
+    """
+
+    def __init__(self, record: BatchRecord, batches: Batches, files: Files) -> None:
+        self.record, self.wake, self.progress = record, asyncio.Event(), Progress()
+        self._files, self._log = files, batches.log(record)
+        self._results: list[Result] = []
+        self._results_bytes, self._has_room = 0, asyncio.Event()
+        self._window: deque[Line] = deque()
+        self._answered: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
+
+    @classmethod
+    async def opened(cls, record: BatchRecord, batches: Batches, files: Files) -> "BatchRun":
+        run = cls(record, batches, files)
+        await asyncio.to_thread(run._recover)
+        return run
+
+    def _recover(self) -> None:
+        self.progress, segments = self._log.read()
+        self._begin()
+        for numbers in segments:
+            for number in numbers:
+                self._mark(number)
+
+    def _begin(self) -> None:
+        self._is_done = bytearray(self.progress.last // 8 + 1)
+        self._input = self._unanswered()
+        self._has_room.set()
+
+    def _mark(self, number: int) -> None:
+        self._is_done[number // 8] |= 1 << number % 8
+
+    def _unanswered(self) -> Iterator[Line]:
+        for number, raw in numbered(self._lines()):
+            if not self._is_done[number // 8] >> number % 8 & 1:
+                yield parsed(number, raw, self.record.endpoint)
+
+    def _lines(self) -> Iterator[bytes]:
+        return self._files.lines(self.record.owner, self.record.input_file_id, MAX_LINE_BYTES)
+
+    @property
+    def waiting(self) -> Waiting:
+        record = self.record
+        return Waiting(batch_id=record.id, key=record.key or "", expires_at_s=record.expires_at)
+
+    @property
+    def model(self) -> str:
+        assert self.progress.model is not None, "it has been validated"
+        return self.progress.model
+
+    async def validate(self, models: Collection[str], max_lines: int) -> None:
+        """It is in progress then, or has failed. Raises FencedError: somebody else runs it."""
+        found = await asyncio.to_thread(self._validated, models, max_lines)
+        now = int(time.time())
+        if found.errors:
+            errors = tuple(found.errors)
+            await self._append(Progress(status="failed", model=found.model, errors=errors, ended_at=now))
+        else:
+            begun = Progress(status="in_progress", model=found.model, total=found.total, last=found.last)
+            await self._append(replace(begun, in_progress_at=now))
+            self._begin()
+
+    def _validated(self, models: Collection[str], max_lines: int) -> Validation:
+        try:
+            return validated(self._lines(), self.record.endpoint, models, max_lines)
+        except FileNotFoundError:
+            return Validation(errors=[LineError("file_not_found", "the input file is not there")])
+
+    async def has_room(self) -> None:
+        """Returns once there is room for another result."""
+        await self._has_room.wait()
+
+    async def next_line(self) -> Line | None:
+        """The next to be sent; None after the last."""
+        if not self._window:
+            self._window.extend(await asyncio.to_thread(self._next_window))
+        return self._window.popleft() if self._window else None
+
+    def _next_window(self) -> list[Line]:
+        return sorted(_bounded(self._input, WINDOW_LINES, WINDOW_BYTES), key=lambda line: line.body)
+
+    def note(self, result: Result, tokens: Tokens) -> None:
+        """It is in the next segment."""
+        self._add(result)
+        self.progress = replace(self.progress, tokens=self.progress.tokens + tokens)
+
+    def _add(self, result: Result) -> None:
+        self._mark(result.number)
+        self._results.append(result)
+        self._results_bytes += len(result.line)
+        progress = self.progress
+        self.progress = replace(
+            progress, completed=progress.completed + (not result.is_error), failed=progress.failed + result.is_error
+        )
+        if self._results_bytes >= RESULTS_BYTES:
+            self._has_room.clear()
+            self.wake.set()
+
+    async def flush(self) -> None:
+        """A segment of what has been answered since the last one, if anything has.
+
+        Not while another call of it runs, nor to be called off if the run goes on.
+
+        Raises:
+            FencedError: somebody else runs it.
+        """
+        if self._results:
+            now, progress = time.time(), self.progress
+            self._answered.append((now, progress.total - progress.remaining))
+            end_s = expected_end_s(self._answered, progress.total)
+            await self._append(replace(progress, expected_end=None if end_s is None else int(end_s)))
+
+    async def _append(self, progress: Progress) -> None:
+        """With all results so far; those that come meanwhile are the next one's."""
+        results, self._results, self._results_bytes = self._results, [], 0
+        await asyncio.to_thread(self._log.append, progress, results)
+        now = self.progress
+        self.progress = replace(progress, completed=now.completed, failed=now.failed, tokens=now.tokens)
+        self._has_room.set()
+
+    async def finish(self, ending: Status) -> None:
+        """Nothing more is sent. What was not answered gets its line in the errors, then both files are written.
+
+        Where an earlier call did not come to its end, it goes on with how that ended.
+
+        Raises:
+            FencedError: somebody else runs it.
+        """
+        if self.progress.status == "in_progress":
+            await self._give_up(ending)
+        files = await asyncio.to_thread(self._write_files)
+        assert self.progress.ending is not None, "what is finalizing knows what it becomes"
+        await self._append(replace(self.progress, status=self.progress.ending, ended_at=int(time.time()), **files))
+
+    async def _give_up(self, ending: Status) -> None:
+        """The last segment closes the log for results."""
+        self._input = self._unanswered()
+        while lines := await asyncio.to_thread(_bounded, self._input, WINDOW_LINES, WINDOW_BYTES):
+            for line in lines:
+                self._add(unanswered(line.number, line.custom_id, ending))
+            await self._append(self.progress)
+        now = int(time.time())
+        closed = replace(self.progress, status="finalizing", ending=ending, finalizing_at=now, expected_end=None)
+        await self._append(closed)
+
+    def _write_files(self) -> dict[str, Any]:
+        """Their ids, None for one that would be empty."""
+        progress = self.progress
+        return {
+            "output_file_id": self._write_file("output", errors=False) if progress.completed else None,
+            "error_file_id": self._write_file("error", errors=True) if progress.failed else None,
+        }
+
+    def _write_file(self, kind: str, *, errors: bool) -> str:
+        """By an id of the batch's: written twice, it is the same file."""
+        record = self.record
+        identity = derived_id("file-", record.id, kind)
+        name = f"{record.id}_{kind}.jsonl"
+        return self._files.add(record.owner, name, "batch_output", self._log.lines(errors=errors), identity).id
+
+
+def _bounded(lines: Iterator[Line], most: int, most_bytes: int) -> list[Line]:
+    """The next of them: at least one where one is left."""
+    taken: list[Line] = []
+    size = 0
+    for line in islice(lines, most):
+        taken.append(line)
+        size += len(line.body)
+        if size > most_bytes:
+            break
+    return taken

@@ -1,0 +1,226 @@
+"""Runs all open batches: reads their lines, sends them to routers as capacity is idle, and writes what comes back.
+
+It asks nothing of the shared state. Whatever it knows it has read from files, so another one may go on in its place.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Protocol
+
+from deployments.batches.files import Files, made_at_s
+from deployments.batches.lines import Line
+from deployments.batches.metrics import BatchMetrics
+from deployments.batches.places import Places
+from deployments.batches.results import Reply, answered
+from deployments.batches.run import BatchRun
+from deployments.batches.state import ENDED, Batches, BatchRecord, FencedError, Status
+from deployments.batches.storage import Storage
+from deployments.config.application import BatchesSection
+from policies.batches.in_flight import InFlight, InFlightConfig, Load
+from policies.batches.turns import Waiting
+from policies.errors import ReplicaLostError
+from router.background import BackgroundTasks
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # how often it looks for batches that nobody has told it of
+LOAD_S = 1.0  # how often it looks at the engines' load
+SWEEP_S = 3600.0
+PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+MOST_FAILURES = 10  # of one request: each may have cost several engine replicas
+LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT)
+
+
+class Routers(Protocol):
+    """What the runner asks of the application's routers."""
+
+    async def answer(self, key: str | None, endpoint: str, body: bytes) -> Reply:
+        """One request, in the name of an API key. Raises ReplicaLostError: no router answers."""
+
+    async def loads(self) -> Mapping[str, Load]:
+        """Of every model, by each of its names. Raises ReplicaLostError: no router answers."""
+
+
+class Runner:
+    """Build it, then `start`; `close` leaves every batch as its files tell."""
+
+    def __init__(self, section: BatchesSection, storage: Storage, routers: Routers) -> None:
+        self._section, self._routers = section, routers
+        self._batches, self._files = Batches(storage), Files(storage, section.keep_s)
+        self._runs: dict[str, BatchRun | None] = {}
+        self._places: dict[str, Places] = {}
+        self._look_now = asyncio.Event()
+        self.metrics = BatchMetrics()
+        self._background = BackgroundTasks(lambda task: self.metrics.failures.labels(task).inc())
+
+    def start(self) -> None:
+        self._background.repeat(self._look, 0.0, "batches")
+        self._background.repeat(self._observe, LOAD_S, "load of engines")
+        self._background.repeat(self._sweep, SWEEP_S, "old files")
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    def look(self) -> None:
+        """Something has changed: a batch is new, or cancelled."""
+        self._look_now.set()
+        for run in self._runs.values():
+            if run is not None:
+                run.wake.set()
+
+    async def _look(self) -> None:
+        """Take up what is open and does not run, then wait for the next time."""
+        for record in await asyncio.to_thread(lambda: list(self._batches.opened())):
+            if record.id not in self._runs:
+                self._runs[record.id] = None
+                self._background.spawn(self._kept_running(record), "batch")
+        self.metrics.show(self._runs.values(), self._places)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._look_now.wait()
+        self._look_now.clear()
+
+    async def _kept_running(self, record: BatchRecord) -> None:
+        """To its end; one that fails is taken up at a later look."""
+        try:
+            await self._run(record)
+        except FencedError as error:
+            logger.warning("%s: %s", record.id, error)
+            await asyncio.sleep(PATIENCE_S)
+        except Exception:
+            await asyncio.sleep(PATIENCE_S)
+            raise
+        finally:
+            del self._runs[record.id]
+            self._look_now.set()
+
+    async def _run(self, record: BatchRecord) -> None:
+        run = self._runs[record.id] = await BatchRun.opened(record, self._batches, self._files)
+        if run.progress.status == "validating":
+            await run.validate(await self._models(), self._section.max_lines)
+        if run.progress.status == "in_progress":
+            await run.finish(await self._sent(run))
+        elif run.progress.status not in ENDED:
+            await run.finish("completed")
+        await asyncio.to_thread(self._batches.close, record)
+        logger.info("%s %s", record.id, run.progress.status)
+
+    async def _models(self) -> Collection[str]:
+        """That are served, once a router is there to tell."""
+        while True:
+            try:
+                return (await self._routers.loads()).keys()
+            except ReplicaLostError as error:
+                logger.info("no router tells the models: %s", error)
+                await asyncio.sleep(LOAD_S)
+
+    async def _sent(self, run: BatchRun) -> Status:
+        """Every request, or as many as its window and its owner leave; returns how it ends."""
+        sending = asyncio.create_task(self._send_all(run))
+        sending.add_done_callback(lambda _: run.wake.set())
+        try:
+            while (ending := await self._ending(run, sending)) is None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(self._section.segment_s, _left_s(run))):
+                        await run.wake.wait()
+                run.wake.clear()
+                await run.flush()
+            return ending
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+
+    async def _ending(self, run: BatchRun, sending: "asyncio.Task[None]") -> Status | None:
+        """None where it goes on. Raises what has kept requests from being sent."""
+        if sending.done():
+            sending.result()
+            return "completed"
+        if await asyncio.to_thread(self._batches.cancelled_at, run.record) is not None:
+            return "cancelled"
+        return "expired" if _left_s(run) <= 0 else None
+
+    async def _send_all(self, run: BatchRun) -> None:
+        places, waiting = self._places_of(run.model), run.waiting
+        async with asyncio.TaskGroup() as group:
+            while (line := await self._next_line(run, places, waiting)) is not None:
+                task = group.create_task(self._send(run, line))
+                task.add_done_callback(lambda _: places.give_back(waiting))
+
+    async def _next_line(self, run: BatchRun, places: Places, waiting: Waiting) -> Line | None:
+        """With a place, which comes first: a batch whose turn does not come reads nothing into memory. After the last
+        line None, without a place."""
+        await run.has_room()
+        await places.take(waiting)
+        line = None
+        try:
+            line = await run.next_line()
+        finally:
+            if line is None:
+                places.give_back(waiting)
+        return line
+
+    def _places_of(self, model: str) -> Places:
+        if model not in self._places:
+            policy = InFlight(InFlightConfig(most=self._section.max_in_flight))
+            self._places[model] = Places(policy)
+        return self._places[model]
+
+    async def _send(self, run: BatchRun, line: Line) -> None:
+        """Until it is answered: one that finds its key's quota spent, or no router, is sent again later."""
+        result, tokens = answered(line.number, line.custom_id, await self._reply(run.record, line))
+        run.note(result, tokens)
+        self.metrics.count(run.model, result, tokens)
+
+    async def _reply(self, record: BatchRecord, line: Line) -> Reply:
+        failures, pause_s = 0, FIRST_PAUSE_S
+        while True:
+            try:
+                reply = await self._routers.answer(record.key, record.endpoint, line.body)
+            except ReplicaLostError as error:
+                logger.info("no router answers: %s", error)
+                reply = Reply(HTTPStatus.TOO_MANY_REQUESTS, b"")
+            failures += reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            is_final = reply.status not in LATER and reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
+            if is_final or failures == MOST_FAILURES:
+                return reply
+            await asyncio.sleep(max(pause_s, reply.retry_after_s or 0.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _observe(self) -> None:
+        """The limits of what may be in flight, and the numbers of the page."""
+        if self._places:
+            try:
+                loads = await self._routers.loads()
+            except ReplicaLostError as error:
+                logger.info("no router tells the load: %s", error)
+                return
+            for model, places in self._places.items():
+                if (load := loads.get(model)) is not None:
+                    places.policy.observe(load, places.in_flight)
+                    places.fill()
+        self.metrics.show(self._runs.values(), self._places)
+
+    async def _sweep(self) -> None:
+        """What is older than it is kept."""
+        await asyncio.to_thread(self._remove_old)
+
+    def _remove_old(self) -> None:
+        oldest_s = time.time() - self._section.keep_s
+        open_ids = set(self._batches.open_ids())
+        for owner in self._batches.owners():
+            for file_id in self._files.ids(owner):
+                if made_at_s(file_id) < oldest_s:
+                    self._files.remove(owner, file_id)
+            for batch_id in self._batches.ids(owner):
+                if made_at_s(batch_id) < oldest_s and (owner, batch_id) not in open_ids:
+                    self._batches.remove(owner, batch_id)
+
+
+def _left_s(run: BatchRun) -> float:
+    """Of its window."""
+    return max(0.0, run.record.expires_at - time.time())

@@ -1,0 +1,129 @@
+"""A folder for files and batches, on a disk or in any store that fsspec knows.
+
+What is written is there whole or not at all. All calls block: run them in threads.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from policies.errors import ConfigError
+
+CHUNK_BYTES = 1 << 20
+_PART = ".part"
+
+
+class Storage:
+    """Paths are relative to its folder, with slashes.
+
+    Raises:
+        ConfigError: fsspec does not know the URL, or lacks the package for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            # Other processes write here too: a listing that was kept would not show what they did.
+            self._fs: Any
+            self._fs, self._root = url_to_fs(url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"batches.folder cannot be used: {error}") from error
+        self._is_local = isinstance(self._fs, LocalFileSystem)
+
+    def _path(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}"
+
+    def read(self, path: str) -> bytes:
+        """Raises FileNotFoundError."""
+        content: bytes = self._fs.cat_file(self._path(path))
+        return content
+
+    def exists(self, path: str) -> bool:
+        return bool(self._fs.isfile(self._path(path)))
+
+    def chunks(self, path: str, start: int = 0) -> Iterator[bytes]:
+        """From a byte on, CHUNK_BYTES at most at a time. Raises FileNotFoundError."""
+        with self._fs.open(self._path(path), "rb") as file:
+            file.seek(start)
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def lines(self, path: str, max_bytes: int) -> Iterator[bytes]:
+        """With their ends. Of a line that is longer come max_bytes + 1 bytes, and the rest of it is left out.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self._fs.open(self._path(path), "rb") as file:
+            while line := file.readline(max_bytes + 1):
+                yield line
+                while len(line) > max_bytes and not line.endswith(b"\n"):
+                    if not (rest := file.readline(CHUNK_BYTES)) or rest.endswith(b"\n"):
+                        break
+
+    def create(self, path: str, content: bytes) -> bool:
+        """False, and nothing is written, where there is something already: of several who try, one succeeds."""
+        target = self._path(path)
+        if not self._is_local:
+            try:
+                self._fs.pipe_file(target, content, mode="create")
+            except FileExistsError:
+                return False
+            return True
+        with self._part(target, [content]) as part:
+            try:
+                os.link(part, target)  # unlike a rename it replaces nothing
+            except FileExistsError:
+                return False
+        return True
+
+    def write(self, path: str, chunks: Iterable[bytes]) -> int:
+        """Replaces what is there. Returns the size in bytes."""
+        target = self._path(path)
+        if self._is_local:
+            with self._part(target, chunks) as part:
+                os.replace(part, target)
+        else:
+            with self._fs.open(target, "wb") as file:
+                file.writelines(chunks)
+        return int(self._fs.size(target))
+
+    @contextmanager
+    def _part(self, target: str, chunks: Iterable[bytes]) -> Iterator[str]:
+        """A whole file beside the target, on the disk; gone at the end of the block."""
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        part = f"{target}.{secrets.token_hex(8)}{_PART}"
+        try:
+            with open(part, "xb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            yield part
+        finally:
+            with suppress(FileNotFoundError):  # it has become the target
+                os.remove(part)
+
+    def names(self, folder: str) -> list[str]:
+        """Of what stands in a folder, sorted; none where there is no folder."""
+        try:
+            found = self._fs.ls(self._path(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        names = (str(each).rstrip("/").rpartition("/")[2] for each in found)
+        return sorted(name for name in names if name and not name.endswith(_PART))
+
+    def size_of_folder(self, folder: str) -> int:
+        """Bytes of all files in it and below."""
+        try:
+            return int(self._fs.du(self._path(folder)))
+        except FileNotFoundError:
+            return 0
+
+    def remove(self, path: str) -> None:
+        """A file, or a folder with all that is in it; nothing where there is none."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._path(path), recursive=True)

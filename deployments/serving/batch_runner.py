@@ -1,0 +1,112 @@
+"""What runs batches as a Ray Serve deployment, and the ways between it and routers."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.batches.results import Reply
+from deployments.batches.runner import Runner
+from deployments.batches.storage import Storage
+from deployments.config.application import BatchesSection
+from deployments.process.logs import log_as_json
+from deployments.process.loopback import keep_to_loopback
+from deployments.serving.lifetime import Lifetime
+from policies.batches.in_flight import Load
+from policies.errors import ConfigError, ReplicaLostError
+
+logger = logging.getLogger(__name__)
+
+ROUTERS = "Router"  # the deployment
+AWAY = (RayError, BackPressureError, DeploymentUnavailableError)
+METRICS_TIMEOUT_S = 2.0
+
+
+class RemoteRouters:
+    """Any router of the application; one that is full or gone is an error of ours, never an exception of Ray's."""
+
+    def __init__(self, routers: DeploymentHandle) -> None:
+        self._routers = routers
+
+    async def answer(self, key: str | None, endpoint: str, body: bytes) -> Reply:
+        """Raises ReplicaLostError when none answers."""
+        try:
+            reply: Reply = await self._routers.answer_of_batch.remote(key, endpoint, body)
+        except AWAY as error:
+            raise ReplicaLostError(f"no answer from routers: {error!r}") from error
+        return reply
+
+    async def loads(self) -> Mapping[str, Load]:
+        """Raises ReplicaLostError when none answers, or the shared state is away."""
+        try:
+            loads: Mapping[str, Load] = await self._routers.loads.remote()
+        except AWAY as error:
+            raise ReplicaLostError(f"no answer from routers: {error!r}") from error
+        return loads
+
+
+class BatchRunner:
+    """One runs at a time; where two do for a moment, files tell them apart (`deployments.batches.state`)."""
+
+    async def __init__(self, section: BatchesSection) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        log_as_json()
+        keep_to_loopback()
+        self._lifetime = Lifetime()
+        await self._lifetime.start(self._start(section))
+
+    async def _start(self, section: BatchesSection) -> None:
+        application = serve.get_replica_context().app_name
+        routers = RemoteRouters(serve.get_deployment_handle(ROUTERS, application))
+        self._runner = Runner(section, storage_of(section), routers)
+        self._runner.start()
+        self._lifetime.resources.push_async_callback(self._runner.close)
+
+    async def look(self) -> None:
+        """A batch is new, or cancelled."""
+        self._runner.look()
+
+    async def metrics(self) -> bytes:
+        return self._runner.metrics.exposition()
+
+    async def __del__(self) -> None:
+        await self._lifetime.end()
+
+
+def storage_of(section: BatchesSection) -> Storage:
+    """Raises ConfigError: its folder cannot be used."""
+    if section.folder is None:
+        raise ConfigError("batches.folder is not set")
+    return Storage(section.folder)
+
+
+def runner_application(section: BatchesSection) -> Application:
+    """To bind into the router's arguments."""
+    return serve.deployment(BatchRunner, num_replicas=1, ray_actor_options={"num_cpus": section.num_cpus}).bind(section)
+
+
+class RemoteRunner:
+    """The runner, as routers see it: what it is told, it would find out later by itself."""
+
+    def __init__(self, runner: DeploymentHandle) -> None:
+        self._runner = runner
+
+    async def look(self) -> None:
+        try:
+            await self._runner.look.remote()
+        except AWAY as error:
+            logger.info("the runner of batches looks later: %s", error)
+
+    async def metrics(self) -> bytes:
+        """Nothing while it does not answer."""
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                page: bytes = await self._runner.metrics.remote()
+        except (*AWAY, TimeoutError) as error:
+            logger.info("no metrics of batches: %s", error)
+            return b""
+        return page

@@ -1,0 +1,263 @@
+"""Files and batches as the official client uses them, through the middleware, with a runner beside it."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from deployments.batches.http import BatchApi, NoBatchApi
+from deployments.batches.runner import Runner
+from deployments.batches.storage import Storage
+from deployments.config.application import BatchesSection
+from deployments.http.keys import KeyRing, digest
+from deployments.http.middleware import SluiceMiddleware
+from deployments.http.promises import Promises
+from policies.router.promise import Promise
+from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
+from tests.deployments.bodies import free, request_bodies
+from tests.waiting import until
+
+KEYS = ("mine", "yours", "hurried")
+ENTRIES = [
+    {"name": name, "sha256": digest(name), **({"classes": ["standard"]} if name == "hurried" else {})} for name in KEYS
+]
+IDS = ["a", "b", "c"]
+SECTION = BatchesSection(segment_s=0.02, max_file_bytes=100_000, max_stored_bytes=300_000, max_open=3)
+
+
+async def vllm(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application behind: it has no such routes."""
+    await FastAPI()(scope, receive, send)
+
+
+class Service:
+    """An application with its folder, and clients of it."""
+
+    def __init__(self, folder: Path, section: BatchesSection = SECTION) -> None:
+        self.storage = Storage(str(folder))
+        self.routers = Routers()
+        self.runner = Runner(section, self.storage, self.routers)
+        self.api = BatchApi(vllm, section, self.storage, {COMPLETIONS, "/v1/models"}, self.runner.look)
+
+    async def start(self) -> None:
+        keys = KeyRing(
+            file=None,
+            environment=json.dumps(ENTRIES),
+            client=None,
+            application="sluice",
+            classes=("standard", "offline"),
+        )
+        await keys.reload()
+        promises = Promises({"standard": Promise(), "offline": Promise()}, "standard")
+        app = SluiceMiddleware(self.api, bodies=request_bodies(2000), promises=promises, keys=keys, charge=free)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice/v1")
+
+    def client(self, key: str = "mine") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            api_key=key,
+            base_url="http://sluice/v1",
+            http_client=self.http,
+            max_retries=0,
+            _strict_response_validation=True,
+        )
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    made = Service(tmp_path)
+    await made.start()
+    yield made
+    await made.runner.close()
+    await made.http.aclose()
+
+
+async def uploaded(client: openai.AsyncOpenAI, content: bytes | None = None) -> str:
+    file = await client.files.create(file=("in.jsonl", lines(IDS) if content is None else content), purpose="batch")
+    return file.id
+
+
+async def begun(client: openai.AsyncOpenAI, **changes: Any) -> Any:
+    asked = {"endpoint": COMPLETIONS, "completion_window": "24h", **changes}
+    if "input_file_id" not in asked:
+        asked["input_file_id"] = await uploaded(client)
+    return await client.batches.create(**asked)
+
+
+@asynccontextmanager
+async def refused(status: int, words: str) -> AsyncIterator[None]:
+    with pytest.raises(openai.APIStatusError) as raised:
+        yield
+    assert raised.value.status_code == status, raised.value.message
+    assert words in raised.value.message
+
+
+async def test_a_batch_lives_from_its_upload_to_its_output(service: Service) -> None:
+    client = service.client()
+    batch = await begun(client, metadata={"for": "tests"})
+    assert (batch.status, batch.metadata) == ("validating", {"for": "tests"})
+    assert batch.expires_at == batch.created_at + 86_400
+    service.runner.start()
+    await until(lambda: service.runner.metrics.requests.labels("m", "completed")._value.get() == len(IDS))
+    while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+        pass
+    assert (batch.request_counts.total, batch.request_counts.completed) == (3, 3)
+    assert batch.usage.total_tokens == 15
+    content = await client.files.content(batch.output_file_id)
+    assert sorted(json.loads(each)["custom_id"] for each in content.text.splitlines()) == IDS
+    output = await client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.bytes) == ("batch_output", len(content.content))
+    assert service.routers.keys == ["mine"] * 3
+
+
+async def test_a_batch_that_is_cancelled_says_so(service: Service) -> None:
+    client = service.client()
+    batch = await begun(client)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    service.runner.start()
+    while (batch := await client.batches.retrieve(batch.id)).status != "cancelled":
+        pass
+    async with refused(409, "cancelled"):
+        await client.batches.cancel(batch.id)
+
+
+async def test_lists_have_pages(service: Service) -> None:
+    client = service.client()
+    ids = [(await begun(client)).id for _ in range(3)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == ids[::-1]
+    files = [file.id async for file in client.files.list(limit=2)]
+    assert len(files) == 3
+    assert files == sorted(files, reverse=True)
+    assert [file.id async for file in client.files.list(purpose="batch_output")] == []
+
+
+async def test_whoever_has_another_key_finds_nothing(service: Service) -> None:
+    mine, yours = service.client(), service.client("yours")
+    batch = await begun(mine)
+    for call in (
+        yours.batches.retrieve(batch.id),
+        yours.batches.cancel(batch.id),
+        yours.files.retrieve(batch.input_file_id),
+        yours.files.content(batch.input_file_id),
+        yours.files.delete(batch.input_file_id),
+        begun(yours, input_file_id=batch.input_file_id),
+    ):
+        async with refused(404, "no "):
+            await call
+    assert [each.id async for each in yours.batches.list()] == []
+    assert [each.id async for each in yours.files.list()] == []
+    async with refused(401, "API key"):
+        await service.client("guessed").files.list()
+
+
+async def test_a_file_is_deleted_unless_a_batch_reads_it(service: Service) -> None:
+    client = service.client()
+    file_id = await uploaded(client)
+    assert (await client.files.delete(file_id)).deleted
+    async with refused(404, file_id):
+        await client.files.retrieve(file_id)
+    batch = await begun(client)
+    async with refused(409, batch.id):
+        await client.files.delete(batch.input_file_id)
+
+
+async def test_an_upload_may_be_larger_than_other_bodies_and_has_its_own_bound(service: Service) -> None:
+    client = service.client()
+    content = b"x" * 90_000
+    assert await (await client.files.content(await uploaded(client, content))).aread() == content
+    async with refused(413, "batches.max_file_bytes"):
+        await uploaded(client, b"x" * 300_000)
+
+
+async def test_a_key_has_a_bound_on_what_it_stores(service: Service) -> None:
+    client = service.client()
+    for _ in range(3):
+        await uploaded(client, b"x" * 90_000)
+    async with refused(413, "batches.max_stored_bytes"):
+        await uploaded(client, b"x" * 90_000)
+    await uploaded(service.client("yours"), b"x" * 90_000)
+
+
+async def test_a_key_has_a_bound_on_open_batches(service: Service) -> None:
+    client = service.client()
+    for _ in range(3):
+        await begun(client)
+    async with refused(429, "batches.max_open"):
+        await begun(client)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"endpoint": "/v1/chat/completions"}, COMPLETIONS),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"completion_window": "8d"}, "batches.max_window_s"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"metadata": {"a": "x" * 600}}, "512"),
+        ({"metadata": {"sluice_expected_end": "now"}}, "sluice_expected_end"),
+        ({"extra_body": {"what": 1}}, "what"),
+    ],
+)
+async def test_a_wrong_request_for_a_batch_is_refused(service: Service, changes: dict[str, Any], words: str) -> None:
+    async with refused(400, words):
+        await begun(service.client(), **changes)
+
+
+async def test_a_key_that_may_not_use_the_class_of_batches_has_none(service: Service) -> None:
+    async with refused(403, "batches.slo_class"):
+        await begun(service.client("hurried"))
+
+
+async def test_a_wrong_upload_is_refused(service: Service) -> None:
+    client = service.client()
+    async with refused(400, "purpose"):
+        await client.files.create(file=("a", b"x"), purpose="vision")
+    async with refused(400, "expires_after"):
+        await client.files.create(
+            file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+    headers = {"Authorization": "Bearer mine"}
+    no_form = await service.http.post("/files", content=b"{}", headers={**headers, "Content-Type": "application/json"})
+    assert no_form.status_code == 400
+    no_file = await service.http.post("/files", data={"purpose": "batch"}, headers=headers)
+    assert no_file.status_code == 400
+    broken = {**headers, "Content-Type": "multipart/form-data; boundary=x"}
+    assert (await service.http.post("/files", content=b"--y\r\n", headers=broken)).status_code == 400
+
+
+async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    service = Service(tmp_path, SECTION.model_copy(update={"upload_timeout_s": 0.05}))
+    await service.start()
+
+    async def never_ends() -> AsyncIterator[bytes]:
+        yield b"--x\r\n"
+        await until(lambda: False)
+
+    headers = {"Authorization": "Bearer mine", "Content-Type": "multipart/form-data; boundary=x"}
+    answer = await service.http.post("/files", content=never_ends(), headers=headers)
+    assert answer.status_code == 408
+
+
+async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> list[str]:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Storage, "names", fails)
+    async with refused(503, "folder"):
+        await service.client().batches.list()
+
+
+async def test_without_a_folder_the_way_out_is_named() -> None:
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(NoBatchApi(vllm)), base_url="http://sluice")
+    for path in ("/v1/files", "/v1/batches/batch_1"):
+        answer = await client.get(path)
+        assert answer.status_code == 501
+        assert "batches.folder" in answer.json()["error"]["message"]
+    assert (await client.get("/v1/models")).status_code == 404

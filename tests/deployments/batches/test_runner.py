@@ -1,0 +1,301 @@
+"""The runner of batches over a real folder, with small routers in the place of an application's."""
+
+import asyncio
+import json
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.batches import runner as module
+from deployments.batches.files import Files
+from deployments.batches.results import Reply
+from deployments.batches.runner import Runner
+from deployments.batches.state import ENDED, Batches, BatchRecord
+from deployments.batches.storage import Storage
+from deployments.config.application import BatchesSection
+from policies.batches.in_flight import Load
+from tests.deployments.batches.routers import COMPLETIONS, Routers, answer, line, lines
+from tests.waiting import until
+
+SECTION = BatchesSection(segment_s=0.02)
+
+
+class Folder:
+    """Of files and batches, with what a client would do to it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.files, self.batches = Files(storage, SECTION.keep_s), Batches(storage)
+
+    def batch(self, content: bytes, *, owner: str = "me", key: str | None = None, window_s: float = 60) -> BatchRecord:
+        file = self.files.add(owner, "in.jsonl", "batch", [content])
+        return self.batches.create(
+            owner,
+            key,
+            endpoint=COMPLETIONS,
+            input_file_id=file.id,
+            completion_window="1m",
+            window_s=window_s,
+            metadata=None,
+        )
+
+    def shown(self, record: BatchRecord) -> dict[str, Any]:
+        return self.batches.as_openai(record)
+
+    def output(self, record: BatchRecord, kind: str = "output") -> list[dict[str, Any]]:
+        file_id = self.shown(record)[f"{kind}_file_id"]
+        content = b"" if file_id is None else b"".join(self.files.chunks(record.owner, file_id))
+        return [json.loads(each) for each in content.splitlines()]
+
+    async def ends(self, record: BatchRecord) -> dict[str, Any]:
+        await until(lambda: record.id not in {batch_id for _, batch_id in self.batches.open_ids()})
+        shown = self.shown(record)
+        assert shown["status"] in ENDED
+        return shown
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(Storage(str(tmp_path)))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOAD_S", "LOOK_S", "PATIENCE_S", "FIRST_PAUSE_S"):
+        monkeypatch.setattr(module, name, 0.01)
+
+
+@asynccontextmanager
+async def running(folder: Folder, routers: Routers, section: BatchesSection = SECTION) -> AsyncIterator[Runner]:
+    runner = Runner(section, folder.storage, routers)
+    runner.start()
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def ids(results: Iterable[dict[str, Any]]) -> list[str]:
+    return sorted(each["custom_id"] for each in results)
+
+
+IDS = [f"{number:03}" for number in range(100)]
+
+
+async def test_a_batch_is_answered_line_by_line(folder: Folder) -> None:
+    record = folder.batch(lines(IDS))
+    async with running(folder, Routers()):
+        shown = await folder.ends(record)
+    assert (shown["status"], shown["model"]) == ("completed", "m")
+    assert shown["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+    assert shown["usage"]["input_tokens"], shown["usage"]["input_tokens_details"] == (200, {"cached_tokens": 100})
+    assert shown["error_file_id"] is None
+    output = folder.output(record)
+    assert ids(output) == IDS
+    assert {each["response"]["body"]["text"] for each in output} == {each[::-1] for each in IDS}
+
+
+async def test_what_a_model_refuses_stands_in_the_errors_with_its_status(folder: Folder) -> None:
+    def refuses_some(prompt: str) -> Reply:
+        return Reply(400, b'{"error": {"message": "no"}}') if prompt < "010" else answer(prompt)
+
+    record = folder.batch(lines(IDS))
+    async with running(folder, Routers(refuses_some)):
+        shown = await folder.ends(record)
+    assert shown["request_counts"] == {"total": 100, "completed": 90, "failed": 10}
+    errors = folder.output(record, "error")
+    assert ids(errors) == IDS[:10]
+    assert errors[0]["response"]["status_code"] == 400
+    assert errors[0]["response"]["body"] == {"error": {"message": "no"}}
+
+
+async def test_an_answer_that_is_no_json_is_kept_as_text(folder: Folder) -> None:
+    record = folder.batch(lines(["a"]))
+    async with running(folder, Routers(lambda _: Reply(404, b"Not\nFound"))):
+        await folder.ends(record)
+    assert folder.output(record, "error")[0]["response"]["body"] == "Not\nFound"
+
+
+async def test_a_wrong_input_fails_with_the_numbers_of_its_lines(folder: Folder) -> None:
+    record = folder.batch(line("a") + b"{\n" + line("a"))
+    routers = Routers()
+    async with running(folder, routers):
+        shown = await folder.ends(record)
+    assert shown["status"] == "failed"
+    assert [(each["code"], each["line"]) for each in shown["errors"]["data"]] == [
+        ("invalid_json_line", 2),
+        ("duplicate_custom_id", 3),
+    ]
+    assert not routers.asked
+
+
+async def test_a_request_whose_key_has_spent_its_quota_is_sent_again_and_in_its_name(folder: Folder) -> None:
+    refusals = Counter[str]()
+
+    def at_first_not(prompt: str) -> Reply:
+        refusals[prompt] += 1
+        return Reply(429, b"{}", retry_after_s=0.01) if refusals[prompt] < 3 else answer(prompt)
+
+    record, routers = folder.batch(lines(["a"]), key="team"), Routers(at_first_not)
+    async with running(folder, routers):
+        shown = await folder.ends(record)
+    assert shown["request_counts"]["completed"] == 1
+    assert routers.keys == ["team"] * 3
+
+
+async def test_a_request_that_fails_again_and_again_is_given_up(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    record, routers = folder.batch(lines(["a"])), Routers(lambda _: Reply(503, b"{}"))
+    async with running(folder, routers):
+        shown = await folder.ends(record)
+    assert shown["request_counts"]["failed"] == 1
+    assert routers.asked["a"] == module.MOST_FAILURES
+
+
+async def test_a_batch_waits_while_no_router_is_there(folder: Folder) -> None:
+    record, routers = folder.batch(lines(IDS)), Routers()
+    routers.are_away = True
+    async with running(folder, routers):
+        await asyncio.sleep(0.1)
+        routers.are_away = False
+        assert (await folder.ends(record))["request_counts"]["completed"] == 100
+
+
+async def test_a_cancelled_batch_has_what_was_answered_and_an_error_for_each_other(folder: Folder) -> None:
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.02, load=Load(slots=8))
+    async with running(folder, routers) as runner:
+        await until(lambda: folder.shown(record)["request_counts"]["completed"] >= 5)
+        folder.batches.cancel(record)
+        runner.look()
+        shown = await folder.ends(record)
+        assert routers.in_flight == 0
+    assert (shown["status"], shown["cancelled_at"] is not None) == ("cancelled", True)
+    output, errors = folder.output(record), folder.output(record, "error")
+    assert sorted(ids(output) + ids(errors)) == IDS
+    assert len(output) >= 5
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+
+
+async def test_a_batch_whose_window_ends_is_expired(folder: Folder) -> None:
+    record = folder.batch(lines(IDS), window_s=1)
+    async with running(folder, Routers(pause_s=60.0)):
+        shown = await folder.ends(record)
+    assert (shown["status"], shown["expired_at"] is not None) == ("expired", True)
+    assert {each["error"]["code"] for each in folder.output(record, "error")} == {"batch_expired"}
+
+
+async def test_no_more_is_in_flight_than_engines_leave(folder: Folder) -> None:
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.005, load=Load(slots=64, waiting_promised=3))
+    async with running(folder, routers):
+        await folder.ends(record)
+    assert routers.most_in_flight == 1
+
+
+async def test_keys_share_alike_however_many_batches_each_has(folder: Folder) -> None:
+    records = [folder.batch(lines(IDS), owner="many", key="many") for _ in range(5)]
+    records.append(folder.batch(lines(IDS), owner="one", key="one"))
+    routers = Routers(pause_s=0.005, load=Load(slots=16))
+    async with running(folder, routers, SECTION.model_copy(update={"max_in_flight": 8})):
+        for record in records:
+            assert (await folder.ends(record))["request_counts"]["completed"] == 100
+    first, last = routers.keys.index("one"), len(routers.keys) - routers.keys[::-1].index("one")
+    shared = Counter(routers.keys[first:last])
+    assert abs(shared["many"] - shared["one"]) < 20
+
+
+async def test_prompts_that_begin_alike_go_together(folder: Folder) -> None:
+    mixed = [f"{number % 4} of {number:02}" for number in range(40)]
+    record, routers = folder.batch(lines(mixed)), Routers()
+    async with running(folder, routers, SECTION.model_copy(update={"max_in_flight": 1})):
+        await folder.ends(record)
+    assert list(routers.asked) == sorted(mixed)
+
+
+async def test_the_end_is_foreseen(folder: Folder) -> None:
+    record = folder.batch(lines(IDS))
+    async with running(folder, Routers(pause_s=0.05, load=Load(slots=4, waiting_idle=1))):
+        await until(lambda: folder.shown(record)["metadata"] is not None)
+        assert folder.shown(record)["metadata"]["sluice_expected_end"].startswith("20")
+
+
+async def test_two_runners_of_one_batch_write_no_line_twice(folder: Folder) -> None:
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.002, load=Load(slots=8))
+    async with running(folder, routers), running(folder, routers):
+        await folder.ends(record)
+    assert ids(folder.output(record)) == IDS
+
+
+async def test_what_is_older_than_it_is_kept_is_removed_but_for_what_runs(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, runs = folder.batch(lines(["a"])), folder.batch(lines(["b"]))
+    folder.batches.close(ended)
+    runner = Runner(SECTION, folder.storage, Routers())
+    later_s = module.time.time() + SECTION.keep_s + 1
+    monkeypatch.setattr(module.time, "time", lambda: later_s)
+    runner._remove_old()
+    assert folder.batches.ids("me") == [runs.id]
+    assert folder.files.ids("me") == []
+
+
+class Mortal(Storage):
+    """Dies at one of its writes, before or after it: from then on nothing is read or written."""
+
+    def __init__(self, url: str, dies_at: int, *, after: bool) -> None:
+        super().__init__(url)
+        self._left, self._after, self.died = dies_at, after, asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def _do(self, write: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left > 0:
+            return write()
+        if self._left == 0 and self._after:
+            write()
+        self._loop.call_soon_threadsafe(self.died.set)
+        raise OSError("the process is no more")
+
+    def create(self, path: str, content: bytes) -> bool:
+        return bool(self._do(lambda: Storage.create(self, path, content)))
+
+    def write(self, path: str, chunks: Iterable[bytes]) -> int:
+        return int(self._do(lambda: Storage.write(self, path, chunks)))
+
+    def remove(self, path: str) -> None:
+        self._do(lambda: Storage.remove(self, path))
+
+
+@settings(max_examples=30, deadline=None)
+@given(deaths=st.lists(st.tuples(st.integers(1, 8), st.booleans()), max_size=6), refused=st.sets(st.sampled_from(IDS)))
+def test_whatever_dies_when_each_request_has_one_line(deaths: list[tuple[int, bool]], refused: set[str]) -> None:
+    def answers(prompt: str) -> Reply:
+        return Reply(400, b"{}") if prompt in refused else answer(prompt)
+
+    async def live(url: str) -> None:
+        folder = Folder(Storage(url))
+        record = folder.batch(lines(IDS))
+        for dies_at, after in deaths:
+            mortal = Mortal(url, dies_at, after=after)
+            async with running(Folder(mortal), Routers(answers, pause_s=0.001)):
+                died, ended = asyncio.create_task(mortal.died.wait()), asyncio.create_task(folder.ends(record))
+                await asyncio.wait([died, ended], return_when=asyncio.FIRST_COMPLETED)
+                died.cancel()
+                ended.cancel()
+        async with running(folder, Routers(answers)):
+            shown = await folder.ends(record)
+        assert shown["status"] == "completed"
+        assert ids(folder.output(record)) == sorted(set(IDS) - refused)
+        assert ids(folder.output(record, "error")) == sorted(refused)
+        assert shown["request_counts"]["failed"] == len(refused)
+
+    with tempfile.TemporaryDirectory() as url:
+        asyncio.run(live(url))

@@ -1,0 +1,96 @@
+"""What a batch has come to, in files."""
+
+from pathlib import Path
+
+import pytest
+
+from deployments.batches.files import NotFoundError, new_id
+from deployments.batches.lines import LineError
+from deployments.batches.state import Batches, BatchRecord, FencedError, Progress, Result, Tokens
+from deployments.batches.storage import Storage
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> Batches:
+    return Batches(Storage(str(tmp_path)))
+
+
+def made(batches: Batches, owner: str = "me") -> BatchRecord:
+    return batches.create(
+        owner,
+        None,
+        endpoint="/v1/completions",
+        input_file_id=new_id("file-"),
+        completion_window="24h",
+        window_s=86_400.0,
+        metadata={"for": "tests"},
+    )
+
+
+def test_a_log_is_read_as_it_was_written(batches: Batches) -> None:
+    record = made(batches)
+    log = batches.log(record)
+    begun = Progress(status="in_progress", total=3, last=3, completed=1, failed=1, tokens=Tokens(input=5))
+    log.append(Progress(status="in_progress", total=3, last=3), [])
+    log.append(begun, [Result(1, False, b'{"a":1}'), Result(3, True, b'{"b":2}')])
+    again = batches.log(record)
+    progress, numbers = again.read()
+    assert progress == begun
+    assert list(numbers) == [[], [1, 3]]
+    assert list(again.lines(errors=False)) == [b'{"a":1}\n']
+    assert list(again.lines(errors=True)) == [b'{"b":2}\n']
+
+
+def test_of_two_who_run_a_batch_the_second_to_write_stops(batches: Batches) -> None:
+    record = made(batches)
+    first, second = batches.log(record), batches.log(record)
+    first.read()
+    second.read()
+    first.append(Progress(), [Result(1, False, b"{}")])
+    with pytest.raises(FencedError):
+        second.append(Progress(), [Result(1, False, b"{}")])
+    assert list(batches.log(record).lines(errors=False)) == [b"{}\n"]
+
+
+def test_who_creates_a_batch_finds_it_open_until_it_is_closed(batches: Batches) -> None:
+    record = made(batches)
+    assert list(batches.opened()) == [record]
+    batches.close(record)
+    assert list(batches.opened()) == []
+    assert batches.get("me", record.id) == record
+
+
+def test_a_batch_of_another_owner_and_a_path_are_not_found(batches: Batches) -> None:
+    record = made(batches)
+    for owner, batch_id in (("you", record.id), ("me", "batch_../../x"), ("me", record.input_file_id)):
+        with pytest.raises(NotFoundError):
+            batches.get(owner, batch_id)
+
+
+def test_pages_come_newest_first_and_follow_each_other(batches: Batches) -> None:
+    ids = sorted((made(batches).id for _ in range(5)), reverse=True)
+    first, has_more = batches.page("me", None, 2)
+    rest, has_no_more = batches.page("me", first[-1].id, 3)
+    assert [record.id for record in (*first, *rest)] == ids
+    assert (has_more, has_no_more) == (True, False)
+
+
+def test_a_batch_that_was_cancelled_says_when_and_once(batches: Batches) -> None:
+    record = made(batches)
+    batches.log(record).append(Progress(status="in_progress"), [])
+    batches.cancel(record)
+    batches.cancel(record)
+    shown = batches.as_openai(record)
+    assert shown["status"] == "cancelling"
+    assert shown["cancelling_at"] == batches.cancelled_at(record)
+
+
+def test_a_batch_that_failed_tells_its_errors(batches: Batches) -> None:
+    record = made(batches)
+    error = LineError("invalid_method", "method must be POST", 3, "method")
+    batches.log(record).append(Progress(status="failed", errors=(error,), ended_at=7), [])
+    shown = batches.as_openai(record)
+    assert shown["failed_at"] == 7
+    assert shown["errors"]["data"] == [
+        {"code": "invalid_method", "message": "method must be POST", "line": 3, "param": "method"}
+    ]

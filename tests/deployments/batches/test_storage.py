@@ -1,0 +1,83 @@
+"""The folder of batches, on a disk and in a store of objects."""
+
+import threading
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from deployments.batches.storage import Storage
+from policies.errors import ConfigError
+
+
+@pytest.fixture(params=["disk", "objects"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path) if request.param == "disk" else f"memory://{uuid4().hex}")
+
+
+def test_what_is_there_is_not_replaced_by_who_creates(storage: Storage) -> None:
+    assert storage.create("a/b", b"first")
+    assert not storage.create("a/b", b"second")
+    assert storage.read("a/b") == b"first"
+
+
+def test_what_is_written_replaces_what_was_there(storage: Storage) -> None:
+    storage.write("a/b", [b"first"])
+    assert storage.write("a/b", [b"sec", b"ond"]) == 6
+    assert b"".join(storage.chunks("a/b")) == b"second"
+
+
+def test_of_many_who_create_at_once_one_succeeds(tmp_path: Path) -> None:
+    storage, together, won = Storage(str(tmp_path)), threading.Barrier(8), []
+
+    def create(number: int) -> None:
+        together.wait()
+        if storage.create("log/0", str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert storage.read("log/0") == str(won[0]).encode()
+    assert len(won) == 1
+
+
+def test_a_file_that_was_not_written_to_its_end_is_not_there(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+
+    def breaks() -> object:
+        yield b"half"
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        storage.write("a/b", breaks())  # type: ignore[arg-type]
+    assert storage.names("a") == []
+    assert list(Path(tmp_path, "a").iterdir()) == []
+
+
+def test_names_are_sorted_and_there_are_none_in_no_folder(storage: Storage) -> None:
+    assert storage.names("a") == []
+    for name in ("c", "b"):
+        storage.create(f"a/{name}", b"")
+    assert storage.names("a") == ["b", "c"]
+
+
+def test_a_line_that_is_too_long_ends_where_the_bound_is_and_the_next_is_whole(storage: Storage) -> None:
+    storage.write("a", [b"x" * 3_000_000, b"\nshort\nlast"])
+    assert list(storage.lines("a", 10)) == [b"x" * 11, b"short\n", b"last"]
+
+
+def test_a_folder_is_removed_with_what_is_in_it_and_what_is_not_there_is_no_matter(storage: Storage) -> None:
+    storage.create("a/b/c", b"12345")
+    assert storage.size_of_folder("a") == 5
+    storage.remove("a")
+    storage.remove("a")
+    assert storage.names("a/b") == []
+    assert storage.size_of_folder("a") == 0
+
+
+def test_a_url_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"batches\.folder"):
+        Storage("nosuch://bucket")
