@@ -28,8 +28,8 @@ from starlette.websockets import WebSocketClose
 
 from deployments.http.bodies import RETRY_AFTER_S, BodyError, ClientLeftError, RequestBodies, replay
 from deployments.http.keys import KeyRing
+from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, PromiseError, Promises, asked_for
-from deployments.page import PAGE_PATHS
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current

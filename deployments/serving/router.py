@@ -29,8 +29,8 @@ from deployments.http.keys import RELOAD_S, KeyRing
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddleware, error_response
 from deployments.http.model_switch import ModelSwitch
+from deployments.http.page import PAGE_PATHS, page
 from deployments.http.promises import CLASS_HEADER, Promises
-from deployments.page import PAGE_PATHS, page
 from deployments.process.logs import log_as_json
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats

@@ -11,7 +11,7 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
-_HTML = files("deployments.page").joinpath("index.html").read_bytes()
+_HTML = files("deployments.http.page").joinpath("index.html").read_bytes()
 
 
 async def page(request: Request) -> Response:
