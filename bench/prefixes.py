@@ -1,0 +1,296 @@
+"""Sessions whose prompts grow, over two engines that cache prefixes: `python -m bench.prefixes --help`.
+
+Every session sends a prompt, waits for its answer, thinks, and sends the same prompt with more behind it. Compared are
+Sluice by its defaults, Sluice that does not look where a prompt is cached (`mode: stock`), and two `vllm serve` that
+take requests in turn. All engines are up; one system at a time is loaded, in an order that rotates from round to round.
+A round gives all of them the same sessions, with prompts that nobody has seen before.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from bench.arguments import folder, writable_file
+from bench.chat_client import TEXT_PATH, ChatClient, RequestFailed
+from bench.load import ServerUnusable, first_model
+from bench.open_loop import TOKEN_IDS, Request
+from bench.random_model import write_model
+from bench.report import markdown_table
+from bench.servers import (
+    Server,
+    ServerFailed,
+    ServerSpec,
+    gpus_of_an_engine,
+    plain_vllm,
+    shared_arguments,
+    sluice_with_config,
+    split_at_dashes,
+)
+
+SLUICE, BLIND, IN_TURN = "Sluice", "Sluice, mode: stock", "vllm serve, in turn"
+ENGINES = 2
+ANSWER_TOKENS = 8
+TIMEOUT_S = 300.0
+# Counters of tokens that engines found in their caches, as each kind of server names them.
+HITS = ("sluice_engine_prefix_cache_hit_tokens", "vllm:prefix_cache_hits")
+PREDICTED = "sluice_predicted_hit_tokens"
+
+EPILOG = """\
+examples:
+  python -m bench.prefixes                    a random model of 27 million parameters, some 20 minutes on two cores
+  python -m bench.prefixes --rounds 1 --sessions 8 --turns 4   a first look
+
+All engines get the same arguments, and after them whatever follows `--`.
+
+exit status: 0 measured, 2 a server or the arguments are unusable, 130 interrupted.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """`prompts`: token ids, each beginning as the one before. `pauses_s` come before each."""
+
+    prompts: tuple[list[int], ...]
+    pauses_s: tuple[float, ...]
+
+
+def draw_sessions(count: int, turns: int, first: int, more: int, think_s: float, seed: int) -> list[Session]:
+    """Prompts begin with `first` tokens in the mean and grow by `more` a turn, each drawn between half and one and a
+    half of that; pauses are exponential with mean `think_s`."""
+    rng = random.Random(seed)
+    sessions = []
+    for _ in range(count):
+        prompt, prompts = list[int](), []
+        for turn in range(turns):
+            mean = first if turn == 0 else more
+            prompt = [*prompt, *rng.choices(TOKEN_IDS, k=rng.randint(mean // 2, mean + mean // 2))]
+            prompts.append(prompt)
+        sessions.append(Session(prompts=tuple(prompts), pauses_s=tuple(rng.expovariate(1 / think_s) for _ in prompts)))
+    return sessions
+
+
+def seen_before(sessions: Sequence[Session]) -> int:
+    """Prompt tokens that a session has sent before."""
+    return sum(len(prompt) for session in sessions for prompt in session.prompts[:-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Seconds until the first token; shares of the tokens that could be found: that engines found, and that routers
+    predicted, None where none does."""
+
+    system: str
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    hits: float
+    predicted: float | None
+
+    @classmethod
+    def of(cls, system: str, ttft_s: Sequence[float], added: Mapping[str, float], findable: int) -> Self:
+        predicted = added.get(PREDICTED)
+        return cls(
+            system=system,
+            mean_s=statistics.fmean(ttft_s),
+            p50_s=float(np.quantile(ttft_s, 0.5)),
+            p99_s=float(np.quantile(ttft_s, 0.99)),
+            hits=sum(added.get(name, 0.0) for name in HITS) / findable,
+            predicted=None if predicted is None else predicted / findable,
+        )
+
+
+async def run_sessions(
+    urls: Sequence[str], model: str, sessions: Sequence[Session], on_end: Callable[[], object]
+) -> list[float]:
+    """Seconds until the first token of every request; with several addresses they take requests in turn.
+
+    Raises: RequestFailed: a request got no whole answer.
+    """
+    turn = itertools.cycle(urls)
+
+    async def hold(session: Session) -> list[float]:
+        with ExitStack() as stack:
+            clients = {url: stack.enter_context(closing(ChatClient(url, TIMEOUT_S, TEXT_PATH))) for url in urls}
+            times_s = []
+            for prompt, pause_s in zip(session.prompts, session.pauses_s, strict=True):
+                await asyncio.sleep(pause_s)
+                request = Request(arrival_s=0.0, slo_class="", prompt_token_ids=prompt, max_tokens=ANSWER_TOKENS)
+                times_s.append((await clients[next(turn)].ask(request.body(model))).ttft_s)
+                on_end()
+            return times_s
+
+    of_sessions = await asyncio.gather(*map(hold, sessions))
+    return [ttft_s for times_s in of_sessions for ttft_s in times_s]
+
+
+def counters(urls: Sequence[str]) -> dict[str, float]:
+    """Sums over all servers and replicas of those of HITS and PREDICTED that are there."""
+    found: dict[str, float] = {}
+    for url in urls:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            for family in text_string_to_metric_families(answer.read().decode()):
+                if family.name in (*HITS, PREDICTED):
+                    total = sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+                    found[family.name] = found.get(family.name, 0.0) + total
+    return found
+
+
+class Bench:
+    """One whole measurement on servers that share this machine."""
+
+    def __init__(self, options: argparse.Namespace, engine_arguments: Sequence[str], stack: ExitStack) -> None:
+        self._options, self._arguments, self._stack = options, tuple(engine_arguments), stack
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
+        self._bar = stack.enter_context(tqdm(unit="request", mininterval=0.5, disable=None))
+        self._model = options.model
+        if self._model is None:
+            write_model(self._folder / "random")
+            self._model = str(self._folder / "random")
+            self._arguments += ("--load-format=dummy",)
+
+    def run(self) -> list[Run]:
+        """Raises: ServerFailed, ServerUnusable, RequestFailed."""
+        port = self._options.first_port
+        systems = {
+            IN_TURN: [self._started(self._plain(port + n)) for n in range(ENGINES)],
+            SLUICE: [self._started(self._sluice(SLUICE, "full", port + ENGINES))],
+            BLIND: [self._started(self._sluice(BLIND, "stock", port + ENGINES + 1))],
+        }
+        for urls in systems.values():  # connects, compiles
+            self._loaded(urls, self._sessions(seed=1)[:4])
+        runs, names = [], list(systems)
+        for number in range(self._options.rounds):
+            sessions = self._sessions(seed=100 + number)
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                self._bar.set_description(f"round {number + 1}/{self._options.rounds}, {name}")
+                before = counters(systems[name])
+                times_s = self._loaded(systems[name], sessions)
+                time.sleep(2.0)  # routers show what they counted with their next heartbeat
+                added = {key: value - before.get(key, 0.0) for key, value in counters(systems[name]).items()}
+                runs.append(Run.of(name, times_s, added, seen_before(sessions)))
+                self._bar.write(f"round {number + 1}, {name}: {runs[-1].mean_s:.3f} s", file=sys.stderr)
+        return runs
+
+    def _sessions(self, seed: int) -> list[Session]:
+        options = self._options
+        return draw_sessions(options.sessions, options.turns, options.first, options.more, options.think, seed)
+
+    def _loaded(self, urls: Sequence[str], sessions: Sequence[Session]) -> list[float]:
+        return uvloop.run(run_sessions(urls, first_model(urls[0]), sessions, self._bar.update))
+
+    def _plain(self, port: int) -> ServerSpec:
+        return plain_vllm(f"vllm serve {port}", self._model, port, self._arguments)
+
+    def _sluice(self, name: str, mode: str, port: int) -> ServerSpec:
+        """Defaults for the rest. JSON is YAML."""
+        path = self._folder / f"{mode}.json"
+        engine = {"replicas": ENGINES, "num_gpus": gpus_of_an_engine(self._options.num_gpus)}
+        path.write_text(json.dumps({"mode": mode, "engine": engine}))
+        return sluice_with_config(name, path, port, f"--model={self._model}", "--", *self._arguments)
+
+    def _started(self, spec: ServerSpec) -> str:
+        self._bar.set_description(f"starting {spec.name}")
+        server = self._stack.enter_context(Server(spec, self._options.logs or self._folder))
+        server.wait_until_ready(self._options.startup_timeout)
+        return spec.url
+
+
+def as_markdown(runs: Sequence[Run]) -> str:
+    """Medians over the rounds, in brackets the least and the greatest."""
+    rows = []
+    for system in dict.fromkeys(run.system for run in runs):
+        mine = [run for run in runs if run.system == system]
+        cells = [[run.mean_s for run in mine], [run.p50_s for run in mine], [run.p99_s for run in mine]]
+        predicted = [run.predicted for run in mine if run.predicted is not None]
+        rows.append(
+            [
+                system,
+                *(_spread(values, "{:.3f}") for values in cells),
+                _spread([run.hits for run in mine], "{:.1%}"),
+                _spread(predicted, "{:.1%}") if predicted else "",
+            ]
+        )
+    heads = ["system", "first token, mean s", "median", "99th percentile", "tokens found", "predicted"]
+    return markdown_table(heads, rows) + "\n"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    shown = [form.format(value) for value in (statistics.median(values), min(values), max(values))]
+    return f"{shown[0]} [{shown[1]}, {shown[2]}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(own)
+    try:
+        with ExitStack() as stack:
+            # As Ctrl-C: the servers are stopped in either case.
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+            runs = Bench(options, shared_arguments(more), stack).run()
+    except (ServerFailed, ServerUnusable, RequestFailed, OSError, ValueError) as error:
+        print(f"bench.prefixes: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench.prefixes: interrupted; every server that it started has been stopped", file=sys.stderr)
+        return 130
+    print(as_markdown(runs))
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.prefixes",
+        usage="%(prog)s [options] [-- engine arguments of all]",
+        description="Measures first tokens of growing prompts over two engines, by where requests go.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help="folder or name of the model (default: random weights, nothing to download)")
+    add("--sessions", type=_positive, default=24, help="that run side by side (default: %(default)s)")
+    add("--turns", type=_positive, default=8, help="requests of a session (default: %(default)s)")
+    add("--first", type=_positive, default=300, metavar="TOKENS", help="mean of a first prompt (default: %(default)s)")
+    add("--more", type=_positive, default=160, metavar="TOKENS", help="mean that a turn adds (default: %(default)s)")
+    add(
+        "--think", type=float, default=6.0, metavar="SECONDS", help="mean pause before a request (default: %(default)s)"
+    )
+    add("--rounds", type=_positive, default=3, help="runs of each system (default: %(default)s)")
+    add("--num-gpus", type=float, metavar="N", help="of each Sluice engine (default: none on vLLM's CPU build, else 1)")
+    add("--first-port", type=int, default=18400, help="the servers take this port and the next three (default: 18400)")
+    add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
+    add("--logs", type=folder, metavar="FOLDER", help="keep the servers' logs there")
+    add("--json", type=writable_file, metavar="FILE", help="write every run")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
