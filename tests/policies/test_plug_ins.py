@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_class_is_said_before_anything_starts(
 def test_an_order_is_not_a_batch_policy_and_a_placement_is_nobody_s_own() -> None:
     with pytest.raises(ConfigError, match="no method key, see policies.router.order"):
         build_of(Family.ORDER, "theirs.policies:Fixed", {})
-    with pytest.raises(ConfigError, match="placement policy must be one of least_outstanding_work, most_credit, got"):
+    with pytest.raises(ConfigError, match="placement policy must be one of least_outstanding_work, .*most_credit, got"):
         build_of(Family.PLACEMENT, "theirs.policies:Fixed", {})
 
 

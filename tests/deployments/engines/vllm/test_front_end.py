@@ -82,7 +82,7 @@ def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch
 
 async def test_an_engine_of_batches_offers_a_whole_one_whatever_memory_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def status(_: str) -> dict[str, int]:
-        return {"batch_size": 3, "late_requests": 2}
+        return {"batch_size": 3, "late_requests": 2, "free_blocks": 9}
 
     core = SimpleNamespace(call_utility_async=status, resources=SimpleNamespace(engine_dead=False))
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)

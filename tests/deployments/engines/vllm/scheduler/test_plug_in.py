@@ -822,7 +822,7 @@ def test_the_forecast_takes_windows_for_what_they_hold() -> None:
         batch[mode] = sum(log.decodes for log in engine.log) / len(engine.log)
         preempted[mode] = engine.preempted
     assert preempted["mixed"] < preempted["stock"] / 3
-    assert batch["mixed"] > 0.8 * batch["stock"]
+    assert batch["mixed"] > 0.75 * batch["stock"]
 
 
 @pytest.mark.parametrize(("block_size", "states", "fit"), [(256, 3, 124), (256, 8, 55), (16, 3, 27)])
