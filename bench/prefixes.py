@@ -176,7 +176,7 @@ class Bench:
             BLIND: [self._started(self._sluice(BLIND, "stock", port + ENGINES + 1))],
         }
         for urls in systems.values():  # connects, compiles
-            self._loaded(urls, self._sessions(seed=1)[:4])
+            self._loaded(urls, draw_sessions(4, 2, self._options.first, self._options.more, 0.5, seed=1))
         runs, names = [], list(systems)
         for number in range(self._options.rounds):
             sessions = self._sessions(seed=100 + number)
@@ -188,7 +188,9 @@ class Bench:
                 time.sleep(2.0)  # routers show what they counted with their next heartbeat
                 added = {key: value - before.get(key, 0.0) for key, value in counters(systems[name]).items()}
                 runs.append(Run.of(name, times_s, added, seen_before(sessions)))
-                self._bar.write(f"round {number + 1}, {name}: {runs[-1].mean_s:.3f} s", file=sys.stderr)
+                run = runs[-1]
+                shown = f"mean {run.mean_s:.3f}, median {run.p50_s:.3f}, p99 {run.p99_s:.3f} s, {run.hits:.1%} found"
+                self._bar.write(f"round {number + 1}, {name}: {shown}", file=sys.stderr)
         return runs
 
     def _sessions(self, seed: int) -> list[Session]:
