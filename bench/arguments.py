@@ -19,3 +19,10 @@ def folder(text: str) -> Path:
 def writable_file(text: str) -> Path:
     folder(str(Path(text).parent))
     return Path(text)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

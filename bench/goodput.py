@@ -30,7 +30,7 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from bench.arguments import folder, writable_file
+from bench.arguments import folder, positive, writable_file
 from bench.chat_client import TEXT_PATH, Answer, ChatClient, RequestFailed
 from bench.load import ServerUnusable, error_lines, first_model
 from bench.open_loop import LOOSE, TIGHT, Lengths, Outcome, Targets, draw_requests, run_open_loop
@@ -412,13 +412,6 @@ def _figure(text: str) -> Path:
     return writable_file(text)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _load(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -436,11 +429,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", help="folder or name of the model (default: random weights, nothing to download)")
-    add("--slots", type=_positive, default=16, help="requests that run at once, --max-num-seqs (default: %(default)s)")
+    add("--slots", type=positive, default=16, help="requests that run at once, --max-num-seqs (default: %(default)s)")
     add("--loads", type=_load, nargs="+", default=[0.7, 1.0, 1.3], metavar="X", help="of capacity (default: 0.7 1 1.3)")
     add("--capacity", type=_load, metavar="RATE", help="requests a second, where it is known (default: searched for)")
-    add("--requests", type=_positive, default=400, help="of a run (default: %(default)s)")
-    add("--rounds", type=_positive, default=3, help="runs of each system at each load (default: %(default)s)")
+    add("--requests", type=positive, default=400, help="of a run (default: %(default)s)")
+    add("--rounds", type=positive, default=3, help="runs of each system at each load (default: %(default)s)")
     add("--tight-prompt", type=int, default=96, metavar="TOKENS", help="mean length (default: %(default)s)")
     add("--loose-prompt", type=int, default=640, metavar="TOKENS", help="mean length (default: %(default)s)")
     add("--answer", type=int, default=48, metavar="TOKENS", help="mean length (default: %(default)s)")

@@ -29,7 +29,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
-from bench.arguments import folder, writable_file
+from bench.arguments import folder, positive, writable_file
 from bench.chat_client import TEXT_PATH, ChatClient, RequestFailed
 from bench.load import ServerUnusable, first_model
 from bench.open_loop import TOKEN_IDS, Request
@@ -45,6 +45,7 @@ from bench.servers import (
     sluice_with_config,
     split_at_dashes,
 )
+from bench.summary import Spread
 
 SLUICE, BLIND, IN_TURN = "Sluice", "Sluice, mode: stock", "vllm serve, in turn"
 ENGINES = 2
@@ -227,18 +228,13 @@ def as_markdown(runs: Sequence[Run]) -> str:
         rows.append(
             [
                 system,
-                *(_spread(values, "{:.3f}") for values in cells),
-                _spread([run.hits for run in mine], "{:.1%}"),
-                _spread(predicted, "{:.1%}") if predicted else "",
+                *(f"{Spread.of(values):.3f}" for values in cells),
+                f"{Spread.of([run.hits for run in mine]):.1%}",
+                f"{Spread.of(predicted):.1%}" if predicted else "",
             ]
         )
     heads = ["system", "first token, mean s", "median", "99th percentile", "tokens found", "predicted"]
     return markdown_table(heads, rows) + "\n"
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    shown = [form.format(value) for value in (statistics.median(values), min(values), max(values))]
-    return f"{shown[0]} [{shown[1]}, {shown[2]}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,13 +257,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.prefixes",
@@ -278,14 +267,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", help="folder or name of the model (default: random weights, nothing to download)")
-    add("--sessions", type=_positive, default=24, help="that run side by side (default: %(default)s)")
-    add("--turns", type=_positive, default=8, help="requests of a session (default: %(default)s)")
-    add("--first", type=_positive, default=300, metavar="TOKENS", help="mean of a first prompt (default: %(default)s)")
-    add("--more", type=_positive, default=160, metavar="TOKENS", help="mean that a turn adds (default: %(default)s)")
+    add("--sessions", type=positive, default=24, help="that run side by side (default: %(default)s)")
+    add("--turns", type=positive, default=8, help="requests of a session (default: %(default)s)")
+    add("--first", type=positive, default=300, metavar="TOKENS", help="mean of a first prompt (default: %(default)s)")
+    add("--more", type=positive, default=160, metavar="TOKENS", help="mean that a turn adds (default: %(default)s)")
     add(
         "--think", type=float, default=6.0, metavar="SECONDS", help="mean pause before a request (default: %(default)s)"
     )
-    add("--rounds", type=_positive, default=3, help="runs of each system (default: %(default)s)")
+    add("--rounds", type=positive, default=3, help="runs of each system (default: %(default)s)")
     add("--num-gpus", type=float, metavar="N", help="of each Sluice engine (default: none on vLLM's CPU build, else 1)")
     add("--first-port", type=int, default=18400, help="the servers take this port and the next three (default: 18400)")
     add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
