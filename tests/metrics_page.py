@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: every metric of Sluice's own, as its code declares it.
+"""Writes docs/reference/metrics.md: every metric of Sluice's own, as its code declares it.
 
     python -m tests.metrics_page
 
@@ -20,15 +20,16 @@ from predictor.metrics import PredictorMetrics
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
 from router.state_store import ReplicaLoad, Snapshot
 
-PAGE = Path(__file__).parents[1] / "docs/metrics.md"
+PAGE = Path(__file__).parents[1] / "docs/reference/metrics.md"
 HEAD = """\
 # Metrics
 
 <!-- Written by `python -m tests.metrics_page` from the code that declares them. -->
 
-`GET /metrics` of any router has all of them, of all routers and replicas; [operate](operate.md#is-it-well) says which
-are worth an alert, and [runbook](runbook.md) what to do then. All samples but those of batches have the label `model`
-besides those below, those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
+`GET /metrics` of any router has all of them, of all routers and replicas;
+[operate](../guides/operate.md#is-it-well) says which are worth an alert, and [runbook](../guides/runbook.md) what to do
+then. All samples but those of batches have the label `model` besides those below,
+those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
 With `engine.prefill` those of each router and those that are shared are there a second time for the replicas that only
 read prompts, as `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's
 or the process's.

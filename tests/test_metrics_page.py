@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric that there is, and other pages name none besides."""
+"""docs/reference/metrics.md has every metric that there is, and other pages name none besides."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from router.metrics import RouterMetrics, SplitMetrics
 from tests import metrics_page
 
-DOCS = metrics_page.PAGE.parent
+DOCS = metrics_page.PAGE.parents[1]
 CHART = DOCS.parent / "k8s/sluice"
 
 
@@ -71,7 +71,13 @@ def _named(text: str) -> set[str]:
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bsluice_[a-z_]+[a-z]\b", text)}
 
 
-PAGES = ["operate.md", "runbook.md", "scheduler.md", "prefill-decode.md", "predictor.md"]
+PAGES = [
+    "guides/operate.md",
+    "guides/runbook.md",
+    "concepts/scheduler.md",
+    "guides/prefill-decode.md",
+    "guides/predictor.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""docs/papers.md: what its rows name is there."""
+"""docs/concepts/papers.md: what its rows name is there."""
 
 import re
 from collections import defaultdict
@@ -9,7 +9,7 @@ from simulator.reproduce.__main__ import EXPERIMENTS
 REPOSITORY = Path(__file__).parents[1]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (REPOSITORY / "docs/papers.md").read_text().splitlines()
+    for line in (REPOSITORY / "docs/concepts/papers.md").read_text().splitlines()
     if line.startswith("| ") and "| item |" not in line
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/workarounds.md").read_text()
+PAGE = (ROOT / "docs/reference/workarounds.md").read_text()
 VERSIONS, REGISTER = PAGE.split("## Workarounds")
 TEST = re.compile(r"`([\w/]+\.py)(?:::(\w+))?`")
 

@@ -1,4 +1,4 @@
-"""docs/write-a-policy.md, followed to the letter. What it serves, tests/integration/test_cores.py serves."""
+"""docs/guides/write-a-policy.md, followed to the letter. What it serves, tests/integration/test_cores.py serves."""
 
 import json
 import os

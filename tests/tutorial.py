@@ -1,4 +1,4 @@
-"""The package that docs/write-a-policy.md writes, as it stands there."""
+"""The package that docs/guides/write-a-policy.md writes, as it stands there."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "write-a-policy.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "write-a-policy.md"
 _FILE = re.compile(r"`([\w./-]+)`:\n\n```\w+\n(.*?)```\n", re.DOTALL)
 _CLASS = re.compile(r"```python\n(class .*?)```\n", re.DOTALL)
 POLICY, ORDER = "keep_free:KeepFree", "keep_free:Patience"

@@ -32,11 +32,11 @@ examples:
   sluice serve Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
   sluice serve ./my-model -- --max-model-len 8192 --max-num-seqs 128
   sluice serve --config sluice.yaml --port 9000
-  sluice serve --preset papers                    the system as the five papers describe it (docs/papers.md)
+  sluice serve --preset papers                    the system as the five papers describe it (docs/concepts/papers.md)
 
 A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
 embedded Redis starts. Arguments after "--" go to vLLM as they are: `vllm serve --help=all` lists them.
-To serve on a Ray cluster of your own, use `sluice env` and `serve deploy` (see docs/install.md)."""
+To serve on a Ray cluster of your own, use `sluice env` and `serve deploy` (see docs/start/install.md)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--engine",
         choices=("vllm", "transformers"),
-        help="what runs the model (default: vllm); see docs/transformers.md",
+        help="what runs the model (default: vllm); see docs/guides/transformers.md",
     )
     serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
     serving.add_argument("--batch-folder", type=Path, help="folder for files and batches (default: no Batch API)")

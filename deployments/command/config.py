@@ -126,7 +126,7 @@ def _default(key: Key) -> str:
 
 
 def page() -> str:
-    """docs/configuration.md."""
+    """docs/reference/configuration.md."""
     return "".join([_HEAD, _tables(AppConfig, "At the top"), _KEYS, *_rows(all_keys(KeyEntry))])
 
 

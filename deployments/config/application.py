@@ -318,7 +318,7 @@ class EngineSection(Section):
     replicas: int = Field(default=1, ge=1)
     """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
     prefill: PrefillSection | None = None
-    """A second group of replicas, which only reads prompts; see docs/prefill-decode.md."""
+    """A second group of replicas, which only reads prompts; see docs/guides/prefill-decode.md."""
     autoscaling: AutoscalingSection | None = None
     """In place of a fixed number of replicas."""
     num_gpus: float = Field(default=0, ge=0)
@@ -511,7 +511,7 @@ class ClassSection(Section):
 
 
 class PlacementSection(Section):
-    """Which replica takes a request: the one that is predicted to send its first token soonest (docs/prefixes.md)."""
+    """Which replica takes a request: the one predicted to send its first token soonest (docs/guides/prefixes.md)."""
 
     prefix_entries: int = Field(default=65536, ge=1)
     """(replica, block of 64 tokens) pairs that a router remembers of the prompts that it sent, some 200 bytes each."""
@@ -582,7 +582,7 @@ class OrderSection(Section):
 
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
-    that deadline. See docs/write-a-policy.md."""
+    that deadline. See docs/guides/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 

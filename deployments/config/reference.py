@@ -1,4 +1,4 @@
-"""What keys a configuration has, for `sluice config`, docs/configuration.md, and the chart's schema and table.
+"""What keys a configuration has: `sluice config`, docs/reference/configuration.md, the chart's schema and table.
 
 Types, bounds and defaults come from the fields of sections, meanings from the text under each field.
 """

@@ -91,7 +91,7 @@ class SchedulerSettings(BaseModel):
     a profile; 0 leaves it out, and `auto` then stays with mixed steps until it has seen what prefills cost alone."""
     policy: str | None = None
     """A class of your own that plans every step, `package.module:Class`, or another of policies/registry.py by name;
-    null is Sluice's. See docs/write-a-policy.md."""
+    null is Sluice's. See docs/guides/write-a-policy.md."""
     policy_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of `policy`, its keywords."""
 

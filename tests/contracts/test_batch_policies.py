@@ -74,7 +74,7 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     ),
 }
 
-if own := os.environ.get("SLUICE_POLICY"):  # package.module:Class, see docs/write-a-policy.md
+if own := os.environ.get("SLUICE_POLICY"):  # package.module:Class, see docs/guides/write-a-policy.md
     MAKERS[own] = partial(build_of, Family.BATCH, own, {})
 
 every_policy = pytest.mark.parametrize("make", list(MAKERS.values()), ids=list(MAKERS))

@@ -116,7 +116,7 @@ def models_begun(
 @pytest.fixture(scope="session")
 def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """One engine with a model of the user's own, by its folder, and policies out of a package of theirs, those of
-    docs/write-a-policy.md; for `test_cores`."""
+    docs/guides/write-a-policy.md; for `test_cores`."""
     folder = tmp_path_factory.mktemp("one")
     shutil.copytree(DEMO_MODEL, folder / "my-model")
     # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.

@@ -1,4 +1,4 @@
-"""What supports serving dies, one after another, under streams and new requests. `docs/operate.md` has the table."""
+"""What supports serving dies, one after another, under streams and requests: the table in docs/guides/operate.md."""
 
 import json
 import signal

@@ -263,7 +263,7 @@ def test_a_mode_of_each_kind_gives_the_tokens_of_stock(case: str) -> None:
 def test_a_policy_out_of_another_package_gives_the_tokens_of_stock_and_keeps_some_cache_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings that docs/write-a-policy.md serves."""
+    """With the settings that docs/guides/write-a-policy.md serves."""
     put_on_path(tmp_path, monkeypatch)
     args = {"max_model_len": 512, "num_gpu_blocks_override": 28}
     settings = yaml.safe_load((tmp_path / "keep-free.yaml").read_text())["engine"]["scheduler"]

@@ -21,7 +21,7 @@ from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import START_TIMEOUT_S, command_of
 from tests.integration.ray_head import LOCAL, RayHead, answers, ray_head
 from tests.integration.traffic import Traffic
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def test_nothing_of_it_listens_to_the_outside(deployed: str, head: RayHead) -> N
     haproxy = [c for c in listening if c.laddr[1] == int(deployed.rpartition(":")[2])]
     assert haproxy, "the proxy is among them"
     (written,) = Path(head.env["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")  # one for the node
-    assert "http-buffer-request" in written.read_text()
+    # Ray Serve writes the file anew with each change, and runs the script after.
+    wait_until(lambda: "http-buffer-request" in written.read_text(), PATIENCE_S, "the script mends the configuration")
 
 
 def _redis_keys(server: EmbeddedRedis) -> int:

@@ -1,4 +1,4 @@
-"""Writes what follows from other files: docs/configuration.md, the part of values.schema.json that is the application's
+"""Writes what follows from other files: docs/reference/configuration.md, the application's part of values.schema.json
 configuration, the chart's table of values, its list of what changes live, and the goldens.
 
     python -m tests.k8s.refresh
@@ -26,7 +26,7 @@ from tests.k8s.engines import CHART, Helm4, documents, start_helm4
 SCHEMA = CHART / "values.schema.json"
 TABLE = CHART / "README.md"
 LIVE_KEYS = CHART / "files/live-keys.json"
-PAGE = CHART.parents[1] / "docs" / "configuration.md"
+PAGE = CHART.parents[1] / "docs" / "reference" / "configuration.md"
 CHART_SETS = {
     "AppConfig": {"redis_url", "redis_ca_certs"},
     "EngineSection": {
@@ -54,7 +54,7 @@ README_HEAD = """\
       --set image.repository=registry.example.org/sluice --timeout 30m
 
 No image is published yet: build it and push it to a registry of yours.
-[docs/install-kubernetes.md](../../docs/install-kubernetes.md) goes from nothing to the first token. `examples/` has
+[Install on Kubernetes](../../docs/start/install-kubernetes.md) goes from nothing to the first token. `examples/` has
 values to begin with. All values, `[]` for each item of a list:
 
 | value | type | default | meaning |

@@ -111,7 +111,7 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert alert["annotations"]["summary"]
 
 
-RUNBOOK = CHART.parents[1] / "docs/runbook.md"
+RUNBOOK = CHART.parents[1] / "docs/guides/runbook.md"
 
 
 def test_every_alert_links_to_its_section_of_the_runbook(rendered: dict[str, str]) -> None:
@@ -119,7 +119,7 @@ def test_every_alert_links_to_its_section_of_the_runbook(rendered: dict[str, str
     alerts = _alerts(rendered)
     assert {alert["alert"] for alert in alerts} == set(sections) and len(set(sections)) == len(sections)
     for alert in alerts:
-        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == f"docs/guides/runbook.md#{alert['alert'].lower()}"
 
 
 def test_a_section_of_the_runbook_says_how_grave_it_is_and_what_to_do(rendered: dict[str, str]) -> None:

@@ -43,7 +43,7 @@ def test_a_release_from_install_to_uninstall(site: Site) -> None:
     assert site.helm.history() == ["superseded", "superseded", "deployed"]
 
     site.helm.uninstall()
-    # Downloaded models stay, as docs/install-kubernetes.md says; the pod of the test is Helm's to keep.
+    # Downloaded models stay, as docs/start/install-kubernetes.md says; the pod of the test is Helm's to keep.
     assert site.cluster.kinds() == ["PersistentVolumeClaim", "Pod"]
 
 

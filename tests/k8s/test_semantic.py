@@ -27,7 +27,7 @@ from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_o
 from tests.k8s.cases import named
 from tests.k8s.engines import Helm4, Manifest, Values, documents, start_params
 from tests.k8s.schemas import templates_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 PASSWORD = "a-password.of_this~test"
 COMMANDS = Path(sys.executable).parent
@@ -170,10 +170,10 @@ class MiniKubeRay:
     def health(self) -> str:
         return f"http://127.0.0.1:{self.http_port}/health"
 
-    def haproxy_configuration(self) -> str:
-        """Of the head's HAProxy, as it runs."""
+    def haproxy_is_mended(self) -> bool:
+        """By the script of the chart, which has the file shortly after each time that Ray Serve wrote it anew."""
         (written,) = (self.folder / "h").glob("*/haproxy.cfg")  # one for the node
-        return written.read_text()
+        return "http-buffer-request" in written.read_text()
 
     def family(self, name: str) -> list[psutil.Process]:
         process = self.processes[name]
@@ -255,7 +255,7 @@ def test_the_rendered_manifest_serves_and_survives_a_lost_head_and_a_drained_pod
     assert _complete(operator).completion_tokens > 0
     assert len(operator.replicas("engine")) == len(operator.replicas("router")) == 1, "each on pods of its own"
     assert operator.replicas("head") == set()
-    assert "http-buffer-request" in operator.haproxy_configuration(), "the script of the chart mends it"
+    wait_until(operator.haproxy_is_mended, PATIENCE_S, "the script of the chart mends HAProxy's configuration")
 
     engines = operator.replicas("engine")
     operator.kill("head")

@@ -293,7 +293,7 @@ def _template(*options: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_numbers_with_a_point_come_by_set_json() -> None:
-    """docs/install-kubernetes.md names it where it names what `--set` says."""
+    """docs/start/install-kubernetes.md names it where it names what `--set` says."""
     refused = _template("--set", "app.router.num_cpus=0.5")
     assert refused.returncode != 0 and "num_cpus: Invalid type. Expected: number, given: string" in refused.stderr
     taken = _template("--set-json", 'app.classes={"standard": {"ttft_s": 0.4}}')

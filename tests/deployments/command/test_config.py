@@ -11,7 +11,7 @@ from deployments.command import cli, config
 from deployments.config.application import AppConfig
 from tests.deployments.command.test_cli import CONFIGS
 
-PAGE = Path(cli.__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(cli.__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
