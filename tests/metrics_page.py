@@ -27,8 +27,8 @@ HEAD = """\
 <!-- Written by `python -m tests.metrics_page` from the code that declares them. -->
 
 `GET /metrics` of any router has all of them, of all routers and replicas;
-[operate](../guides/operate.md#is-it-well) says which are worth an alert, and [runbook](../guides/runbook.md) what to do
-then. All samples but those of batches have the label `model` besides those below,
+[operate](../guides/operate.md#what-to-alert-on) says which are worth an alert, and [runbook](../guides/runbook.md) what
+to do then. All samples but those of batches have the label `model` besides those below,
 those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
 With `engine.prefill` those of each router and those that are shared are there a second time for the replicas that only
 read prompts, as `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's
@@ -107,6 +107,18 @@ def of_engines() -> list[Row]:
         "background_failures": {"task": 1},
     }
     return _exposed(engine_metrics.engine_exposition({"r": {**numbers, **words, **nested}}))
+
+
+def rows() -> list[Row]:
+    """All that the page has."""
+    return [*of_router(), *of_keys(), *of_predictor(), *of_split(), *shared(), *of_engines(), *of_batches()]
+
+
+def names() -> set[str]:
+    """All that a document may call them: those of routers also as prefill replicas have them, and without `_total`."""
+    prefill = (row.name.replace("sluice_", "sluice_prefill_", 1) for row in [*of_router(), *shared()])
+    there = {*(row.name for row in rows()), *prefill}
+    return there | {name.removesuffix("_total") for name in there}
 
 
 def _declared(values: Iterable[object]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md has every metric that there is, and other pages name none besides."""
+"""docs/reference/metrics.md has every metric that there is. Other pages: tests/test_documents.py."""
 
 import json
 import re
@@ -18,20 +18,8 @@ def test_the_page_of_metrics_is_up_to_date() -> None:
     assert metrics_page.PAGE.read_text() == metrics_page.page()
 
 
-def _rows() -> list[metrics_page.Row]:
-    return [
-        *metrics_page.of_router(),
-        *metrics_page.of_keys(),
-        *metrics_page.of_predictor(),
-        *metrics_page.of_split(),
-        *metrics_page.shared(),
-        *metrics_page.of_engines(),
-        *metrics_page.of_batches(),
-    ]
-
-
 def test_every_metric_has_a_meaning_and_stands_there_once() -> None:
-    rows = _rows()
+    rows = metrics_page.rows()
     assert len(rows) > 50 and len({row.name for row in rows}) == len(rows)
     assert all(row.meaning.endswith(".") for row in rows)
 
@@ -45,7 +33,7 @@ OTHER_UNITS = {
 }
 
 
-@pytest.mark.parametrize("row", _rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", metrics_page.rows(), ids=lambda row: row.name)
 def test_a_metric_is_named_by_the_rules_of_prometheus(row: metrics_page.Row) -> None:
     words = row.name.split("_")
     assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", row.name)
@@ -67,34 +55,10 @@ def test_the_page_has_all_that_a_router_registers() -> None:
     assert families == listed
 
 
-def _named(text: str) -> set[str]:
-    return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bsluice_[a-z_]+[a-z]\b", text)}
-
-
-PAGES = [
-    "guides/operate.md",
-    "guides/runbook.md",
-    "concepts/scheduler.md",
-    "guides/prefill-decode.md",
-    "guides/predictor.md",
-]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_names_only_metrics_that_there_are(page: str) -> None:
-    twice = [*metrics_page.of_router(), *metrics_page.shared()]
-    there = {row.name for row in _rows()} | {row.name.replace("sluice_", "sluice_prefill_", 1) for row in twice}
-    found = {name for name in _named((DOCS / page).read_text()) if not _is_a_word(name)}
-    assert found <= there | {name.removesuffix("_total") for name in there}
-
-
-def _is_a_word(name: str) -> bool:
-    """Ray's resources by which the chart places replicas, and the call of live control."""
-    return name in ("sluice_engine", "sluice_prefill", "sluice_control")
-
-
 def test_the_dashboard_asks_for_labels_that_its_metrics_have() -> None:
-    labels = {row.name: {*row.labels, "le", "namespace", "pod", "model", "router", "instance"} for row in _rows()}
+    labels = {
+        row.name: {*row.labels, "le", "namespace", "pod", "model", "router", "instance"} for row in metrics_page.rows()
+    }
     dashboard = json.loads(Path(CHART / "files/dashboards/sluice.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     for expression in expressions:

@@ -31,13 +31,13 @@ _HEAD = """\
 <!-- Written by `python -m tests.k8s.refresh`; the text is that of deployments/config/. -->
 
 What stands under `args` in a file for `serve deploy`, in a file for `sluice serve --config`, and under `app` in the
-values of the chart, which sets some of it itself ([k8s/sluice/README.md](../k8s/sluice/README.md)). `NAME` stands for
-any name, `[]` for each item of a list. `sluice config check FILE` checks a file, vLLM's arguments included;
+values of the chart, which sets some of it itself ([table](../../k8s/sluice/README.md)). `NAME` stands for any name,
+`[]` for each item of a list. `sluice config check FILE` checks a file, vLLM's arguments included;
 `sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
 
 What "changes" says: `live` changes while engines serve, where it stands in `user_config` of the deployment `Router`
-([how](operate.md#change-settings-without-a-restart)). `restart` stands under `args` alone, where any change restarts
-engines.
+([how](../guides/operate.md#change-settings-without-a-restart)). `restart` stands under `args` alone, where any change
+restarts engines.
 """
 _KEYS = """
 ## Entries of `keys.file`

@@ -207,7 +207,7 @@ class VirtualDeadlineConfig:
         default_target_s: the target of requests without a class, or of one not named above.
         work_weight: seconds of head start that one second less of estimated work is worth; 0 orders by class and
             arrival only, a large one approaches least work first. What 1 and 4 gain over first come, first served
-            docs/concepts/what-pays.md measures (`queue-order`).
+            docs/measurements/policies.md measures (`queue-order`).
         max_work_s: work counts up to here, so that no estimate, however wrong, can put a request off by more than
             work_weight * max_work_s.
 

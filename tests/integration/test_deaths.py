@@ -1,4 +1,4 @@
-"""What supports serving dies, one after another, under streams and requests: the table in docs/guides/operate.md."""
+"""What supports serving dies, one after another, under load: the table in docs/reference/failures.md."""
 
 import json
 import signal

@@ -172,7 +172,7 @@ def test_an_edit_of_the_cluster_holds_while_only_the_application_changes(helm4: 
 
 @every_kuberay
 def test_an_appended_group_undoes_an_edit_unless_values_have_the_same_numbers(helm4: Helm4, kuberay: str) -> None:
-    """So docs/start/install-kubernetes.md has both changed, values first."""
+    """So docs/guides/upgrade.md has both changed, values first."""
     cluster = edited(made(_service(helm4, BASE), kuberay=kuberay), "h100", **MORE)
     more = {**BASE, "engineGroups": [*BASE["engineGroups"], SPOT]}
     after, second = reconciled(_service(helm4, more), cluster, kuberay)

@@ -32,7 +32,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_experiment_stands_in_the_docs() -> None:
-    text = (DOCS / "measurements/reproduction.md").read_text() + (DOCS / "concepts/what-pays.md").read_text()
+    text = (DOCS / "measurements/reproduction.md").read_text() + (DOCS / "measurements/policies.md").read_text()
     assert not [name for name in EXPERIMENTS if f"`{name}`" not in text]
 
 

@@ -1,0 +1,104 @@
+"""What the documents name is there: pages, headings, files, configuration keys, metrics and commands."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from deployments.command import cli
+from deployments.config.application import AppConfig
+from deployments.config.reference import all_keys
+from deployments.http.keys import KeyEntry
+from tests import command_line_page, metrics_page
+from tests.documented import GUIDES, PAGES, ROOT, commands, name_of, prose
+
+MOST_WORDS = {ROOT / "README.md": 800, **dict.fromkeys(GUIDES, 1500)}
+_LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
+_DOTTED = re.compile(r"`([a-z]\w*(?:\.[\w<>*\[\]-]+)+)(?:: [^`]*)?`")
+_METRIC = re.compile(r"(?<![.\w/])sluice_[a-z_]+[a-z]\b")
+_NO_METRICS = {"sluice_engine", "sluice_prefill", "sluice_control"}  # Ray's resources, and the call of live control
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them: a second one of a name ends in -1."""
+    found: dict[str, int] = {}
+    for heading in _HEADING.findall(prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found[anchor] = found.get(anchor, -1) + 1
+    return {f"{anchor}-{at}" if at else anchor for anchor, last in found.items() for at in range(last + 1)}
+
+
+def _links(page: Path) -> list[tuple[Path, str]]:
+    """File and heading of each link that leads to this repository."""
+    links = [link.partition("#") for link in _LINK.findall(prose(page)) if not re.match(r"\w+:", link)]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in links]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    links = _links(page)
+    assert [name_of(file) for file, _ in links if not file.exists()] == []
+    assert [(name_of(file), anchor) for file, anchor in links if anchor and anchor not in _anchors(file)] == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    named = {file for file, _ in _links(index)}
+    assert [name_of(page) for page in (ROOT / "docs").rglob("*.md") if page not in named | {index}] == []
+
+
+@pytest.mark.parametrize("page", MOST_WORDS, ids=name_of)
+def test_a_guide_is_short_enough_to_be_read(page: Path) -> None:
+    assert len(page.read_text().split()) <= MOST_WORDS[page]
+
+
+def test_the_page_of_the_command_line_is_up_to_date() -> None:
+    """After a change of an option: python -m tests.command_line_page"""
+    assert command_line_page.PAGE.read_text() == command_line_page.page()
+
+
+def _of_any_name(path: str) -> str:
+    """`classes.chat.ttft_s` as `classes.NAME.ttft_s`, and the like."""
+    path = re.sub(r"<\w+>|\*", "NAME", path.removeprefix("app.").removesuffix(".*").replace("[]", ""))
+    return re.sub(r"^(classes|engine\.lora\.adapters)\.[^.]+", r"\1.NAME", path)
+
+
+@cache
+def _configuration_keys() -> set[str]:
+    """Of the application, of an API key's entry and of the chart, with every section that they stand in."""
+    table = (ROOT / "k8s/sluice/README.md").read_text()
+    of_chart = re.findall(r"^\| ([\w.\[\]]+) \|", table, re.MULTILINE)
+    paths = [*(key.path for model in (AppConfig, KeyEntry) for key in all_keys(model)), *of_chart]
+    parts = [path.replace("[]", "").split(".") for path in paths]
+    return {".".join(each[:size]) for each in parts for size in range(1, len(each) + 1)}
+
+
+def _is_code(path: str) -> bool:
+    """A file or a module of ours, or a name in one."""
+    if path.endswith(".py"):
+        return True
+    parts = path.split(".")
+    candidates = (ROOT.joinpath(*parts[:size]) for size in range(2, len(parts) + 1))
+    return any(each.with_suffix(".py").exists() or each.is_dir() for each in candidates)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_configuration_key_that_a_page_names_is_there(page: Path) -> None:
+    sections = {path.partition(".")[0] for path in _configuration_keys()}
+    named = [path for path in _DOTTED.findall(prose(page)) if path.partition(".")[0] in sections and not _is_code(path)]
+    assert [path for path in named if _of_any_name(path) not in _configuration_keys()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_metric_that_a_page_names_is_there(page: Path) -> None:
+    named = {re.sub(r"_(bucket|count|sum)$", "", name) for name in _METRIC.findall(prose(page))}
+    assert named <= metrics_page.names() | _NO_METRICS
+
+
+@pytest.mark.parametrize("argv", commands("sluice"), ids=" ".join)
+def test_a_command_that_a_page_shows_is_one_that_sluice_takes(argv: tuple[str, ...]) -> None:
+    assert cli.parse(argv).command == argv[0]
