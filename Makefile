@@ -6,6 +6,7 @@ PORT   ?= 8000
 LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
+STAGE  := sh tests/stage.sh
 # Tests of whole applications, in the order in which one starts while the tests of another wait: they have the machine to
 # themselves. Two that are mostly waited for share it: one with DEPLOYED, one with MANIFEST. All others run in two
 # processes; unit tests, which wait more than they compute, in four.
@@ -23,25 +24,26 @@ help: ## show this list
 serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for another)
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
-test: venv check ## check and test everything
-	$(PYTEST) $(OTHERS) -n 2
-	$(PYTEST) $(APPS)
-	$(PYTEST) $(DEATHS)
-	$(MAKE) --no-print-directory --jobs 2 test-deployed test-manifest
+test: venv check ## check and test everything; each stage says how long it took here the last time
+	@$(STAGE) parts "units, contracts, single engines, the chart" $(PYTEST) $(OTHERS) -n 2
+	@$(STAGE) applications "whole applications on the demo model" $(PYTEST) $(APPS)
+	@$(STAGE) deaths "processes are killed under load" $(PYTEST) $(DEATHS)
+	@$(MAKE) --no-print-directory --jobs 2 test-deployed test-manifest
 
 test-deployed: venv
-	$(PYTEST) $(DEPLOYED)
+	@$(STAGE) deployed "serve deploy on Ray clusters" $(PYTEST) $(DEPLOYED)
 
 test-manifest: venv
-	$(PYTEST) $(MANIFEST)
+	@$(STAGE) manifest "the rendered chart on a real Ray" $(PYTEST) $(MANIFEST)
 
-test-unit: venv ## the fast tests: no Ray, no engine, no chart
-	$(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
+test-unit: venv ## the fast tests, contracts among them: no Ray, no engine, no chart
+	@$(STAGE) unit "the fast tests" $(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
 
 soak: venv ## what takes minutes: a full disk, long deaths, memory under load; as root, some twenty minutes
 	$(PYTEST) tests/integration/test_soak.py -m soak -s
 
 check: venv ## format, lint, types
+	@echo "== check: format, lint, types"
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

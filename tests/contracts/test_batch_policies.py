@@ -35,7 +35,7 @@ TIMES = StepTimes(
     mixed=StepCoefficients(overhead_s=0.012, prefill_s=5e-5, decode_s=1e-4, kv_s=5e-8, interference_s=1e-4),
 )
 
-pytestmark = pytest.mark.slow
+EXAMPLES = settings().max_examples / 100  # of the profile: 1 by default, 0.2 in `quick`
 PRIOR = StepTimeConfig(prior=TIMES)
 TARGET = {"itl_target_s": 0.03}
 
@@ -173,7 +173,7 @@ def test_every_registered_batch_policy_is_under_contract() -> None:
 
 @every_policy
 @given(history=histories)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=round(40 * EXAMPLES))
 def test_every_plan_keeps_the_contract_and_lets_something_run(
     make: Callable[[], BatchPolicy], history: list[BatchState | StepResult]
 ) -> None:
@@ -187,7 +187,7 @@ def test_every_plan_keeps_the_contract_and_lets_something_run(
 
 @every_policy
 @given(history=histories)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=round(15 * EXAMPLES))
 def test_equal_histories_give_equal_plans_and_leave_the_snapshots_as_they_were(
     make: Callable[[], BatchPolicy], history: list[BatchState | StepResult]
 ) -> None:
@@ -199,7 +199,7 @@ def test_equal_histories_give_equal_plans_and_leave_the_snapshots_as_they_were(
 
 @every_policy
 @given(history=histories, rest=histories)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=round(15 * EXAMPLES))
 def test_a_pickled_policy_goes_on_where_it_was(
     make: Callable[[], BatchPolicy], history: list[BatchState | StepResult], rest: list[BatchState | StepResult]
 ) -> None:
@@ -235,6 +235,7 @@ class _Scribbler:
         self.policy.observe(result)
 
 
+@pytest.mark.slow
 @every_policy
 @pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (150, 512)])
 def test_asking_less_often_costs_next_to_nothing(make: Callable[[], BatchPolicy], blocks: int, budget: int) -> None:
@@ -246,6 +247,7 @@ def test_asking_less_often_costs_next_to_nothing(make: Callable[[], BatchPolicy]
     assert seldom.now_s < 1.03 * always.now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("stock", 0.2), ("auto", 0.3), ("forecast_admission", 0.3)])
 def test_a_policy_is_asked_in_few_of_the_steps(name: str, share: float) -> None:
     engine = _served(ToyEngine(build(name), TIMES, slots=64, max_batch_tokens=512, max_model_len=1024, stands=True))
