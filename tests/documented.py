@@ -29,6 +29,16 @@ def commands(program: str) -> list[tuple[str, ...]]:
     return sorted(set(found))
 
 
+def mentions(program: str) -> list[tuple[str, ...]]:
+    """As `commands`, of those in the middle of a sentence, which may be parts of a command."""
+    spans = (span for page in PAGES for span in re.findall(rf"`{program} ([^`]+)`", prose(page)))
+    return sorted({_until_shell(shlex.split(span)) for span in spans})
+
+
+def _until_shell(words: list[str]) -> tuple[str, ...]:
+    return tuple(itertools.takewhile(lambda word: word not in _SHELL, words))
+
+
 def _commands(text: str, program: str) -> Iterator[tuple[str, ...]]:
     text = _CONTINUED.sub(" ", text)
     block = rf"^(?: {{4}})?((?:\w+=\S+ )*(?:\S*/)?{program} \S.*)$"

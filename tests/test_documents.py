@@ -11,7 +11,7 @@ from deployments.config.application import AppConfig
 from deployments.config.reference import all_keys
 from deployments.http.keys import KeyEntry
 from tests import command_line_page, metrics_page
-from tests.documented import GUIDES, PAGES, ROOT, commands, name_of, prose
+from tests.documented import GUIDES, PAGES, ROOT, commands, mentions, name_of, prose
 
 MOST_WORDS = {ROOT / "README.md": 800, **dict.fromkeys(GUIDES, 1500)}
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -102,3 +102,28 @@ def test_every_metric_that_a_page_names_is_there(page: Path) -> None:
 @pytest.mark.parametrize("argv", commands("sluice"), ids=" ".join)
 def test_a_command_that_a_page_shows_is_one_that_sluice_takes(argv: tuple[str, ...]) -> None:
     assert cli.parse(argv).command == argv[0]
+
+
+@pytest.mark.parametrize("argv", mentions("sluice"), ids=" ".join)
+def test_a_sentence_names_only_commands_and_options_that_there_are(argv: tuple[str, ...]) -> None:
+    if argv[0] in ("COMMAND", "--version"):
+        return
+    ours = argv[: argv.index("--")] if "--" in argv else argv
+    parsers = {parser.prog.removeprefix("sluice").strip(): parser for parser in command_line_page.commands()}
+    parser = parsers.get(" ".join(ours[:2])) or parsers[ours[0]]
+    assert {word for word in ours if word.startswith("-")} <= parser._option_string_actions.keys()
+
+
+QUICK = ("keys new --name", "config explain", "config check deployments", "simulate --list-engines", "env")
+
+
+@pytest.mark.parametrize(
+    "argv", [argv for argv in mentions("sluice") + commands("sluice") if " ".join(argv).startswith(QUICK)], ids=" ".join
+)
+def test_a_command_that_takes_no_time_does_what_a_page_says(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    argv = tuple("engine.scheduler.mode" if word == "KEY" else word for word in argv)
+    cli.main(argv)
+    assert capsys.readouterr().out
