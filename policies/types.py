@@ -47,19 +47,21 @@ class Limit(Enum):
 
 
 class RequestView(NamedTuple):
-    """One request that waits, in a router's bin or in an engine's queue.
+    """One waiting request, in a router's bin or in an engine's queue.
 
     Attributes:
-        arrival_s: when it reached this driver, on the driver's clock.
+        request_id: unique within the driver.
+        arrival_s: when the request reached this driver, on the driver's clock.
         prompt_tokens: length of the prompt, known exactly.
-        output_tokens: already generated, above 0 only after a preemption or a resume; they are prefilled again.
-        cached_tokens: leading tokens whose KV is already in the cache (prefix hit); not prefilled again.
-        predicted_output_tokens: the predictor's mean for the whole answer, or None when there is no prediction.
-        max_output_tokens: the caller's own cap, or None.
-        class_index: which length statistics it belongs to, 0 <= class_index < number of classes.
-        slo_class: label of the service level, or None.
-        deadline_s: when its first token is due, on the driver's clock; inf where none was promised.
-        tpot_s: mean seconds a token that were promised to it; inf where none were.
+        output_tokens: tokens of the answer generated before a preemption or a resume; they are prefilled again. 0 for a
+            new request.
+        cached_tokens: leading tokens whose KV is already in the cache (prefix hit); they are not prefilled again.
+        predicted_output_tokens: predicted mean length of the whole answer, or None when there is no prediction.
+        max_output_tokens: the client's limit on the answer, or None.
+        class_index: which length statistics the request belongs to, 0 <= class_index < number of classes.
+        slo_class: name of the service class, or None.
+        deadline_s: when the first token is due, on the driver's clock; inf when none was promised.
+        tpot_s: promised mean seconds per token after the first; inf when none were promised.
     """
 
     request_id: str
@@ -87,12 +89,12 @@ class RunningRequests:
     Attributes:
         prompt_tokens: int64, shape (n,).
         output_tokens: int64, shape (n,); generated so far (a driver with steps in flight may lag by those steps).
-        prefill_tokens_left: int64, shape (n,); 0 once a request decodes.
-        class_index: int64, shape (n,).
-        predicted_output_tokens: float64, shape (n,); NaN where there is no prediction.
+        prefill_tokens_left: int64, shape (n,); tokens that the prefill must still compute, 0 once a request decodes.
+        class_index: int64, shape (n,); as in ``RequestView``.
+        predicted_output_tokens: float64, shape (n,); of the whole answer, NaN where there is no prediction.
         deadline_s: float64, shape (n,); when the first token is, or was, due; inf where none was promised.
-        first_token_s: float64, shape (n,); when it came; NaN before.
-        tpot_s: float64, shape (n,); mean seconds a token that were promised; inf where none were.
+        first_token_s: float64, shape (n,); when the first token came; NaN before.
+        tpot_s: float64, shape (n,); promised mean seconds per token after the first; inf where none were promised.
     """
 
     prompt_tokens: IntArray
@@ -168,7 +170,7 @@ class RunningRequests:
 
     @cached_property
     def computed_tokens(self) -> int:
-        """Of these, all but what is left of prompts."""
+        """Tokens of all requests whose KV is in the cache: ``total_tokens`` less what prefills must still compute."""
         return self.total_tokens - int(np.add.reduce(self.prefill_tokens_left))
 
 
@@ -177,16 +179,19 @@ class BatchState(NamedTuple):
 
     Attributes:
         now_s: the driver's clock.
-        waiting: head of the queue in the order in which the driver would start requests, at most as long as the
-            driver likes but not empty while anything waits; a request that was preempted stands here again.
+        running: the running batch.
+        waiting: head of the queue, in the order in which the driver would start requests. The driver chooses its
+            length; it is not empty while a request waits. A preempted request stands here again.
         waiting_count: length of the whole queue, >= len(waiting).
         slots: most requests that may run at once (vLLM's max_num_seqs).
-        free_blocks, total_blocks: KV blocks; what a prefix cache holds and may evict counts as free.
-        block_size: tokens per block.
-        max_batch_tokens: most tokens the engine computes in one step.
-        departed: requests that have left the batch so far, however: only differences count.
-        max_model_len: most tokens of one request, prompt and answer; None where the driver does not say.
-        cuts_prompts: whether a step may hold a part of a prompt.
+        free_blocks: KV blocks that are free; a block that the prefix cache holds and may evict counts as free.
+        total_blocks: KV blocks of the engine.
+        block_size: tokens per KV block.
+        max_batch_tokens: most tokens that the engine computes in one step.
+        departed: requests that have left the batch since the engine started, for whatever reason. Policies use the
+            difference between two states.
+        max_model_len: most tokens of one request, prompt and answer together; None when the driver does not know.
+        cuts_prompts: whether a step may compute a part of a prompt (chunked prefill).
     """
 
     now_s: float
@@ -225,22 +230,22 @@ class BatchState(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What the next step may do, and for how long that may stand.
+    """What the next steps may hold, and how many steps the plan is for.
 
-    The driver asks again when one of ``steps`` and ``departures`` is over, and whenever something happens that matters
-    (``policies.engine.standing_plan``).
+    The driver calls ``plan`` again after ``steps`` steps, after ``departures`` requests have left the batch, or when an
+    event ends the plan early, such as a preemption (``policies.engine.standing_plan``).
 
     Attributes:
-        phase: DECODE starts nobody and defers prefill chunks; PREFILL leaves running decodes out; MIXED does both.
-        max_batch_size: most requests that may run at once, >= 1. Below the present batch it evicts nothing: the batch
-            drains by completions.
-        limited_by: which limit made max_batch_size what it is.
+        phase: DECODE starts no request and defers prefill chunks; PREFILL leaves running decodes out; MIXED does both.
+        max_batch_size: most requests that may run at once, >= 1. Where more run already, none is evicted: the batch
+            shrinks as requests end.
+        limited_by: which limit determined max_batch_size.
         max_batch_tokens: most tokens of a step, >= 1.
-        starts: how many of those that wait may start, from the head of the queue, while the plan stands; inf is any
-            number.
-        steps: steps, this one included, before the driver asks again, >= 1.
-        departures: requests that may leave the batch before the driver asks again.
-        max_prefill_tokens: most prompt tokens of a MIXED step in which somebody decodes, >= 0; None is no such bound.
+        starts: how many waiting requests may start while the plan stands, from the head of the queue; inf sets no
+            limit.
+        steps: how many steps, this one included, the driver may run before it calls ``plan`` again, >= 1.
+        departures: how many requests may leave the batch before the driver calls ``plan`` again; inf sets no limit.
+        max_prefill_tokens: most prompt tokens of a MIXED step in which a request decodes, >= 0; None sets no limit.
     """
 
     phase: Phase
@@ -253,14 +258,23 @@ class StepPlan(NamedTuple):
     max_prefill_tokens: int | None = None
 
     def budget(self, decodes: int) -> int:
-        """Most tokens of a step in which so many get a token; those whose last one is in flight get none."""
+        """Most tokens of a step in which ``decodes`` requests get a token each. A request whose last token is in flight
+        gets none."""
         if self.max_prefill_tokens is None or not decodes:
             return self.max_batch_tokens
         return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)
 
 
 class FinishedRequest(NamedTuple):
-    """A request that left the engine in a step; ``aborted`` ones only say that the answer was at least this long."""
+    """A request that left the engine in a step.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        output_tokens: length of the answer.
+        class_index: which length statistics the request belongs to.
+        predicted_output_tokens: what was predicted for it, or None.
+        aborted: it was ended before its answer was complete, so the answer would have been at least this long.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -274,14 +288,17 @@ class StepResult(NamedTuple):
 
     Attributes:
         now_s: the driver's clock when the step ended.
-        step_s: seconds the engine was busy with it; a wait for work does not count.
-        phase: the phase it was planned with.
-        prefill_tokens, prefill_requests: tokens computed for prompts, and for how many requests.
+        step_s: seconds that the engine was busy with the step; waiting for work does not count.
+        phase: the phase of its plan.
+        prefill_tokens: prompt tokens computed.
+        prefill_requests: requests whose prompts they belong to.
         decode_requests: requests that decoded one token each.
         kv_tokens: tokens of context that the decoding requests read, summed over them.
-        max_batch_size: the cap in force; running_count, waiting_count: the batch and the queue after admission.
-        preempted: requests that lost their KV in this step.
-        prefill_kv_tokens: tokens of context that the tokens of prompts read, summed over them (`chunk_kv_tokens`).
+        max_batch_size: the limit on running requests in force.
+        running_count: running requests, after requests have started.
+        waiting_count: waiting requests, after requests have started.
+        preempted: requests that were preempted in this step: their KV is lost.
+        prefill_kv_tokens: tokens of context that the prompt tokens read, summed over them (`chunk_kv_tokens`).
         finished: requests that ended with this step.
     """
 
@@ -322,11 +339,11 @@ class BatchPolicy(Protocol):
 
 @runtime_checkable
 class Paced(Protocol):
-    """A batch policy that knows how long reading prompts takes: a driver sorts its queue by promises then."""
+    """A batch policy that knows how long reading prompts takes. A driver then sorts its queue by promises."""
 
     @property
     def seconds_per_prompt_token(self) -> float | None:
-        """Decodes in between included; None while that is not known."""
+        """Mean seconds, with the decodes of the same steps; None while it is not known."""
 
 
 def chunk_kv_tokens(tokens: int, computed_tokens: int) -> int:
@@ -426,12 +443,14 @@ class ReplicaView:
     """One engine replica as a router sees it.
 
     Attributes:
-        credit: slots it still offers.
-        step_times: as fitted.
-        outstanding_s: predicted seconds of work that it holds.
-        unread_tokens: of the prompts that it holds, neither read nor cached.
-        prompt_token_s: its pace of reading them, what decodes take of its steps included; None while it is not known.
-        slo_classes: the service levels it is reserved for, or None when it takes all.
+        replica_id: unique within the application.
+        credit: slots that it still offers to routers.
+        step_times: seconds of its steps, as fitted to measurements.
+        outstanding_s: predicted seconds of work of the requests that it was given.
+        unread_tokens: prompt tokens of these requests that are neither computed nor cached.
+        prompt_token_s: seconds in which it reads a prompt token, with the decodes of the same steps; None while it is
+            not known.
+        slo_classes: the service classes that it is reserved for, or None when it takes all.
     """
 
     replica_id: str

@@ -23,26 +23,29 @@ class Ticket:
     """One queued request.
 
     Attributes:
-        slo_class: its service class; replicas may be reserved for some.
+        request_id: unique among all routers.
         bin_index: its bin of predicted output length.
-        bucket: its bucket of prompt length; with its class and bin it makes its lane. 0 where they are not told apart.
-        deadline_key: the fixed sort key of its order; least goes first.
+        deadline_key: by which its lane is sorted; the least goes first. It never changes.
         work_s: predicted seconds of engine time, on a replica of slowness 1 that has most of its prompt cached.
+        router_id: the router that queued it, and is told of its assignment.
+        slo_class: its service class; replicas may be reserved for some classes.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
-            replica was lost.
-        deadline_s: on the store's clock, when its first token is due; None when nothing is promised.
-        tpot_s: seconds per further token that it was promised; None when nothing is.
-        late_key: under which it goes once its first token cannot be in time; None where its order has none.
-        unread_tokens: of its prompt, those that a replica with nothing of it would read.
-        prefixes: how many of them replicas are known to have cached, as (replica id, tokens).
-        prompt_token_s: predicted seconds of reading one on a replica of slowness 1, where it does not say better.
-        step_s: predicted seconds of an engine step there; replicas whose first token would come less than that apart
-            are as good as equal.
-        predicted_output_tokens, prompt_tokens: by which it is put into another bin and bucket when the edges are
-            swapped; None stays.
-        fills_idle: its class takes what others leave; running requests of such classes may be called back for others.
-        recallable: it may, where it runs on a replica that serves all classes.
-        api_key: the name of its key, with which it takes turns (policies.router.turns); "" without.
+            lost replica.
+        deadline_s: when its first token is due, on the store's clock; None when none was promised.
+        tpot_s: promised seconds per token after the first; None when none were promised.
+        late_key: its sort key once its first token cannot be in time; None where its order knows no late requests.
+        unread_tokens: prompt tokens that a replica with an empty cache would read.
+        prefixes: how many of them each replica has cached, as (replica id, tokens); only replicas with some.
+        prompt_token_s: predicted seconds in which a replica of slowness 1 reads a prompt token; a replica's own word
+            goes before it.
+        step_s: predicted seconds of an engine step. Replicas whose first token would come within one step of each other
+            count as equal.
+        predicted_output_tokens: by which it moves to another bin when the edges of bins change; None never moves.
+        fills_idle: its class takes only slots that no other class wants.
+        recallable: whether its slot may be taken back for another class while it runs, on a replica that serves all.
+        bucket: its bucket of prompt length; class, bin and bucket make its lane. 0 where there are no buckets.
+        prompt_tokens: by which it moves to another bucket when the edges of buckets change; None never moves.
+        api_key: name of its API key, for the turns of keys (policies.router.turns); "" without a key.
     """
 
     request_id: str
@@ -72,15 +75,15 @@ class Ticket:
 
     @property
     def least_unread_tokens(self) -> int:
-        """Where most of its prompt is cached."""
+        """Prompt tokens to read on the replica that has most of the prompt cached."""
         return max(0, self.unread_tokens - max((tokens for _, tokens in self.prefixes), default=0))
 
     def token_s(self, slowness: float, said_s: float | None) -> float:
-        """Seconds for a token of its prompt on a replica of this slowness, which may say better."""
+        """Seconds in which a replica of this slowness reads a prompt token; ``said_s`` is the replica's own word."""
         return self.prompt_token_s * slowness if said_s is None else said_s
 
     def of_prompt(self, prompt_tokens: int, prefixes: tuple[tuple[str, int], ...]) -> "Ticket":
-        """Of a prompt that has become another, or is cached elsewhere by now."""
+        """The ticket with another prompt, or with what replicas have cached by now."""
         new = replace(self, unread_tokens=prompt_tokens, prefixes=prefixes)
         more_s = self.prompt_token_s * (new.least_unread_tokens - self.least_unread_tokens)
         return replace(new, work_s=max(0.0, self.work_s + more_s))

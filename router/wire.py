@@ -66,11 +66,27 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
+    """One message of the connection, as it was read.
+
+    Attributes:
+        kind: what it carries.
+        parts: the payload; views into the bytes that were read.
+    """
+
     kind: Kind
     parts: Sequence[Buffer]
 
 
 class Hello(msgspec.Struct):
+    """A replica opens a connection.
+
+    Attributes:
+        protocol: PROTOCOL of the replica; another one is refused.
+        engine_version: version of the engine whose codec the parts are in; another one is refused.
+        replica_id: which replica it is.
+        nonce: random bytes that the router signs.
+    """
+
     protocol: int
     engine_version: str
     replica_id: str
@@ -78,18 +94,38 @@ class Hello(msgspec.Struct):
 
 
 class Auth(msgspec.Struct):
+    """A router proves that it knows the secret.
+
+    Attributes:
+        router_id: which router it is.
+        nonce: random bytes that the replica signs.
+        mac: HMAC-SHA256 over the replica's nonce.
+    """
+
     router_id: str
     nonce: bytes
     mac: bytes
 
 
 class Welcome(msgspec.Struct):
+    """The replica proves that it knows the secret; the connection is open.
+
+    Attributes:
+        mac: HMAC-SHA256 over the router's nonce.
+    """
+
     mac: bytes
 
 
 class Call(msgspec.Struct):
-    """`recall`, of a msgpack list of request ids: as ABORT, but their slots are the router's to give back, and nothing
-    of them follows the reply. `status`: what the engine says of itself."""
+    """A router calls a method of a replica.
+
+    Attributes:
+        number: repeated in the reply.
+        method: `recall` stops requests like ABORT, but leaves it to the router to free their slots, and no output of
+            theirs follows the reply. `status` asks what the engine says of itself.
+        argument: of `recall` a msgpack list of request ids.
+    """
 
     number: int
     method: str
@@ -97,7 +133,13 @@ class Call(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """`result` is JSON; with an `error` the engine refused."""
+    """The answer to a call.
+
+    Attributes:
+        number: that of the call.
+        result: JSON.
+        error: why the engine refused; empty where it did not.
+    """
 
     number: int
     result: bytes = b""
@@ -154,7 +196,7 @@ async def read_frame(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_
 
 
 def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer]) -> None:
-    """Nothing to a connection that is dead: whoever reads from it finds out, soon.
+    """Write one frame. To a dead connection nothing is written: its reader notices soon.
 
     asyncio's own loop drops such a write. uvloop, on which Ray runs, would raise a RuntimeError.
 
@@ -167,10 +209,10 @@ def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer
 
 
 def set_options(writer: asyncio.StreamWriter) -> None:
-    """Send every step's tokens at once: Nagle would hold them back for the acknowledgement of the last ones.
+    """Send every step's tokens at once, and notice a lost peer.
 
-    And break off within PEER_TIMEOUT_S, idle or not, where the peer's machine has gone without a word; for the kernel
-    that is also one that has read nothing for as long while its buffers are full.
+    Nagle's algorithm would hold tokens back until the last ones are acknowledged. A peer that has vanished, or has read
+    nothing while its buffers are full, ends the connection within PEER_TIMEOUT_S.
     """
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

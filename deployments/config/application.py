@@ -139,7 +139,7 @@ class RouterSection(Section):
     num_cpus: float = Field(default=1, ge=0)
     """Cores that Ray reserves for each router."""
     max_ongoing_requests: int = Field(default=10_000, ge=1)
-    """HTTP requests that one router replica handles at once; 1 000 more wait at its door, beyond them it is 503 with
+    """HTTP requests that one router replica handles at once; 1 000 more wait for it, beyond them it is 503 with
     Retry-After."""
     max_body_bytes: int | None = Field(default=None, ge=1024)
     """Longer request bodies get 413. null goes by the model: 1 MiB, or 64 MiB where it takes images or sounds, and 32
@@ -473,7 +473,7 @@ class ClassSection(Section):
     FIXED: ClassVar[Container[str]] = frozenset({"own_replicas"})
 
     ttft_s: Seconds | None = 1.0
-    """Target for the first token, from the arrival of the HTTP request: who is due earlier starts earlier. None has no
+    """Target for the first token, from the arrival of the HTTP request; the earliest deadline starts first. None has no
     target, and goes behind all that have one."""
     tpot_s: Seconds | None = None
     """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
@@ -539,7 +539,7 @@ class BatchesSection(Section):
     """Where files and batches are kept: a path from the root, or any URL that fsspec knows, as s3://bucket/folder. All
     nodes must see it. null has no Batch API."""
     slo_class: str = "offline"
-    """The class of the requests of batches; one with `fills_idle` stands in nobody's way."""
+    """The class of the requests of batches; one with `fills_idle` delays no other class."""
     max_file_bytes: int = Field(default=200 << 20, ge=1)
     """Larger uploads get 413."""
     max_stored_bytes: int = Field(default=20 << 30, ge=1)

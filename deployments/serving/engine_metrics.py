@@ -19,7 +19,7 @@ _GAUGES = {
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
     "max_batch_size": "Cap of the last step.",
     "max_batch_tokens": "Most tokens of a step.",
-    "max_prefill_tokens": "Most prompt tokens of a step in which somebody decodes; only with a latency target.",
+    "max_prefill_tokens": "Most prompt tokens of a step in which requests decode; only with a latency target.",
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast, below 0 where less is.",

@@ -11,7 +11,15 @@ STANDING_SHARE = 1 / 24
 
 
 def capped_plan(state: BatchState, cap: int, limited_by: Limit, *, steps: int = 1, departures: float = inf) -> StepPlan:
-    """A mixed step of at most ``cap`` requests, never less than one and never more than the slots."""
+    """A plan of mixed steps with at most ``cap`` running requests.
+
+    Args:
+        state: the engine before the step.
+        cap: requests that may run at once; at least one and at most ``state.slots`` are planned.
+        limited_by: which limit gave ``cap``; SLOTS is reported where the slots are the smaller limit.
+        steps: as in ``StepPlan``.
+        departures: as in ``StepPlan``.
+    """
     size = max(1, min(cap, state.slots))
     binds = size < state.slots
     return StepPlan(
@@ -26,7 +34,7 @@ def capped_plan(state: BatchState, cap: int, limited_by: Limit, *, steps: int = 
 
 
 def mean_known_prompt_tokens(state: BatchState) -> float:
-    """Mean prompt of the requests that run or could start next; 0 when there are none."""
+    """Mean prompt length in tokens of the requests that run or could start next; 0 when there are none."""
     upcoming = state.waiting[: max(1, state.free_slots)]
     requests = state.running_count + len(upcoming)
     total = state.running.total_prompt_tokens + sum(request.prompt_tokens for request in upcoming)
@@ -34,7 +42,11 @@ def mean_known_prompt_tokens(state: BatchState) -> float:
 
 
 def unshared_fraction(state: BatchState) -> float:
-    """Share of the running prompts' tokens that is not counted twice because several requests share the blocks."""
+    """Fraction of the running requests' prompt tokens that have KV blocks of their own.
+
+    Requests with a common prefix share its blocks, so the blocks in use hold fewer tokens than the requests have.
+    1.0 where none are shared.
+    """
     prompts = state.running.total_prompt_tokens
     if not prompts:
         return 1.0
