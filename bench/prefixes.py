@@ -1,8 +1,9 @@
 """Sessions whose prompts grow, over two engines that cache prefixes: `python -m bench.prefixes --help`.
 
 Every session sends a prompt, waits for its answer, thinks, and sends the same prompt with more behind it. Compared are
-Sluice by its defaults, Sluice that does not look where a prompt is cached (`mode: stock`), and two `vllm serve` that
-take requests in turn. All engines are up; one system at a time is loaded, in an order that rotates from round to round.
+Sluice by its defaults, Sluice that does not look where a prompt is cached (`mode: stock`), two `vllm serve` that take
+requests in turn, and two behind Ray Serve's prefix-aware router. All engines are up; one system at a time is loaded, in
+an order that rotates from round to round.
 A round gives all of them the same sessions, with prompts that nobody has seen before.
 """
 
@@ -20,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -41,13 +43,15 @@ from bench.servers import (
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
+    ray_prefix_router,
     shared_arguments,
     sluice_with_config,
     split_at_dashes,
 )
-from bench.summary import Spread
+from bench.summary import Spread, paired_ratios
 
-SLUICE, BLIND, IN_TURN = "Sluice", "Sluice, mode: stock", "vllm serve, in turn"
+SLUICE, BLIND, IN_TURN, RAY = "Sluice", "Sluice, mode: stock", "vllm serve, in turn", "vllm serve, prefix router of Ray"
+SYSTEMS = {"sluice": SLUICE, "stock": BLIND, "vllm": IN_TURN, "ray": RAY}
 ENGINES = 2
 ANSWER_TOKENS = 8
 TIMEOUT_S = 300.0
@@ -59,6 +63,7 @@ EPILOG = """\
 examples:
   python -m bench.prefixes                    a random model of 27 million parameters, some 20 minutes on two cores
   python -m bench.prefixes --rounds 1 --sessions 8 --turns 4   a first look
+  python -m bench.prefixes --systems sluice,ray                beside Ray Serve's prefix-aware router alone
 
 All engines get the same arguments, and after them whatever follows `--`.
 
@@ -118,6 +123,11 @@ class Run:
             predicted=None if predicted is None else predicted / findable,
         )
 
+    def __str__(self) -> str:
+        predicted = "" if self.predicted is None else f", {self.predicted:.1%} predicted"
+        times = f"mean {self.mean_s:.3f}, median {self.p50_s:.3f}, p99 {self.p99_s:.3f} s"
+        return f"{times}, {self.hits:.1%} found{predicted}"
+
 
 async def run_sessions(
     urls: Sequence[str], model: str, sessions: Sequence[Session], on_end: Callable[[], object]
@@ -155,6 +165,14 @@ def counters(urls: Sequence[str]) -> dict[str, float]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """`urls` take requests, with several in turn; `counting` tell what engines found in their caches."""
+
+    urls: tuple[str, ...]
+    counting: tuple[str, ...]
+
+
 class Bench:
     """One whole measurement on servers that share this machine."""
 
@@ -170,39 +188,47 @@ class Bench:
 
     def run(self) -> list[Run]:
         """Raises: ServerFailed, ServerUnusable, RequestFailed."""
-        port = self._options.first_port
-        systems = {
-            IN_TURN: [self._started(self._plain(port + n)) for n in range(ENGINES)],
-            SLUICE: [self._started(self._sluice(SLUICE, "full", port + ENGINES))],
-            BLIND: [self._started(self._sluice(BLIND, "stock", port + ENGINES + 1))],
-        }
-        for urls in systems.values():  # connects, compiles
-            self._loaded(urls, draw_sessions(4, 2, self._options.first, self._options.more, 0.5, seed=1))
+        systems = {SYSTEMS[name]: self._system(name) for name in self._options.systems}
+        for system in systems.values():  # connects, compiles
+            self._loaded(system, draw_sessions(4, 2, self._options.first, self._options.more, 0.5, seed=1))
         runs, names = [], list(systems)
         for number in range(self._options.rounds):
             sessions = self._sessions(seed=100 + number)
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 self._bar.set_description(f"round {number + 1}/{self._options.rounds}, {name}")
-                before = counters(systems[name])
+                before = counters(systems[name].counting)
                 times_s = self._loaded(systems[name], sessions)
                 time.sleep(2.0)  # routers show what they counted with their next heartbeat
-                added = {key: value - before.get(key, 0.0) for key, value in counters(systems[name]).items()}
+                after = counters(systems[name].counting)
+                added = {key: value - before.get(key, 0.0) for key, value in after.items()}
                 runs.append(Run.of(name, times_s, added, seen_before(sessions)))
-                run = runs[-1]
-                shown = f"mean {run.mean_s:.3f}, median {run.p50_s:.3f}, p99 {run.p99_s:.3f} s, {run.hits:.1%} found"
-                self._bar.write(f"round {number + 1}, {name}: {shown}", file=sys.stderr)
+                self._bar.write(f"round {number + 1}, {name}: {runs[-1]}", file=sys.stderr)
         return runs
+
+    def _system(self, name: str) -> System:
+        """Started; every system has ports of its own."""
+        first, ports = self._options.first_port, ENGINES + 1
+        port = first + ports * list(SYSTEMS).index(name)
+        if name in ("sluice", "stock"):
+            url = self._started(self._sluice(SYSTEMS[name], "full" if name == "sluice" else "stock", port))
+            return System(urls=(url,), counting=(url,))
+        engines = tuple(self._started(self._plain(port + 1 + n)) for n in range(ENGINES))
+        if name == "vllm":
+            return System(urls=engines, counting=engines)
+        return System(urls=(self._started(ray_prefix_router(RAY, port, engines)),), counting=engines)
 
     def _sessions(self, seed: int) -> list[Session]:
         options = self._options
         return draw_sessions(options.sessions, options.turns, options.first, options.more, options.think, seed)
 
-    def _loaded(self, urls: Sequence[str], sessions: Sequence[Session]) -> list[float]:
-        return uvloop.run(run_sessions(urls, first_model(urls[0]), sessions, self._bar.update))
+    def _loaded(self, system: System, sessions: Sequence[Session]) -> list[float]:
+        return uvloop.run(run_sessions(system.urls, first_model(system.counting[0]), sessions, self._bar.update))
 
     def _plain(self, port: int) -> ServerSpec:
-        return plain_vllm(f"vllm serve {port}", self._model, port, self._arguments)
+        """It counts hits only with its other statistics; Sluice's engines count them in any case."""
+        arguments = [each for each in self._arguments if each != "--disable-log-stats"]
+        return plain_vllm(f"vllm serve {port}", self._model, port, arguments)
 
     def _sluice(self, name: str, mode: str, port: int) -> ServerSpec:
         """Defaults for the rest. JSON is YAML."""
@@ -237,6 +263,20 @@ def as_markdown(runs: Sequence[Run]) -> str:
     return markdown_table(heads, rows) + "\n"
 
 
+def ratios_as_markdown(runs: Sequence[Run]) -> str:
+    """Of Sluice to each of the others, round by round: median, least and greatest. "" without the one or the others."""
+    ours, rows = [run for run in runs if run.system == SLUICE], []
+    others = dict.fromkeys(run.system for run in runs if run.system != SLUICE)
+    if not ours or not others:
+        return ""
+    for system in others:
+        theirs = [run for run in runs if run.system == system]
+        measures = (attrgetter(name) for name in ("mean_s", "p50_s", "p99_s"))
+        spreads = (paired_ratios([*map(each, ours)], [*map(each, theirs)]) for each in measures)
+        rows.append([system, *(f"{spread:.2f}" for spread in spreads)])
+    return markdown_table(["Sluice / this one", "first token, mean", "median", "99th percentile"], rows) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
@@ -252,9 +292,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("bench.prefixes: interrupted; every server that it started has been stopped", file=sys.stderr)
         return 130
     print(as_markdown(runs))
+    print(ratios_as_markdown(runs))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
     return 0
+
+
+def systems(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in SYSTEMS]:
+        raise argparse.ArgumentTypeError(f"no system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"a system is named twice in {text}")
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -274,9 +324,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--think", type=float, default=6.0, metavar="SECONDS", help="mean pause before a request (default: %(default)s)"
     )
+    add(
+        "--systems",
+        type=systems,
+        default=("sluice", "stock", "vllm"),
+        metavar="NAMES",
+        help=f"of {', '.join(SYSTEMS)}, separated by commas (default: sluice,stock,vllm)",
+    )
     add("--rounds", type=positive, default=3, help="runs of each system (default: %(default)s)")
     add("--num-gpus", type=float, metavar="N", help="of each Sluice engine (default: none on vLLM's CPU build, else 1)")
-    add("--first-port", type=int, default=18400, help="the servers take this port and the next three (default: 18400)")
+    add("--first-port", type=int, default=18400, help="the servers take this port and the next eleven (default: 18400)")
     add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
     add("--logs", type=folder, metavar="FOLDER", help="keep the servers' logs there")
     add("--json", type=writable_file, metavar="FILE", help="write every run")

@@ -35,7 +35,7 @@ ENGINE_ARGUMENTS = (
 )
 # Both systems are up at once, and vLLM wants this share of a GPU's memory to be free when an engine starts.
 GPU_ARGUMENTS = ("--gpu-memory-utilization=0.45",)
-SLUICE_READY = "Sluice is ready: "
+SLUICE_READY, RAY_READY = "Sluice is ready: ", "Ray Serve is ready: "
 MARK = "SLUICE_BENCH_SERVER"
 POLL_S = 0.25
 GRACEFUL_STOP_S = 40.0
@@ -122,6 +122,12 @@ def sluice_with_config(name: str, config: Path, port: int, *options: str) -> Ser
     """`options` of `sluice serve` go before what the file says."""
     command = (_sluice_program(), "serve", f"--config={config}", f"--port={port}", *options)
     return ServerSpec(name=name, command=command, port=port, ready_line=SLUICE_READY)
+
+
+def ray_prefix_router(name: str, port: int, engine_urls: Sequence[str]) -> ServerSpec:
+    """Before engines that run already."""
+    command = (sys.executable, "-m", "bench.peers.ray_prefix_router", f"--port={port}", *engine_urls)
+    return ServerSpec(name=name, command=command, port=port, ready_line=RAY_READY)
 
 
 def _sluice_program() -> str:

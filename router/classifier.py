@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from heapq import nlargest
 from typing import Literal, Protocol
 
 from policies.errors import StateStoreError
@@ -24,10 +23,10 @@ from predictor.learned import Foresight, LearnedPredictor, Question
 from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
 from router.metrics import RouterMetrics
+from router.prefix_hits import PrefixHits
 from router.state_store import FinishedLength, StateStore, Ticket
 
 MAX_UNSENT_LENGTHS = 4096
-MOST_HITS = 8  # replicas of a ticket: Redis looks at each of them for every ticket that it places
 Mode = Literal["full", "shadow", "stock"]
 
 
@@ -86,7 +85,7 @@ class TicketWriter(Protocol):
     async def exchange(self, store: StateStore, now_s: float) -> None: ...
 
 
-class Classifier:
+class Classifier(PrefixHits):
     """From a request's size to its ticket.
 
     `mode`: "full" follows the policies; "stock" is first come, first served, to the replica with the fewest requests;
@@ -115,12 +114,12 @@ class Classifier:
         buckets: PromptBuckets | None = None,
         late_patience_s: float = 60.0,
     ) -> None:
+        super().__init__(prefixes if mode == "full" else None)
         self._mode = mode
         self._predictor, self._bins, self._buckets = predictor, bins, buckets
         self.adopt(order=order, fills_idle=fills_idle or {}, late_patience_s=late_patience_s)
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
-        self._prefixes = prefixes if mode == "full" else None
         self._metrics, self._learned = metrics, learned
         if learned is not None:
             metrics.registry.register(PredictorMetrics(learned))
@@ -142,16 +141,6 @@ class Classifier:
     def bucket_edges(self) -> tuple[float, ...]:
         """In prompt tokens; none where prompts are not told apart."""
         return () if self._buckets is None else self._buckets.edges
-
-    @property
-    def knows_prefixes(self) -> bool:
-        """Whether what replicas were given has a say in where others go."""
-        return self._prefixes is not None
-
-    @property
-    def prefix_entries(self) -> int:
-        """(replica, block) pairs remembered."""
-        return 0 if self._prefixes is None else len(self._prefixes)
 
     async def foresee(self, question: Question) -> Foresight | None:
         """What the learned predictor says, within its deadline; None where there is none."""
@@ -212,28 +201,6 @@ class Classifier:
             return Classified(ticket, tokens)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
         return Classified(_as_stock(ticket, arrival_s), tokens, planned_key)
-
-    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        """Tokens of its prompt that replicas have cached, of those that have most.
-
-        Of those that do not tell it is guessed from what they were given. An engine computes the last token of a prompt
-        in any case.
-        """
-        if self._prefixes is None:
-            return ()
-        untold = [replica_id for replica_id in replica_ids if replica_id not in size.hits]
-        known = {**self._prefixes.known_tokens(untold, size.prompt_token_ids, size.salt), **size.hits}
-        most = nlargest(MOST_HITS, known.items(), key=lambda hit: (hit[1], hit[0]))
-        return tuple((replica_id, min(tokens, size.prompt_tokens - 1)) for replica_id, tokens in most if tokens)
-
-    def placed(self, replica_id: str, size: RequestSize) -> None:
-        """A replica was given this prompt."""
-        if self._prefixes is not None:
-            self._prefixes.record(replica_id, size.prompt_token_ids, size.salt)
-
-    def forget_replica(self, replica_id: str) -> None:
-        if self._prefixes is not None:
-            self._prefixes.forget(replica_id)
 
     def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
         prediction = foresight.prediction if foresight is not None else None

@@ -35,6 +35,7 @@ class RequestSize:
         min_output_tokens: of an answer that nothing ends earlier, whatever answers usually take.
         salt: prompts have a prefix in common only where this is equal too.
         blocks: of its prompt; none where no replica tells what it has cached.
+        hashing: by which they were hashed.
         hits: tokens of its prompt that replicas have cached, 0 included, by the id of those that tell.
     """
 
@@ -45,6 +46,7 @@ class RequestSize:
     prompt_token_ids: Sequence[int] = ()
     salt: str = ""
     blocks: BlockHashes = ()
+    hashing: BlockHashing | None = None
     hits: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from policies.checks import require_positive
-from policies.router.prefill_decode import BucketOrder, PrefillDecode, SplitState, Why, padded_tokens
+from policies.router.placement import PrefixIndex
+from policies.router.prefill_decode import (
+    BucketOrder,
+    PrefillDecode,
+    PrefillOffer,
+    SplitState,
+    Why,
+    padded_tokens,
+)
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.admission import Tenant
@@ -26,6 +34,7 @@ from router.classifier import Classified
 from router.clock import Clock
 from router.codec import EngineCodec, Output, RequestSize
 from router.metrics import SplitMetrics
+from router.prefix_hits import PrefixHits
 from router.routed_client import RoutedClient
 from router.state_store import Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
@@ -82,10 +91,16 @@ class SplitConfig:
         require_positive(self, "cache_s", "stalled_s")
 
 
-class PrefillClassifier:
-    """Tickets of the prefill pool: a lane for each bucket of prompt length, and the prefill's seconds as work."""
+class PrefillClassifier(PrefixHits):
+    """Tickets of the prefill pool: a lane for each bucket of prompt length, and the prefill's seconds as work.
 
-    def __init__(self, order: BucketOrder, policy: PrefillDecode, metrics: SplitMetrics) -> None:
+    `prefixes` as of `PrefixHits`: a prompt goes where it is predicted to be read soonest, as in the decode pool.
+    """
+
+    def __init__(
+        self, order: BucketOrder, policy: PrefillDecode, metrics: SplitMetrics, prefixes: PrefixIndex | None
+    ) -> None:
+        super().__init__(prefixes)
         self._order, self._policy, self._metrics = order, policy, metrics
 
     @property
@@ -113,29 +128,23 @@ class PrefillClassifier:
     ) -> Classified:
         bucket = self._order.assign(size.prompt_tokens)
         self._metrics.bucket_requests.labels(bucket).inc()
+        prefixes = self.hits(size, replica_ids)
+        most = max((tokens for _, tokens in prefixes), default=0)
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=bucket,
             deadline_key=self._order.key(arrival_s, bucket),
-            work_s=self._policy.prefill_s(size.prompt_tokens),
+            work_s=self._policy.prefill_s(size.prompt_tokens - most),
             router_id=router_id,
             slo_class=slo_class,
             arrival_s=arrival_s,
             deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
+            unread_tokens=size.prompt_tokens,
+            prefixes=prefixes,
+            prompt_token_s=self._policy.prompt_token_s,
+            step_s=self._policy.step_s,
         )
         return Classified(ticket, size.prompt_tokens)
-
-    knows_prefixes = False
-    prefix_entries = 0
-
-    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        return ()
-
-    def placed(self, replica_id: str, size: RequestSize) -> None:
-        """Prefixes are not told apart here."""
-
-    def forget_replica(self, replica_id: str) -> None:
-        """Nothing is known of it."""
 
     def observe(
         self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
@@ -165,43 +174,49 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         await self.client.close()
 
     @property
-    def replicas(self) -> int:
-        return len(self.client.snapshot.replicas)
-
-    @property
     def slowness(self) -> float:
         """Of the slowest."""
         return max((load.slowness for load in self.client.snapshot.replicas.values()), default=1.0)
 
-    def wait_s(self, mine_s: float) -> float:
-        """Predicted seconds until the least loaded replica is through with what it has and what waits.
+    def offers(self, size: RequestSize, mine_s: float) -> list[PrefillOffer]:
+        """Of all replicas, each once it is through with what it has and its part of what waits.
 
         As of the last heartbeat; `mine_s` is what this router has given to the pool since, in any case.
         """
-        loads = self.client.snapshot.replicas.values()
-        if not loads:
-            return 0.0
-        pace = sum(1.0 / load.slowness for load in loads)
-        known_s = min(load.outstanding_s for load in loads) + self.client.snapshot.waiting_s / pace
-        return max(known_s, mine_s / pace)
+        loads, hits = self.client.snapshot.replicas, self.client.hits(size)
+        pace = sum(1.0 / load.slowness for load in loads.values())
+        return [
+            PrefillOffer(
+                wait_s=max(load.outstanding_s + self.client.snapshot.waiting_s / pace, mine_s / pace),
+                hit_tokens=hits.get(replica_id, 0),
+                slowness=load.slowness,
+            )
+            for replica_id, load in loads.items()
+        ]
+
+    def unread_tokens(self, size: RequestSize) -> int:
+        """Of a prompt, where most of it is cached."""
+        return size.prompt_tokens - max(self.client.hits(size).values(), default=0)
 
     async def prefill(
-        self, request: RequestT, slo_class: str, promise: Promise, timeout_s: float, now_s: float
+        self, request: RequestT, size: RequestSize, slo_class: str, promise: Promise, timeout_s: float, now_s: float
     ) -> Cache | None:
         """Where the cache lies; None when the engine left none. `promise` counts from now.
+
+        Args:
+            size: as this pool's client told it.
 
         Raises:
             TimeoutError: not within timeout_s; the pool has forgotten the request then.
             AdmissionError, StateStoreError: the pool did not take it.
         """
-        size = self._codec.size(request)
         done: asyncio.Future[Cache | None] = asyncio.get_running_loop().create_future()
         self._waiting[size.request_id] = size.prompt_tokens, done
         try:
             async with asyncio.timeout(timeout_s):
                 timing = RequestTiming(received_s=now_s, submitted_s=now_s)
                 prefill = self._codec.prefill_of(request)
-                await self.client.submit(prefill, slo_class=slo_class, promise=promise, timing=timing)
+                await self.client.submit(prefill, slo_class=slo_class, promise=promise, timing=timing, size=size)
                 return await done
         finally:
             if self._waiting.pop(size.request_id, None) is not None:
@@ -226,7 +241,10 @@ class PrefillPool(Generic[RequestT, OutputsT]):
 
 
 class _HandOver(Generic[RequestT]):
-    """One request's way from pool to pool: what the decode pool's client prepares it by."""
+    """One request's way from pool to pool: what the decode pool's client prepares it by.
+
+    `size`: as the prefill pool's client told it.
+    """
 
     def __init__(
         self,
@@ -239,13 +257,13 @@ class _HandOver(Generic[RequestT]):
     ) -> None:
         self._split, self._request, self._slo_class = split, request, slo_class
         self._promise, self._timing = promise, timing
-        self._request_id, self._prompt_tokens = size.request_id, size.prompt_tokens
+        self._request_id, self._size = size.request_id, size
         self._cache: Cache | None = None
         self._until_s = 0.0
 
     async def prepare(self) -> bool:
         split, began_s = self._split, self._split.clock.now()
-        split.reading_s[self._request_id] = split.policy.prefill_s(self._prompt_tokens)
+        split.reading_s[self._request_id] = split.policy.prefill_s(split.pool.unread_tokens(self._size))
         try:
             self._cache = await self._read(began_s)
         finally:
@@ -259,11 +277,11 @@ class _HandOver(Generic[RequestT]):
     async def _read(self, now_s: float) -> Cache | None:
         """None when the prompt is to be read by the decode replica."""
         pool = self._split.pool
-        timeout_s = self._split.policy.patience_s(self._prompt_tokens, pool.slowness)
+        timeout_s = self._split.policy.patience_s(self._size.prompt_tokens, pool.slowness)
         ttft_s = self._promise.ttft_s
         left = Promise(ttft_s=None if ttft_s is None else ttft_s - (now_s - self._timing.received_s))
         try:
-            cache = await pool.prefill(self._request, self._slo_class, left, timeout_s, now_s)
+            cache = await pool.prefill(self._request, self._size, self._slo_class, left, timeout_s, now_s)
         except Exception as error:  # of whatever kind: the decode replica can read it
             self._split.note_fall_back(self._request_id, "late" if isinstance(error, TimeoutError) else "refused")
             return None
@@ -363,8 +381,11 @@ class SplitClient(Generic[RequestT, OutputsT]):
     ) -> None:
         """As `RoutedClient.submit`."""
         size = await self.decoding.sized(request)
-        why = self._why(request, size, slo_class)
+        why, size_there = await self._why(request, size, slo_class)
         self.metrics.decisions.labels(why).inc()
+        hand_over = None
+        if why is Why.SPLIT:
+            hand_over = _HandOver(self, request, size_there, slo_class, promise, timing)
         await self.decoding.submit(
             request,
             slo_class=slo_class,
@@ -373,7 +394,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
             tenant=tenant,
             question=question,
             size=size,
-            preparation=_HandOver(self, request, size, slo_class, promise, timing) if why is Why.SPLIT else None,
+            preparation=hand_over,
         )
 
     def note_fall_back(self, request_id: str, reason: str) -> None:
@@ -381,24 +402,27 @@ class SplitClient(Generic[RequestT, OutputsT]):
         self.metrics.fallbacks.labels(reason).inc()
         logger.warning("request %s is read by its decode replica: %s", request_id, reason)
 
-    def _why(self, request: RequestT, size: RequestSize, slo_class: str) -> Why:
+    async def _why(self, request: RequestT, size: RequestSize, slo_class: str) -> tuple[Why, RequestSize]:
+        """And its size for the prefill pool, where that was asked."""
         if self.decoding.is_alone or size.max_output_tokens == 1 or not self.codec.splits(request):
-            return Why.OFF
-        if size.prompt_tokens < self.policy.config.min_prompt_tokens:
-            return Why.SHORT  # most requests, and the pools need not be looked at
+            return Why.OFF, size
+        hit_tokens = max(self.decoding.hits(size).values(), default=0)
+        if size.prompt_tokens - hit_tokens < self.policy.config.min_prompt_tokens:
+            return Why.SHORT, size  # most requests, and the other pool need not be looked at
+        size_there = await self.pool.client.sized(request, size)
         loads = self.snapshot.replicas.values()
-        return self.policy.choose(
+        why = self.policy.choose(
             SplitState(
                 prompt_tokens=size.prompt_tokens,
-                hit_tokens=self.decoding.hit_tokens(size),
+                hit_tokens=hit_tokens,
                 itl_target_s=self.config.itl_targets_s.get(slo_class),
-                prefill_replicas=self.pool.replicas,
-                prefill_wait_s=self.pool.wait_s(sum(self.reading_s.values())),
+                offers=self.pool.offers(size_there, sum(self.reading_s.values())),
                 decode_batch=sum(load.running for load in loads) / max(1, len(loads)),
                 context_tokens=self.context_tokens,
                 slowness=max((load.slowness for load in loads), default=1.0),
             )
         )
+        return why, size_there
 
     async def _look_after(self) -> None:
         self._restart_stalled()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -358,15 +358,21 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if self._door.refuses_late(slo_class):
             self._retries.taken(slo_class)
 
-    async def sized(self, request: RequestT) -> RequestSize:
-        """Its size, with the blocks of its prompt and what replicas have of them."""
+    async def sized(self, request: RequestT, known: RequestSize | None = None) -> RequestSize:
+        """Its size, with the blocks of its prompt and what replicas have of them.
+
+        Args:
+            known: of the same prompt, as the client of other replicas told it: its blocks need not be hashed again.
+        """
         size, hashing = self._codec.size(request), self._blocks.hashing
         if hashing is None or not self._classifier.knows_prefixes:
             return size
 
         def looked_up() -> RequestSize:
-            blocks = self._codec.block_hashes(request, hashing)
-            return replace(size, blocks=blocks, hits=self._blocks.hit_tokens(blocks, size.prompt_tokens, hashing))
+            is_hashed = known is not None and known.hashing == hashing
+            blocks = known.blocks if known is not None and is_hashed else self._codec.block_hashes(request, hashing)
+            hits = self._blocks.hit_tokens(blocks, size.prompt_tokens, hashing)
+            return replace(size, blocks=blocks, hashing=hashing, hits=hits)
 
         return await asyncio.to_thread(looked_up) if size.prompt_tokens >= LONG_PROMPT_TOKENS else looked_up()
 
@@ -382,9 +388,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         reading = (ticket.unread_at(each) * ticket.token_s(load.slowness, load.prompt_token_s) for each, load in loads)
         return min(reading, default=0.0)
 
-    def hit_tokens(self, size: RequestSize) -> int:
-        """Of its prompt, what the replica is taken to have cached that has most."""
-        return max((tokens for _, tokens in self._classifier.hits(size, self._connections.replica_ids)), default=0)
+    def hits(self, size: RequestSize) -> Mapping[str, int]:
+        """Tokens of its prompt that replicas are taken to have cached, by the id of those that have most."""
+        return dict(self._classifier.hits(size, self._connections.replica_ids))
 
     def _arrival_s(self, timing: RequestTiming) -> float:
         """On the clock that all routers share."""

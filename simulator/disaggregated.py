@@ -23,6 +23,7 @@ from policies.router.prefill_decode import (
     BucketOrderConfig,
     PrefillDecode,
     PrefillDecodeConfig,
+    PrefillOffer,
     SplitState,
     Why,
     prefill_replicas,
@@ -127,8 +128,7 @@ class _Pools:
         return SplitState(
             prompt_tokens=request.prompt_tokens,
             itl_target_s=self._pools.itl_target_s(request.slo_class),
-            prefill_replicas=len(self._reading),
-            prefill_wait_s=self._reading_s / len(self._reading),
+            offers=[PrefillOffer(wait_s=self._reading_s / len(self._reading)) for _ in self._reading],
             decode_batch=sum(engine.holds for engine in self._decoding) / len(self._decoding),
             context_tokens=fmean(contexts) if contexts else None,
         )

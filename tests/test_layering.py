@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,15 +57,21 @@ VLLM_OUTSIDE_ITS_ROOM = {
 
 def files(package: str) -> list[Path]:
     """Without what measures packages of ours from inside: in bench speed tests with what they share, rigs, engine and
-    predictor."""
+    predictor; and without the servers of others that run there."""
     paths = sorted((ROOT / package).rglob("*.py"))
-    inside = {ROOT / "bench" / name for name in ("deployments", "one_client", "rig", "transformers", "predictor")}
+    names = ("deployments", "one_client", "peers", "rig", "transformers", "predictor")
+    inside = {ROOT / "bench" / name for name in names}
     return [path for path in paths if not path.name.startswith("test_") and path.parent not in inside]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """Dotted names that a file imports anywhere in it; for `from a import b` both a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +105,7 @@ def test_policies_neither_read_a_clock_nor_chance_nor_write() -> None:
 
 def modules(path: Path) -> set[str]:
     """What a file imports, without the names that it takes out of them."""
-    tree = ast.walk(ast.parse(path.read_text(), str(path)))
+    tree = ast.walk(tree_of(path))
     return {
         name
         for node in tree
@@ -154,12 +161,17 @@ def own_names(tree: ast.ClassDef) -> set[str]:
     return methods | {node.attr for node in private_names(tree) if isinstance(node.ctx, ast.Store)}
 
 
+def own_private_names(tree: ast.ClassDef) -> Iterator[ast.Attribute]:
+    names = own_names(tree)
+    return (node for node in private_names(tree) if node.attr in names)
+
+
 @pytest.mark.parametrize("package", ["policies", "router"])
 def test_no_class_reaches_into_another_or_into_the_one_that_it_inherits_from(package: str) -> None:
     for path in files(package):
-        tree = ast.parse(path.read_text(), str(path))
+        tree = tree_of(path)
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        own = {id(node) for each in classes for node in private_names(each) if node.attr in own_names(each)}
+        own = {id(node) for each in classes for node in own_private_names(each)}
         others = [node for node in private_names(tree) if id(node) not in own and node.attr not in NAMEDTUPLES_OWN]
         assert not others, [f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}" for node in others]
 
@@ -184,7 +196,7 @@ def test_there_are_no_relative_imports() -> None:
 def test_dynamic_imports_do_not_get_around_this() -> None:
     for package in ALLOWED:
         for path in files(package):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree_of(path)):
                 called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
                 by_name = called.split(".")[-1] in {"__import__", "import_module", "resolve_name"}
                 assert not by_name or path == OF_THE_USERS_OWN, f"{path}: {called}"

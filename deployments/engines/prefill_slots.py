@@ -20,13 +20,16 @@ class PrefillSlots:
         """
         self._budget_tokens, self._memory_share = budget_tokens, memory_share
         self._came = 0
-        self._mean_tokens = 0.0  # of the last 32 or so
+        self._mean_tokens = self._mean_unread_tokens = 0.0  # of the last 32 or so
         self._ended_tokens = 0  # of all that ever ended
         self._engine_says: tuple[int, int] | None = None  # tokens that were free, when so many had ended
 
-    def came(self, tokens: int) -> None:
+    def came(self, tokens: int, unread_tokens: int) -> None:
+        """A prompt; what of it is cached takes memory, and no part of a step."""
         self._came += 1
-        self._mean_tokens += (tokens - self._mean_tokens) / min(self._came, 32)
+        share = 1.0 / min(self._came, 32)
+        self._mean_tokens += share * (tokens - self._mean_tokens)
+        self._mean_unread_tokens += share * (max(1, unread_tokens) - self._mean_unread_tokens)
 
     def ended(self, tokens: int) -> None:
         self._ended_tokens += tokens
@@ -43,8 +46,8 @@ class PrefillSlots:
 
     def offered(self, held_tokens: Sequence[int]) -> int:
         """Prompts at once, those of these lengths among them."""
+        of_steps = prefill_slots(self._budget_tokens, self._mean_unread_tokens or self._budget_tokens)
         mean_tokens = self._mean_tokens or self._budget_tokens
-        of_steps = prefill_slots(self._budget_tokens, mean_tokens)
         return min(of_steps, safe_prompts(held_tokens, mean_tokens, self._safe_tokens))
 
     @property

@@ -365,7 +365,7 @@ class Relay:
         unread_tokens = self._engine.codec.unread_tokens(request, self.info.replica_id)
         self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
         if self._prefill_slots is not None:
-            self._prefill_slots.came(prompt_tokens)
+            self._prefill_slots.came(prompt_tokens, unread_tokens)
         self._prompts.came(request_id, unread_tokens, prompt_tokens - unread_tokens)
         router.request_ids.add(request_id)
         self._ended.discard(request_id)  # the slot that waits to be released is its own again

@@ -29,6 +29,7 @@ from policies.batches.in_flight import Load
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
 from policies.router.multi_bin import MultiBin
 from policies.router.order import IdleOrder
+from policies.router.placement import PrefixIndex
 from policies.router.prefill_decode import BucketOrder, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
@@ -225,7 +226,7 @@ class FrontEnd:
         policy = PrefillDecode(prefill.policy(self._max_batch_tokens), self._config.work.build())
         reading = RoutedClient[Any, Any](
             store=self._prefill_store,
-            classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics),
+            classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics, self._prefixes()),
             shared_clock=SharedClock(),
             metrics=RouterMetrics("prefill", self._of_router),
             **options,
@@ -280,6 +281,11 @@ class FrontEnd:
             missed=self.metrics.missed(all_but=idle),
         )
 
+    def _prefixes(self) -> PrefixIndex | None:
+        """For one group of replicas; None where what they have cached has no say."""
+        has_a_say = self._config.caches_prefixes and self._config.mode == "full"
+        return self._config.placement.prefixes() if has_a_say else None
+
     def _made_classifier(self, learned: LearnedPredictor | None) -> Classifier:
         config = self._config
         return Classifier(
@@ -290,7 +296,7 @@ class FrontEnd:
             shared_batch_size=config.work.batch_size,
             default_output_tokens=config.work.default_output_tokens,
             metrics=self.metrics,
-            prefixes=config.placement.prefixes() if config.caches_prefixes else None,
+            prefixes=self._prefixes(),
             mode=config.mode,
             learned=learned,
             fills_idle=self._fills_idle(),

@@ -10,9 +10,13 @@ A prompt that is read where others decode stretches their next steps to
     gap_s = mixed step of (chunk, batch),   chunk = min(unread_tokens, max_batch_tokens)
 
 and without it they would take the decode step of that batch. Reading it elsewhere pays when that gap breaks the
-inter-token target and the own steps do not, when the prefill costs more than the transfer, and when a prefill replica
-would be done in time. Without a target nobody has asked for even gaps; two kinds of replicas then only lose what the
-one has to spare and the other lacks.
+inter-token target and the own steps do not, when a prefill replica would begin in time, and when the way is short:
+
+    prefill_s(prompt - hits there) + transfer_s(prompt) <= (1 + 1 / gain) * prefill_s(prompt - hits here)
+
+Hits are tokens in the prefix caches: there of the prefill replica that would be through first, here of the decode
+replica that has most. Without hits the transfer may take 1 / gain of the prefill. Without a target nobody has asked for
+even gaps; two kinds of replicas then only lose what the one has to spare and the other lacks.
 """
 
 from collections.abc import Sequence
@@ -75,7 +79,8 @@ class PrefillDecodeConfig:
         min_prompt_tokens: prompts of which a decode replica would read less are never split.
         max_batch_tokens: the longest chunk that a step of a decode replica reads.
         max_wait_s: the longest that a prompt may wait for a prefill replica.
-        gain: the prefill must take so many times the seconds of the transfer.
+        gain: reading the prompt on a decode replica must take so many times the seconds by which the way over a prefill
+            replica is longer.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -95,14 +100,28 @@ class PrefillDecodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOffer:
+    """What a prefill replica offers to a prompt.
+
+    Attributes:
+        wait_s: predicted seconds until it would start it.
+        hit_tokens: of the prompt, those that it has cached.
+        slowness: its seconds for one predicted second.
+    """
+
+    wait_s: float
+    hit_tokens: int = 0
+    slowness: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitState:
     """A request, and both pools as they stand.
 
     Attributes:
-        hit_tokens: of its prompt, those that a decode replica has cached: they are not read anywhere.
+        hit_tokens: of its prompt, those that a decode replica has cached.
         itl_target_s: what its service allows between two tokens, None where nothing is promised.
-        prefill_replicas: those alive.
-        prefill_wait_s: predicted seconds until the least loaded of them would start this prompt.
+        offers: of the prefill replicas alive.
         decode_batch: requests that run on a decode replica, on average.
         context_tokens: of each of those, prompt and answer so far, on average; None while that is not known.
         slowness: a decode replica's seconds for one predicted second.
@@ -110,8 +129,7 @@ class SplitState:
 
     prompt_tokens: int
     itl_target_s: float | None
-    prefill_replicas: int
-    prefill_wait_s: float
+    offers: Sequence[PrefillOffer]
     decode_batch: float
     context_tokens: float | None = None
     slowness: float = 1.0
@@ -119,6 +137,7 @@ class SplitState:
 
     @property
     def unread_tokens(self) -> int:
+        """Those that a decode replica would read."""
         return max(0, self.prompt_tokens - self.hit_tokens)
 
 
@@ -135,19 +154,28 @@ class PrefillDecode:
             return Why.OFF
         if state.unread_tokens < config.min_prompt_tokens:
             return Why.SHORT
-        if not state.prefill_replicas:
+        if not state.offers:
             return Why.NO_REPLICA
-        if state.prefill_wait_s > config.max_wait_s:
+        offer = self._soonest(state)
+        if offer is None:
             return Why.LATE
-        return Why.SPLIT if config.mode == "always" else self._worth(state)
+        return Why.SPLIT if config.mode == "always" else self._worth(state, offer)
 
-    def _worth(self, state: SplitState) -> Why:
+    def _soonest(self, state: SplitState) -> PrefillOffer | None:
+        """Of those that would start in time, the one that would be through with the prompt first."""
+        in_time = (offer for offer in state.offers if offer.wait_s <= self.config.max_wait_s)
+        return min(in_time, key=lambda offer: offer.wait_s + offer.slowness * self._there_s(state, offer), default=None)
+
+    def _there_s(self, state: SplitState, offer: PrefillOffer) -> float:
+        return self.prefill_s(max(0, state.prompt_tokens - offer.hit_tokens))
+
+    def _worth(self, state: SplitState, offer: PrefillOffer) -> Why:
         if state.itl_target_s is None:
             return Why.NO_TARGET
         if state.decode_batch < 1.0:
             return Why.IDLE  # nobody would notice
-        transfer_s = self.config.transfer.transfer_s(state.prompt_tokens)
-        if self.prefill_s(state.unread_tokens) < self.config.gain * transfer_s:
+        way_s = self._there_s(state, offer) + self.config.transfer.transfer_s(state.prompt_tokens)
+        if way_s > (1.0 + 1.0 / self.config.gain) * self.prefill_s(state.unread_tokens):
             return Why.TRANSFER
         if self._step_s(state, 0) > state.itl_target_s:
             return Why.BEYOND_TARGET  # missed anyhow: what is needed there is smaller batches
@@ -157,6 +185,16 @@ class PrefillDecode:
     def prefill_s(self, prompt_tokens: int) -> float:
         """Predicted seconds of reading a prompt by itself."""
         return self._times.step_s(prefill_tokens=prompt_tokens)
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Of `prefill_s`, those of one token."""
+        return self._times.prefill.prefill_s
+
+    @property
+    def step_s(self) -> float:
+        """Of `prefill_s`, those that do not hang on the prompt."""
+        return self._times.prefill.overhead_s
 
     def patience_s(self, prompt_tokens: int, slowness: float = 1.0) -> float:
         """The longest to wait for a prompt to be read elsewhere: the queue's bound, and twice its own time."""

@@ -4,7 +4,19 @@ import socket
 
 import pytest
 
-from bench.prefixes import HITS, PREDICTED, Run, as_markdown, draw_sessions, main, seen_before
+from bench.prefixes import (
+    BLIND,
+    HITS,
+    PREDICTED,
+    RAY,
+    SLUICE,
+    Run,
+    as_markdown,
+    draw_sessions,
+    main,
+    ratios_as_markdown,
+    seen_before,
+)
 
 
 def test_every_prompt_of_a_session_begins_as_the_one_before() -> None:
@@ -28,7 +40,27 @@ def test_hits_are_shares_of_what_could_be_found_and_only_routers_predict() -> No
     assert "| 30.0% [30.0%, 30.0%] | |" in table
 
 
+def a_run(system: str, mean_s: float, p99_s: float) -> Run:
+    return Run(system=system, mean_s=mean_s, p50_s=mean_s / 2, p99_s=p99_s, hits=0.5, predicted=None)
+
+
+def test_sluice_is_compared_with_each_other_system_round_by_round() -> None:
+    of_sluice, of_ray = [a_run(SLUICE, 0.2, 1.0), a_run(SLUICE, 0.6, 3.0)], [a_run(RAY, 0.4, 1.0), a_run(RAY, 0.6, 2.0)]
+    table = " ".join(ratios_as_markdown([*of_sluice, *of_ray]).split())
+    assert f"| {RAY} | 0.75 [0.50, 1.00] | 0.75 [0.50, 1.00] | 1.25 [1.00, 1.50] |" in table
+    assert ratios_as_markdown(of_sluice) == ratios_as_markdown([a_run(BLIND, 1.0, 2.0)]) == ""
+
+
+@pytest.mark.parametrize(("names", "why"), [("sluice,nobody", "no system 'nobody'"), ("ray,ray", "named twice")])
+def test_a_system_that_is_not_there_or_named_twice_is_refused(
+    names: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--systems", names])
+    assert why in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_said_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # Sluice's, which is started first
         assert main(["--first-port", str(taken.getsockname()[1]), "--rounds", "1"]) == 2
     assert "Address already in use" in capsys.readouterr().err

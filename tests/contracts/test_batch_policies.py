@@ -240,7 +240,7 @@ class _Scribbler:
 @pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (150, 512)])
 def test_asking_less_often_costs_next_to_nothing(make: Callable[[], BatchPolicy], blocks: int, budget: int) -> None:
     always, seldom = (
-        _served(ToyEngine(make(), TIMES, slots=64, total_blocks=blocks, max_batch_tokens=budget, stands=stands))
+        _served(ToyEngine(make(), TIMES, slots=64, total_blocks=blocks, max_batch_tokens=budget, stands=stands), 300)
         for stands in (False, True)
     )
     assert always.asked == len(always.results)
@@ -254,8 +254,8 @@ def test_a_policy_is_asked_in_few_of_the_steps(name: str, share: float) -> None:
     assert engine.asked < share * len(engine.results)
 
 
-def _served(engine: ToyEngine) -> ToyEngine:
-    jobs = random_jobs(600, prompt=(20, 120), mean_output=60, seed=5)
+def _served(engine: ToyEngine, count: int = 600) -> ToyEngine:
+    jobs = random_jobs(count, prompt=(20, 120), mean_output=60, seed=5)
     return run_closed(engine, jobs, 2 * engine.slots)
 
 

@@ -149,6 +149,23 @@ def test_what_a_client_tells_the_connector_is_not_passed_on(split: Sluice) -> No
     assert failures() == before
 
 
+def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -> None:
+    """The longer prompt is handed over too, for it is read from the last whole block of the shorter one on."""
+
+    async def grow() -> None:
+        async with split.async_client() as client:
+            for sentences in (40, 60):  # a block has 128 tokens
+                await ask(client, "One river after another. " * sentences)
+
+    names = ("hand_overs", "prefill_predicted_hit_tokens", "prefill_hit_tokens", "prefill_wrong_hit_tokens")
+    before = [count(split, name) for name in names]
+    asyncio.run(grow())
+    wait_until(lambda: count(split, "prefill_hit_tokens") > before[2], 60, "the router has published what was found")
+    hand_overs, predicted, found, wrong = (count(split, name) - old for name, old in zip(names, before, strict=True))
+    assert (hand_overs, wrong) == (2, 0)
+    assert predicted == found and found % 128 == 0
+
+
 def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[str]) -> None:
     async def hang_up(client: openai.AsyncOpenAI, prompt: str, number: int) -> None:
         """While it waits, is read, is handed over or is answered."""

@@ -17,10 +17,11 @@ from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
 from predictor.learned import LearnedConfig, LearnedPredictor, Question
-from router.classifier import MAX_UNSENT_LENGTHS, MOST_HITS, Classifier, Mode
+from router.classifier import MAX_UNSENT_LENGTHS, Classifier, Mode
 from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
+from router.prefix_hits import MOST_HITS
 from router.redis_store import RedisStateStore, connect
 from router.state_store import FinishedLength, ReplicaInfo
 

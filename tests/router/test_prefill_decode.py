@@ -24,6 +24,7 @@ from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, Prefi
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
 from router.admission import ClassLimits, Door, Tenant
+from router.cached_blocks import BlockHashes, BlockHashing
 from router.classifier import Classifier
 from router.clock import Clock, MonotonicClock, SharedClock
 from router.connections import Connections
@@ -33,7 +34,7 @@ from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo, Ticket
 from router.timing import RequestTiming
-from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
+from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,8 +95,10 @@ class Service:
         self._stores.append(RedisStateStore(connect(self.url), f"{self.name}:{pool}"))
         return self._stores[-1]
 
-    async def replica(self, pool: str, slots: int = 4, step_s: float = 0.002) -> Replica:
+    async def replica(self, pool: str, slots: int = 4, step_s: float = 0.002, tells: bool = False) -> Replica:
+        """`tells`: what its prefix cache holds."""
         engine = FakeEngine(slots=slots, step_s=step_s)
+        engine.cache = FakeCache() if tells else None
         relay = Relay(
             engine=engine,
             store=self._store(pool),
@@ -134,7 +137,9 @@ class Service:
         }
         reading = RoutedClient[FakeRequest, FakeBatch](
             store=self._store("prefill"),
-            classifier=PrefillClassifier(BucketOrder(BucketOrderConfig()), decides, splits),
+            classifier=PrefillClassifier(
+                BucketOrder(BucketOrderConfig()), decides, splits, PrefixIndex(PrefixIndexConfig())
+            ),
             shared_clock=SharedClock(),
             metrics=RouterMetrics("prefill"),
             **common,
@@ -174,11 +179,12 @@ class Service:
         min_tokens: int = 0,
         replays: bool = False,
         tenant: Tenant | None = None,
+        prompt: list[int] | None = None,
     ) -> Answer:
         number = next(_numbers)
         asked = FakeRequest(
             request_id=f"x{number}",
-            prompt=[number, *range(prompt_tokens - 1)],
+            prompt=prompt or [number, *range(prompt_tokens - 1)],
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             replays=replays,
@@ -306,6 +312,68 @@ async def test_short_prompts_go_straight_to_where_they_are_decoded(service: Serv
     await service.finish([await service.ask(LONG - 1) for _ in range(5)])
     assert reading.engine.taken == 0
     assert service.count("split_decisions", why="short") == 5
+
+
+PROMPT = list(range(1000, 1060))  # too short for guesses of what is cached
+
+
+async def test_a_prompt_is_read_where_most_of_it_is_cached_until_waiting_there_costs_more(service: Service) -> None:
+    readers = [await service.replica("prefill", tells=True) for _ in range(2)]
+    await service.replica("decode")
+    await service.start()
+    for _ in range(4):
+        await service.finish([await service.ask(prompt=PROMPT)])
+    knows, other = sorted(readers, key=lambda reader: reader.engine.taken, reverse=True)
+    assert (knows.engine.taken, other.engine.taken) == (4, 0)
+    knows.engine.pause()
+    queue = await service.ask(prompt=[*PROMPT, *range(400)])
+    await until(lambda: knows.engine.held == 1)
+    again = await service.ask(prompt=PROMPT)
+    await until(lambda: other.engine.taken == 1)
+    knows.engine.resume()
+    await service.finish([queue, again])
+
+
+async def test_prefill_replicas_offer_what_they_have_cached(service: Service) -> None:
+    await service.replica("prefill", tells=True)
+    reader = await service.replica("prefill", tells=True)
+    assert reader.engine.cache is not None
+    reader.engine.cache.blocks.update(FakeCodec().block_hashes(a_request(PROMPT), reader.engine.cache.hashing))
+    await service.start()
+    pool = service.client.pool
+    await until(lambda: len(pool.client._blocks) == 15)
+    size = await pool.client.sized(a_request(PROMPT))
+    assert sorted(offer.hit_tokens for offer in pool.offers(size, 0.0)) == [0, 56]
+    assert pool.unread_tokens(size) == 4
+    assert [offer.wait_s for offer in pool.offers(size, 3.0)] == [1.5, 1.5], "each reads half of what was given since"
+
+
+def a_request(prompt: list[int]) -> FakeRequest:
+    return FakeRequest(request_id="sized", prompt=prompt, max_tokens=1)
+
+
+async def test_what_a_decode_replica_has_cached_is_not_read_elsewhere_and_is_hashed_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, _ = await service.replica("prefill", tells=True), await service.replica("decode", tells=True)
+    await service.start()
+    await until(lambda: all(client._blocks.hashing for client in (service.client.decoding, service.client.pool.client)))
+    hashed = list[int]()
+
+    def block_hashes(codec: FakeCodec, request: FakeRequest, hashing: BlockHashing) -> BlockHashes:
+        hashed.append(len(request.prompt))
+        return hashes_of(codec, request, hashing)
+
+    hashes_of = FakeCodec.block_hashes
+    with monkeypatch.context() as counted:
+        counted.setattr(FakeCodec, "block_hashes", block_hashes)
+        size = await service.client.decoding.sized(a_request(PROMPT))
+        there = await service.client.pool.client.sized(a_request(PROMPT), size)
+    assert (there.blocks, hashed) == (size.blocks, [len(PROMPT)])
+    for _ in range(3):
+        await service.finish([await service.ask(prompt=PROMPT)])
+    assert (service.count("split_decisions", why="split"), service.count("split_decisions", why="short")) == (1, 2)
+    assert reading.engine.taken == 1
 
 
 async def test_without_a_prefill_replica_nothing_is_split(service: Service) -> None:

@@ -1632,6 +1632,25 @@ async def test_what_a_lost_replica_had_cached_is_forgotten_and_told_again(servic
     await hits_are(front_end, r0=40)
 
 
+async def test_nobody_waits_for_a_killed_replica_because_it_had_the_prompt_cached(service: Service) -> None:
+    holder, other = [await service.replica(slots=1) for _ in range(2)]
+    for replica in (holder, other):
+        replica.engine.cache = FakeCache()
+        replica.engine.pause()
+    holder.engine.cache.blocks = all_blocks(holder)  # type: ignore[union-attr]
+    front_end = await service.front_end(prefill_s=1e-3)
+    await hits_are(front_end, r0=40, r1=0)
+    prompts = {"there": PROMPT, "elsewhere": [1], "waiting": PROMPT}
+    answers = [await front_end.ask(FakeRequest(request_id=n, prompt=p, max_tokens=3)) for n, p in prompts.items()]
+    await until(lambda: (holder.engine.held, other.engine.held) == (1, 1))
+    await holder.die()
+    other.engine.resume()
+    await service.finish(answers)
+    assert other.engine.taken == 3
+    assert await hits(front_end) == {"r1": 40}
+    assert front_end.count("predicted_hit_tokens_total", slo_class="standard", replica="r0") == 0
+
+
 async def test_a_router_that_missed_changes_asks_for_the_whole(service: Service) -> None:
     (replica,) = await caching(service, 1)
     front_end = await service.front_end()

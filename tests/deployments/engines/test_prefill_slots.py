@@ -4,13 +4,24 @@ from deployments.engines.prefill_slots import PrefillSlots
 def reader(*lengths: int, memory_share: float = 0.9) -> PrefillSlots:
     slots = PrefillSlots(1000, memory_share)
     for tokens in lengths:
-        slots.came(tokens)
+        slots.came(tokens, tokens)
     return slots
 
 
 def test_before_the_engine_says_what_is_free_slots_are_the_prompts_of_two_steps() -> None:
     assert reader().offered([]) == 2, "prompts of a whole step"
     assert reader(100, 100, 100).offered([100] * 3) == 20
+
+
+def test_what_is_cached_of_a_prompt_takes_no_part_of_a_step_but_memory() -> None:
+    slots = PrefillSlots(1000, 1.0)
+    for _ in range(3):
+        slots.came(500, 50)
+    assert slots.offered([500] * 3) == 40
+    slots.told({"free_tokens": 3000}, slots.ended_tokens)
+    assert slots.offered([500] * 3) == 6
+    slots.came(500, 0)
+    assert slots.offered([]) == 6
 
 
 def test_prompts_on_board_keep_to_their_share_of_the_free_cache() -> None:

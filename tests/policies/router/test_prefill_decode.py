@@ -13,6 +13,7 @@ from policies.router.prefill_decode import (
     BucketOrderConfig,
     PrefillDecode,
     PrefillDecodeConfig,
+    PrefillOffer,
     SplitState,
     TransferTimes,
     Why,
@@ -35,12 +36,15 @@ def policy(**changes: object) -> PrefillDecode:
     return PrefillDecode(PrefillDecodeConfig(**changes), TIMES)  # type: ignore[arg-type]
 
 
+def cached(tokens: int) -> list[PrefillOffer]:
+    return [PrefillOffer(wait_s=0.1, hit_tokens=tokens)]
+
+
 def state(**changes: object) -> SplitState:
     usual: dict[str, object] = {
         "prompt_tokens": 4000,
         "itl_target_s": 0.03,
-        "prefill_replicas": 1,
-        "prefill_wait_s": 0.1,
+        "offers": [PrefillOffer(wait_s=0.1)],
         "decode_batch": 32.0,
         "context_tokens": 512.0,
     }
@@ -53,9 +57,14 @@ def state(**changes: object) -> SplitState:
         ({}, Why.SPLIT),
         ({"prompt_tokens": 200}, Why.SHORT),
         ({"hit_tokens": 3800}, Why.SHORT),  # for the decode replica, which has the rest
-        ({"hit_tokens": 3000}, Why.TRANSFER),  # of the whole prompt's cache, to save the reading of a quarter
-        ({"prefill_replicas": 0}, Why.NO_REPLICA),
-        ({"prefill_wait_s": 5.0}, Why.LATE),
+        ({"hit_tokens": 1500}, Why.TRANSFER),  # all of the prompt would be read and moved, to save a part of that
+        ({"hit_tokens": 1500, "offers": cached(1500)}, Why.SPLIT),  # that part is all that is read there too
+        ({"hit_tokens": 3000, "offers": cached(3000)}, Why.TRANSFER),  # moving all of it takes as long as that part
+        ({"offers": cached(3999)}, Why.SPLIT),
+        ({"offers": []}, Why.NO_REPLICA),
+        ({"offers": [PrefillOffer(wait_s=5.0)]}, Why.LATE),
+        ({"offers": [PrefillOffer(wait_s=5.0, hit_tokens=3999)]}, Why.LATE),
+        ({"offers": [PrefillOffer(wait_s=5.0), PrefillOffer(wait_s=1.9)]}, Why.SPLIT),
         ({"itl_target_s": None}, Why.NO_TARGET),
         ({"decode_batch": 0.5}, Why.IDLE),
         ({"itl_target_s": 0.2}, Why.WITHIN_TARGET),  # the step that reads it takes 90 ms
@@ -79,32 +88,64 @@ def test_a_slow_network_keeps_prompts_where_they_are() -> None:
     assert policy(transfer=slow).choose(state()) is Why.TRANSFER
 
 
+def test_a_hit_at_a_prefill_replica_makes_up_for_a_slow_network() -> None:
+    slow = policy(transfer=TransferTimes(overhead_s=0.01, s_per_token=2e-5))  # as long as the reading
+    assert slow.choose(state(offers=cached(1000))) is Why.TRANSFER
+    assert slow.choose(state(offers=cached(3000))) is Why.SPLIT
+
+
+def test_a_hit_counts_where_the_prompt_would_be_read_soonest() -> None:
+    """A decode replica has a part of it: reading all of it elsewhere is too long a way, reading half of it is not."""
+    nothing, half = PrefillOffer(wait_s=0.0), PrefillOffer(wait_s=0.03, hit_tokens=2000)  # 40 ms less to read
+    begun = state(hit_tokens=1500, offers=[nothing, half])
+    assert policy().choose(begun) is Why.SPLIT
+    assert policy().choose(replace(begun, offers=[nothing, replace(half, wait_s=0.05)])) is Why.TRANSFER
+    assert policy().choose(replace(begun, offers=[nothing, replace(half, slowness=3.0)])) is Why.TRANSFER
+    assert policy().choose(replace(begun, offers=[half, replace(nothing, wait_s=1.0)])) is Why.SPLIT
+
+
 def test_small_chunks_may_hold_the_target_without_a_split() -> None:
     assert policy(max_batch_tokens=512).choose(state()) is Why.WITHIN_TARGET
 
 
 def test_always_and_never_need_no_target() -> None:
     assert policy(mode="always").choose(state(itl_target_s=None, decode_batch=0.0)) is Why.SPLIT
-    assert policy(mode="always").choose(state(prefill_replicas=0)) is Why.NO_REPLICA
+    assert policy(mode="always").choose(state(offers=[])) is Why.NO_REPLICA
     assert policy(mode="never").choose(state()) is Why.OFF
 
 
 @given(
-    st.integers(1, 100_000), st.floats(0.001, 1.0), st.floats(0.0, 200.0), st.floats(0.0, 10.0), st.floats(0.5, 20.0)
+    prompt=st.integers(1, 100_000),
+    hit_share=st.floats(0.0, 1.0),
+    offers=st.lists(
+        st.builds(PrefillOffer, wait_s=st.floats(0.0, 10.0), hit_tokens=st.integers(0, 100_000)), max_size=3
+    ),
+    target_s=st.floats(0.001, 1.0),
+    batch=st.floats(0.0, 200.0),
+    slowness=st.floats(0.5, 20.0),
 )
-def test_what_is_split_is_worth_it(prompt: int, target_s: float, batch: float, wait_s: float, slowness: float) -> None:
+def test_what_is_split_is_worth_it(
+    prompt: int, hit_share: float, offers: list[PrefillOffer], target_s: float, batch: float, slowness: float
+) -> None:
     decides = policy()
+    unread = prompt - int(hit_share * (prompt - 1))
     asked = state(
-        prompt_tokens=prompt, itl_target_s=target_s, decode_batch=batch, prefill_wait_s=wait_s, slowness=slowness
+        prompt_tokens=prompt,
+        hit_tokens=prompt - unread,
+        offers=offers,
+        itl_target_s=target_s,
+        decode_batch=batch,
+        slowness=slowness,
     )
     if decides.choose(asked) is Why.SPLIT:
         assert asked.context_tokens is not None
         context = batch * asked.context_tokens
         own_s = slowness * TIMES.step_s(decode_requests=batch, kv_tokens=context)
-        with_it_s = slowness * TIMES.step_s(prefill_tokens=min(prompt, 8192), decode_requests=batch, kv_tokens=context)
+        with_it_s = slowness * TIMES.step_s(prefill_tokens=min(unread, 8192), decode_requests=batch, kv_tokens=context)
         assert own_s <= target_s < with_it_s
-        assert wait_s <= decides.config.max_wait_s
-        assert decides.prefill_s(prompt) >= 2 * decides.config.transfer.transfer_s(prompt)
+        in_time = [offer for offer in offers if offer.wait_s <= decides.config.max_wait_s]
+        there_s = min(decides.prefill_s(max(0, prompt - offer.hit_tokens)) for offer in in_time)
+        assert there_s + decides.config.transfer.transfer_s(prompt) <= 1.5 * decides.prefill_s(unread)
 
 
 @given(st.integers(1, 64), st.floats(0.0, 1e6), st.floats(0.0, 1e6))

@@ -1,0 +1,1 @@
+"""Servers of others that need a start of their own to be measured beside."""
