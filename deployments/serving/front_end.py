@@ -21,7 +21,7 @@ from deployments.config.live import EngineTerms
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
-from deployments.process.logs import vllm_logs_as_json
+from deployments.process.logs import log_of_vllm
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
@@ -125,7 +125,7 @@ class FrontEnd:
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         log_causes(app)
         await init_app_state(self._llm, app.state, args, tasks)
-        vllm_logs_as_json()
+        log_of_vllm()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
 
