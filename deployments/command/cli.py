@@ -17,6 +17,7 @@ from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
 from deployments.command import prepack as prepack_command
+from deployments.command import status as status_command
 from deployments.command.args_check import check_args
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
 from deployments.config.application import AppConfig, checked
@@ -90,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     keys_command.register(commands)
     prepack_command.register(commands)
     batch_command.register(commands)
+    status_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root

@@ -23,6 +23,7 @@ from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import log_of_vllm
 from deployments.serving.engine_metrics import engine_exposition
+from deployments.serving.in_words import now_in_words
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.batches.in_flight import Load
@@ -360,13 +361,12 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
         "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
         "waiting_s": round(snapshot.waiting_s, 4),
         "replicas": {
-            replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
-            for replica_id, load in snapshot.replicas.items()
+            replica_id: _replica(load, engines.get(replica_id, {})) for replica_id, load in snapshot.replicas.items()
         },
     }
 
 
-def _load(load: ReplicaLoad) -> dict[str, float | None]:
+def _replica(load: ReplicaLoad, engine: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "takes_batches": load.gang,
         "slots": load.slots,
@@ -377,4 +377,6 @@ def _load(load: ReplicaLoad) -> dict[str, float | None]:
         "prompt_token_s": load.prompt_token_s,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
+        "engine": engine,
+        "now": now_in_words(load, engine),
     }
