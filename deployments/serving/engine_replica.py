@@ -15,8 +15,9 @@ from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import nixl_env, set_up_gpu_engine
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
+from deployments.process.stages import note_stage
 from deployments.serving.autoscaling import Stats, fleet_stats
-from deployments.serving.engine_start import started_engine
+from deployments.serving.engine_start import ENGINE, started_engine
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.live_control import LiveControl
 from deployments.serving.live_settings import LiveSettings
@@ -93,6 +94,7 @@ class EngineReplica:
         keep_to_loopback()
         await self._lifetime.start(self._start(redis_url, classes))
         info = self._relay.info
+        note_stage("ready", ENGINE)
         logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
     async def _start(self, redis_url: str | None, classes: tuple[str, ...]) -> None:

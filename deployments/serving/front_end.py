@@ -22,6 +22,7 @@ from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import log_of_vllm
+from deployments.process.stages import note_stage
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.in_words import now_in_words
 from deployments.serving.live_settings import LiveSettings
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from deployments.engines.vllm.codec import VllmCodec
 
 REPLICA_POLL_S = 0.2
+ROUTER = "router"  # among what is told of a start
 
 
 class FrontEnd:
@@ -101,7 +103,9 @@ class FrontEnd:
         is_vllm = self._config.engine.kind == "vllm"
         if not is_vllm:
             args = as_front_end_of_any_model(args)
+        note_stage("waiting for engines", ROUTER)
         infos = await self._enough_replicas()
+        note_stage("building the front end", ROUTER)
         self.max_model_len = args.max_model_len = min(info.max_model_len for info in infos)
         self._max_batch_tokens = min(info.max_batch_tokens for info in infos)
         learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)

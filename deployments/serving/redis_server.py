@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from deployments.process.environment import free_port
 from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
+from deployments.process.stages import note_stage
 from deployments.serving.embedded_redis import EmbeddedRedis, embedded_url
 from policies.errors import StateStoreError
 
@@ -90,6 +91,7 @@ class RedisServer:
         self._redis: EmbeddedRedis | None = None
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             self._redis = EmbeddedRedis(port, password)
+            note_stage("the embedded Redis has started")
         self._watching = asyncio.create_task(self._watch())
 
     async def url(self) -> str:
