@@ -207,7 +207,7 @@ REPLICAS = ("replica", "model", "slots", "KV cache", "phase", "unread tokens", "
 RECENT = (
     *("ended", "request", "class", "prompt", "predicted", "answer", "waited", "first token", "replica", "", "outcome"),
 )  # fmt: skip
-BATCHES = ("batch", "made", "requests", "outcome")
+BATCHES = ("batch", "made", "requests", "status")
 
 
 def _table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:

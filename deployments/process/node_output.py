@@ -2,6 +2,7 @@
 
 Ray gives each of its workers a file as standard output. But the raylet, which starts them, is a child of `ray start
 --block`, or of `sluice serve`, and the system lets a process of the same user open that one's standard output.
+Container runtimes give theirs to the user of the container (runc: fixStdioPermissions).
 """
 
 import atexit
@@ -9,7 +10,6 @@ import fcntl
 import logging
 import os
 import threading
-import time
 from collections import deque
 
 import psutil
@@ -105,6 +105,5 @@ class NodeOutput:
             fcntl.flock(self._output, fcntl.LOCK_UN)
 
     def _end(self) -> None:
-        give_up_s = time.monotonic() + END_S
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, max(0.0, give_up_s - time.monotonic()))
+            self._changed.wait_for(lambda: not self._waiting, END_S)
