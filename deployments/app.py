@@ -74,8 +74,9 @@ def application(config: AppConfig) -> Application:
         for number, each in enumerate(config.each_model())
         for group in _groups(each)
     ]
-    predictor = predictor_application(config.predictor) if config.predictor.own_replicas else None
-    batches = runner_application(config.batches) if config.batches.folder is not None else None
+    logs = config.logs.settings()
+    predictor = predictor_application(config.predictor, logs) if config.predictor.own_replicas else None
+    batches = runner_application(config.batches, logs) if config.batches.folder is not None else None
     api_keys = os.environ.get(KEYS_ENV)
     return _router_deployment(config).bind(config, redis_url, engines, api_keys, predictor, batches)
 

@@ -112,6 +112,7 @@ class Entry(Generic[RequestT]):
         queueing: its ticket is on the way into the shared state.
         replica_id: where it goes or runs, None before.
         connection: the one over which it was sent, None before.
+        continuations: how often it went on with a part of its answer sent.
         planned_key: its deadline key by the policies, where requests are served in another order.
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
         foresight: what the learned predictor said of it, None where there is none.
@@ -139,6 +140,7 @@ class Entry(Generic[RequestT]):
     repeats: deque[int] = field(default_factory=deque)
     moves: int = 0
     recalls: int = 0
+    continuations: int = 0
     planned_key: float | None = None
     foresight: Foresight | None = None
     predicted_hit_tokens: int | None = None
@@ -790,6 +792,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             entry.held_back, entry.sent, entry.timing.output_tokens = [], [], 0
         if not entry.sent:
             return "requeued"
+        entry.continuations += 1
         recovery = self._codec.recover(entry.request, entry.sent)
         entry.request, entry.repeats = recovery.request, deque(recovery.repeats)
         if recovery.repeats:
@@ -901,23 +904,23 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _note_recent(self, entry: Entry[RequestT], outcome: str) -> None:
         timing, ticket = entry.timing, entry.ticket
         predicted = ticket.predicted_output_tokens
-        self._recent.note(
-            {
-                "at": round(self._shared_clock.now(), 3),
-                "request_id": entry.request_id,
-                "slo_class": entry.slo_class,
-                "bin": ticket.bin_index,
-                "prompt_tokens": entry.prompt_tokens,
-                "predicted_tokens": None if predicted is None else round(predicted, 1),
-                "output_tokens": timing.output_tokens,
-                "wait_s": _since(timing.received_s, timing.assigned_s),
-                "ttft_s": _since(timing.received_s, timing.first_token_s),
-                "replica": entry.replica_id,
-                "moves": entry.moves,
-                "recalls": entry.recalls,
-                "outcome": outcome,
-            }
-        )
+        timing.ended = {
+            "at": round(self._shared_clock.now(), 3),
+            "request_id": entry.request_id,
+            "slo_class": entry.slo_class,
+            "bin": ticket.bin_index,
+            "prompt_tokens": entry.prompt_tokens,
+            "predicted_tokens": None if predicted is None else round(predicted, 1),
+            "output_tokens": timing.output_tokens,
+            "wait_s": _since(timing.received_s, timing.assigned_s),
+            "ttft_s": _since(timing.received_s, timing.first_token_s),
+            "replica": entry.replica_id,
+            "moves": entry.moves,
+            "recalls": entry.recalls,
+            "resumed": entry.continuations,
+            "outcome": outcome,
+        }
+        self._recent.note(timing.ended)
 
     def _note_usage(self, entry: Entry[RequestT]) -> None:
         """Once it has ended. What never came to a replica took nothing."""

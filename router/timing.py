@@ -1,8 +1,9 @@
 """When things happened to a request, on the router's clock."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from policies.router.promise import NO_PROMISE, Promise
@@ -20,7 +21,8 @@ class RequestTiming:
     received_s is when its HTTP request came in, submitted_s when it was ready to be queued (tokenized and checked).
     promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
-    was admitted and waited in vain. request_id is the engine's, once it is queued.
+    was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
+    of it afterwards, None where it was refused.
     """
 
     received_s: float
@@ -34,6 +36,7 @@ class RequestTiming:
     outcome: str | None = None
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
+    ended: Mapping[str, Any] | None = None
 
     @property
     def kept(self) -> tuple[bool, bool] | None:
@@ -57,7 +60,7 @@ class HttpContext:
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
     not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
     engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
-    what another one would bring.
+    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace.
     """
 
     received_s: float
@@ -74,6 +77,8 @@ class HttpContext:
     abort: Callable[[list[str]], Awaitable[None]] | None = None
     is_over: bool = False
     request_id: str = ""
+    trace_id: str | None = None
+    model: str = ""
 
     @property
     def is_full(self) -> bool:

@@ -1,18 +1,16 @@
 """`sluice batch`: whole files of requests, by OpenAI's Batch API."""
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from deployments.command.client import add_options, api_client
 from policies.errors import InputError, SluiceError
 
 if TYPE_CHECKING:
@@ -58,28 +56,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     cancelling.add_argument("batch", metavar="BATCH", help="its id")
     cancelling.set_defaults(run=cancel)
     for action in (run, follow, listing, cancelling):
-        action.add_argument("--url", default="http://127.0.0.1:8000", help="of the application (default: %(default)s)")
-
-
-@contextlib.contextmanager
-def _client(url: str) -> Iterator["openai.OpenAI"]:
-    """Raises SluiceError with what the application says, or that none is there."""
-    import openai  # only here: it takes other commands most of a second
-
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    try:
-        with openai.OpenAI(base_url=address, api_key=key) as client:
-            yield client
-    except openai.APIStatusError as error:
-        raise SluiceError(f"{url}: {error.message}") from error
-    except openai.APIConnectionError as error:
-        raise SluiceError(f"{url} does not answer: {error.__cause__ or error}. Is --url right?") from error
+        add_options(action)
 
 
 def submit(options: argparse.Namespace) -> None:
     endpoint = _endpoint(options.file)
-    with _client(options.url) as client:
+    with api_client(options) as client:
         with options.file.open("rb") as file:
             uploaded = client.files.create(file=(options.file.name, file), purpose="batch")
         batch = client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, completion_window=options.window)
@@ -100,7 +82,7 @@ def _endpoint(file: Path) -> Any:
 
 
 def resume(options: argparse.Namespace) -> None:
-    with _client(options.url) as client:
+    with api_client(options) as client:
         _follow(client, client.batches.retrieve(options.batch), options)
 
 
@@ -148,7 +130,7 @@ def _why(batch: "Batch") -> str:
 
 
 def show(options: argparse.Namespace) -> None:
-    with _client(options.url) as client:
+    with api_client(options) as client:
         for batch in client.batches.list():
             counts = batch.request_counts
             of_all = f"{counts.completed + counts.failed}/{counts.total}" if counts else ""
@@ -157,5 +139,5 @@ def show(options: argparse.Namespace) -> None:
 
 
 def cancel(options: argparse.Namespace) -> None:
-    with _client(options.url) as client:
+    with api_client(options) as client:
         print(f"{options.batch} {client.batches.cancel(options.batch).status}")

@@ -17,8 +17,10 @@ from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
 from deployments.command import prepack as prepack_command
+from deployments.command import status as status_command
 from deployments.command.args_check import check_args
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
+from deployments.command.stages import Stages
 from deployments.config.application import AppConfig, checked
 from deployments.process.environment import check_build
 from policies.errors import ConfigError, SluiceError
@@ -90,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     keys_command.register(commands)
     prepack_command.register(commands)
     batch_command.register(commands)
+    status_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands)
     return root
@@ -160,21 +163,29 @@ def app_config(options: argparse.Namespace) -> AppConfig:
 
 
 def run_serve(options: argparse.Namespace) -> None:
-    given = app_config(options)
-    check_builds(given)
-    check_redis(given)
-    run_dir = one_machine.prepare(options.host, options.port)
-    if any(each.vllm_args for each in given.each_model()):
-        one_machine.say("checking the arguments for vLLM ...")
-        check_args(given.each_model())
-    config = sharing_memory(given)
-    with one_machine.running(config, run_dir, options.host, options.port) as address:
-        model = config.public_name
-        print(f"Sluice is ready: {address}")
-        print(f"model: {model}")
-        print(f"try: {example(address, model)}", flush=True)
-        one_machine.wait_for_signal()
-        one_machine.say("stopping ...")
+    with Stages() as stages:
+        stages.begin("checking the configuration")
+        given = app_config(options)
+        check_builds(given)
+        check_redis(given)
+        run_dir = one_machine.prepare(options.host, options.port)
+        stages.say(f"logs: {run_dir}/ray/session_latest/logs")
+        if any(each.vllm_args for each in given.each_model()):
+            stages.begin("checking the arguments for vLLM")
+            check_args(given.each_model())
+        config = sharing_memory(given)
+        with one_machine.running(config, run_dir, options.host, options.port, stages) as address:
+            stages.end()
+            _say_how_to_use_it(address, config.public_name)
+            one_machine.wait_for_signal()
+            one_machine.say("stopping ...")
+
+
+def _say_how_to_use_it(address: str, model: str) -> None:
+    print(f"Sluice is ready: {address}")
+    print(f"page: {here(address)}/")
+    print(f"model: {model}")
+    print(f"try: {example(address, model)}", flush=True)
 
 
 def check_builds(config: AppConfig) -> None:
@@ -190,11 +201,15 @@ def check_redis(config: AppConfig) -> None:
         asyncio.run(check_access(url, config.redis_ca_certs))
 
 
+def here(address: str) -> str:
+    """As this machine reaches it, also where it stands for all of this machine's addresses."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def example(address: str, model: str) -> str:
     """A curl line that works when pasted."""
-    address = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"curl {here(address)}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

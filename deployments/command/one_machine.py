@@ -18,8 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
 from deployments.process.environment import address, cores_beside_engines, one_machine_env, serve_env
+from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 
 READY_TIMEOUT_S = 60.0
@@ -28,6 +30,7 @@ ENDING_S = 5.0
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
 VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
+STAGES = "stages"  # what processes tell while they start, in the folder of the run
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
@@ -139,8 +142,7 @@ def prepare(host: str, port: int) -> Path:
         )
     number = check_address(host, port)
     run_dir = fresh_run_dir(port)
-    say(f"logs: {run_dir}/ray/session_latest/logs")
-    env = {**serve_env(), **one_machine_env(run_dir, number, port)}
+    env = {**serve_env(), **one_machine_env(run_dir, number, port), STAGES_ENV: str(run_dir / STAGES)}
     os.environ.update({name: value for name, value in env.items() if name not in os.environ})
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -148,15 +150,18 @@ def prepare(host: str, port: int) -> Path:
 
 
 @contextlib.contextmanager
-def running(config: AppConfig, run_dir: Path, host: str, port: int) -> Iterator[str]:
+def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stages) -> Iterator[str]:
     """The application, ready, for the time of the block, after `prepare`; yields its address.
 
     Raises:
         ApplicationStartError: it does not come up.
     """
+    stages.follow(run_dir / STAGES)
+    stages.begin("starting Ray")
     with _ray(run_dir, port):
-        _deploy(config)
+        _deploy(config, stages)
         url = f"http://{address(host, port)}"
+        stages.begin(f"waiting for the first answer of {url}/health")
         _wait_until_healthy(url)
         with _engines_undisturbed(config):
             yield url
@@ -169,7 +174,6 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
 
     here = psutil.Process()
     before = set(here.children(recursive=True))
-    say("starting Ray ...")
     try:
         _start_ray(run_dir, port)
         yield
@@ -246,7 +250,7 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def _deploy(config: AppConfig) -> None:
+def _deploy(config: AppConfig, stages: Stages) -> None:
     from ray import serve
 
     from deployments.app import application
@@ -255,11 +259,11 @@ def _deploy(config: AppConfig) -> None:
     models = config.each_model()
     replicas = sum(each.engine_replicas for each in models)
     names = ", ".join(each.public_name for each in models)
-    with _progress(f"loading {names} on {replicas} engine replica{'s' * (replicas > 1)}"):
-        try:
-            serve.run(application(config), name=config.name, route_prefix="/")
-        except RuntimeError as error:
-            raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
+    stages.begin(f"deploying {names} with {replicas} engine replica{'s' * (replicas > 1)}")
+    try:
+        serve.run(application(config), name=config.name, route_prefix="/")
+    except RuntimeError as error:
+        raise ApplicationStartError(f"{error}\n{_why(config.name)}") from error
 
 
 def _check_resources(config: AppConfig) -> None:
@@ -286,30 +290,6 @@ def _why(name: str) -> str:
     application = serve.status().applications[name]
     messages = [application.message, *(d.message for d in application.deployments.values())]
     return "\n".join("\n".join(message.strip().splitlines()[-12:]) for message in messages if message)
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """A line that counts the seconds on a terminal, a plain line elsewhere."""
-    if not sys.stderr.isatty():
-        say(f"{what} ...")
-        yield
-        return
-    done = threading.Event()
-    started_s = time.monotonic()
-
-    def tick() -> None:
-        while not done.wait(0.2):
-            print(f"\r{what} ... {time.monotonic() - started_s:.0f} s ", end="", file=sys.stderr, flush=True)
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticker.join()
-        print(file=sys.stderr)
 
 
 def _wait_until_healthy(url: str) -> None:

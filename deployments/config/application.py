@@ -39,6 +39,7 @@ from deployments.config.profile import calibrated
 from deployments.config.reference import AllBut
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings, Seconds
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
+from deployments.process.log_settings import LogFormat, LogLevel, LogSettings, LogTarget
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
@@ -532,6 +533,24 @@ class KeysSection(Section):
     tell what others asked; with, what several keys ask is read once for each of them."""
 
 
+class LogsSection(Section):
+    """Logs of Sluice's processes, with a line for each request when it ends, never with what it says. Routers and
+    engine replicas follow a change. The runner of batches and predictor replicas of their own go by `args`."""
+
+    FIXED: ClassVar[Container[str]] = frozenset()
+
+    to: LogTarget = "files"
+    """`files` of Ray's in each node's session folder. `stdout` has a copy of every line on the standard output of the
+    pod, or of what else has started Ray there: `ray start --block`, `sluice serve`."""
+    format: LogFormat = "json"
+    """`json` has one object a line, `human` text for people."""
+    level: LogLevel | None = None
+    """From which one on; the line of a request is INFO. null goes by SLUICE_LOG_LEVEL, and without it by INFO."""
+
+    def settings(self) -> LogSettings:
+        return LogSettings(to=self.to, format=self.format, level=self.level)
+
+
 class BatchesSection(Section):
     """OpenAI's Batch API: files of requests that are answered within hours, by what other requests leave idle."""
 
@@ -948,6 +967,7 @@ class AppConfig(ModelSection):
     order: OrderSection = OrderSection()
     placement: PlacementSection = PlacementSection()
     keys: KeysSection = KeysSection()
+    logs: LogsSection = LogsSection()
     predictor: PredictorSection = PredictorSection()
     batches: BatchesSection = BatchesSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)

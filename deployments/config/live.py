@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from deployments.config.application import AppConfig, ClassSection, Role, checked
 from deployments.config.reference import is_live
+from deployments.process.log_settings import LogSettings
 from policies.errors import ConfigError
 
 ROUTER = "Router"
@@ -114,11 +115,13 @@ class EngineTerms(msgspec.Struct, frozen=True, kw_only=True):
         scheduler: settings of its plug-in; None where it has none.
         credit_s: see `AppConfig.credit_s`.
         max_wait_s: the longest that a request waits.
+        logs: how it logs.
     """
 
     scheduler: dict[str, Any] | None
     credit_s: float | None
     max_wait_s: float
+    logs: LogSettings
 
     @classmethod
     def of(cls, config: AppConfig, changed: AppConfig, role: Role) -> "EngineTerms":
@@ -130,6 +133,7 @@ class EngineTerms(msgspec.Struct, frozen=True, kw_only=True):
             scheduler=live,
             credit_s=changed.credit_s if role == "decode" else None,
             max_wait_s=changed.router.max_wait_s,
+            logs=changed.logs.settings(),
         )
 
 

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from inspect import isawaitable
 from typing import Any
@@ -30,6 +30,7 @@ from deployments.http.bodies import RETRY_AFTER_S, BodyError, ClientLeftError, R
 from deployments.http.keys import KeyRing
 from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, PromiseError, Promises, asked_for
+from deployments.http.trace import trace_id
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
@@ -148,7 +149,9 @@ class SluiceMiddleware:
         received_s, headers = time.monotonic(), Headers(scope=scope)
         tenant = scope[TENANT] if TENANT in scope else self._tenant(headers)
         request_id = headers.get(REQUEST_ID_HEADER, "")
-        context = HttpContext(received_s, headers.get(CLASS_HEADER, ""), tenant, request_id=request_id)
+        context = HttpContext(
+            received_s, headers.get(CLASS_HEADER, ""), tenant, request_id=request_id, trace_id=trace_id(headers)
+        )
         context.max_engine_requests = self._bodies.limits.max_engine_requests
         current.set(context)
         exchange = _Exchange(send, context)
@@ -396,20 +399,44 @@ def split_time(context: HttpContext) -> dict[str, float]:
 
 
 def _log(scope: Scope, exchange: _Exchange) -> None:
-    times = {f"{name}_s": round(seconds, 5) for name, seconds in split_time(exchange.context).items()}
-    tokens = sum(timing.output_tokens for timing in exchange.context.timings)
+    """The ids are added to every line of a request. Of several answers the times are those of the first."""
+    context = exchange.context
+    times = split_time(context)
+    ended = [timing.ended for timing in context.timings if timing.ended is not None]
     logger.info(
         "request",
         extra={
-            "request_id": exchange.context.request_id,
+            "request_id": context.request_id,
             "method": scope["method"],
             "path": scope["path"],
             "status": exchange.status or CLIENT_LEFT,
-            "slo_class": exchange.context.slo_class,
-            "tenant": exchange.context.tenant.name if exchange.context.tenant else None,
-            "output_tokens": tokens,
-            "outcomes": [timing.outcome for timing in exchange.context.timings],
+            "slo_class": context.slo_class,
+            "tenant": context.tenant.name if context.tenant else None,
+            "model": context.model or None,
+            "prompt_tokens": _total(ended, "prompt_tokens"),
+            "predicted_tokens": _total(ended, "predicted_tokens"),
+            "output_tokens": sum(timing.output_tokens for timing in context.timings),
+            "outcomes": [timing.outcome for timing in context.timings],
+            "replicas": [each["replica"] for each in ended if each["replica"] is not None],
+            "moves": _total(ended, "moves"),
+            "resumed": _total(ended, "resumed"),
             "error": exchange.error,
-            **times,
+            "wait_s": _least(ended, "wait_s"),
+            "ttft_s": _least(ended, "ttft_s"),
+            "duration_s": round(sum(times.values()), 5),
+            **{f"{name}_s": round(seconds, 5) for name, seconds in times.items()},
         },
     )
+
+
+def _known(ended: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [each[name] for each in ended if each[name] is not None]
+
+
+def _total(ended: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """None where no answer was queued, or it is known of none."""
+    return sum(known) if (known := _known(ended, name)) else None
+
+
+def _least(ended: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return min(_known(ended, name), default=None)

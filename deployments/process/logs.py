@@ -1,6 +1,8 @@
-"""Logs of our processes: one JSON object a line on standard error, with the request's id where there is one."""
+"""Logs of our processes: a line each on standard error, with the ids of the request where there is one, and a copy on
+the standard output of the node's pod where that is asked for."""
 
 import builtins
+import json
 import logging
 import os
 import re
@@ -9,38 +11,99 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 from ray.serve._private.logging_utils import SERVE_LOGGER_NAME, buildin_print
 
+from deployments.process.log_settings import LOG_LEVELS, LogFormat, LogSettings
+from deployments.process.node_output import NodeOutput, open_node_output
 from policies.errors import ConfigError
 from router.timing import current
+
+logger = logging.getLogger(__name__)
 
 # vLLM puts the name of its process before a line.
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
 _TAIL_BYTES = 64 << 10
+_QUOTED = re.compile(r'[\s"=]')
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 LOG_LEVEL_ENV = "SLUICE_LOG_LEVEL"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-def log_as_json() -> None:
+class _NodeHandler(logging.Handler):
+    """One for each process, once it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = NodeOutput(open_node_output())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._output.write(self.format(record))
+        except Exception:  # a record that cannot be formatted, which must not end whoever logs
+            self.handleError(record)
+
+
+class _Loggers:
+    """Those of this process that write as we say.
+
+    Attributes:
+        names: of them; vLLM's is one once its front end is made.
+        handlers: of each.
+    """
+
+    def __init__(self) -> None:
+        self.names = [*OUR_PACKAGES, SERVE_LOGGER_NAME]
+        self.handlers: list[logging.Handler] = []
+        self._node: _NodeHandler | None = None
+
+    def write_to(self, settings: LogSettings) -> None:
+        # Not sys.stderr: Ray Serve puts its own logger there.
+        self.handlers = [logging.StreamHandler(sys.__stderr__)]
+        why_alone = self._add_node() if settings.to == "stdout" else None
+        for handler in self.handlers:
+            handler.setFormatter(_formatter(settings.format))
+            handler.addFilter(_with_ids)
+            handler.addFilter(_is_news)
+        for name in self.names:
+            self.take(name)
+        if why_alone is not None:
+            logger.warning("logs.to: stdout has nothing to write to, lines are in Ray's logs alone: %s", why_alone)
+
+    def _add_node(self) -> OSError | None:
+        """Returns why it cannot be had."""
+        try:
+            self._node = self._node or _NodeHandler()
+        except OSError as error:
+            return error
+        self.handlers.append(self._node)
+        return None
+
+    def take(self, name: str) -> None:
+        """Has this logger write as the others do."""
+        taken = logging.getLogger(name)
+        taken.handlers, taken.propagate = list(self.handlers), False
+
+
+_loggers = _Loggers()
+
+
+def log_by(settings: LogSettings) -> None:
     """Set up the loggers of our packages and of Ray Serve in this process; those of other libraries stay as they are.
+    Called again it changes them.
 
     Ray Serve holds its own records back, and all that is printed in a replica, until there are 1000; they are lost with
     the process. `logging.config.dictConfig`, which vLLM calls, closes that buffer: it writes nothing any more, keeps
     everything, and a new controller, which asks each replica for the buffer's file, gets an error and stops it.
 
     Raises:
-        ConfigError: SLUICE_LOG_LEVEL is no level.
+        ConfigError: no level is set, and SLUICE_LOG_LEVEL is none.
     """
-    level = _level()
+    level = settings.level or _level()
     builtins.print = buildin_print  # Ray Serve's (2.60) prints a tuple where it is given a file, as tracebacks do
+    _loggers.write_to(settings)
     for package in OUR_PACKAGES:
-        _write_to(_handler(), package)
         logging.getLogger(package).setLevel(level)
-    of_serve = _handler()
-    of_serve.addFilter(_is_news)
-    _write_to(of_serve, SERVE_LOGGER_NAME)
 
 
 def _level() -> str:
@@ -51,31 +114,46 @@ def _level() -> str:
     return level
 
 
-def vllm_logs_as_json() -> None:
+def log_of_vllm() -> None:
     """The same for vLLM's front end, once it is made: that sets its handlers anew. A configuration of the user's own
     stands."""
-    if not os.environ.get("VLLM_LOGGING_CONFIG_PATH"):
-        _write_to(_handler(), "vllm")
+    if not os.environ.get("VLLM_LOGGING_CONFIG_PATH") and "vllm" not in _loggers.names:
+        _loggers.names.append("vllm")
+        _loggers.take("vllm")
 
 
-def _handler() -> logging.Handler:
-    # Not sys.stderr: Ray Serve puts its own logger there.
-    handler = logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(JsonFormatter("{asctime}{levelname}{name}{message}{process}", style="{"))
-    handler.addFilter(_with_request_id)
-    return handler
+def _formatter(kind: LogFormat) -> logging.Formatter:
+    if kind == "human":
+        return _HumanFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    return JsonFormatter("{asctime}{levelname}{name}{message}{process}", style="{")
 
 
-def _write_to(handler: logging.Handler, name: str) -> None:
-    logger = logging.getLogger(name)
-    logger.handlers, logger.propagate = [handler], False
+class _HumanFormatter(logging.Formatter):
+    """What JSON has as further keys stands behind the message, as key=value; what is None or empty is left out."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        extra = ((name, value) for name, value in vars(record).items() if name not in _OF_EVERY_RECORD)
+        told = [f"{name}={_shown(value)}" for name, value in extra if name[0] != "_" and value not in (None, "", [])]
+        return " ".join([super().formatMessage(record), *told])
 
 
-def _with_request_id(record: logging.LogRecord) -> bool:
-    """Adds that of the HTTP request in whose task something is logged; nothing is filtered out."""
+_OF_EVERY_RECORD = frozenset({*RESERVED_ATTRS, "asctime", "message", "taskName", "color_message"})
+
+
+def _shown(value: object) -> str:
+    """On one line, whatever a client has put into it."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return json.dumps(text, ensure_ascii=False) if _QUOTED.search(text) else text
+
+
+def _with_ids(record: logging.LogRecord) -> bool:
+    """Adds those of the HTTP request in whose task something is logged; nothing is filtered out."""
     context = current.get()
-    if context is not None and context.request_id and not hasattr(record, "request_id"):
-        record.request_id = context.request_id
+    if context is not None:
+        if context.request_id and not hasattr(record, "request_id"):
+            record.request_id = context.request_id
+        if context.trace_id and not hasattr(record, "trace_id"):
+            record.trace_id = context.trace_id
     return True
 
 

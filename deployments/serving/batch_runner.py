@@ -14,7 +14,8 @@ from deployments.batches.results import Reply
 from deployments.batches.runner import Runner
 from deployments.batches.storage import Storage
 from deployments.config.application import BatchesSection
-from deployments.process.logs import log_as_json
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.lifetime import Lifetime
 from policies.batches.in_flight import Load
@@ -53,8 +54,10 @@ class RemoteRouters:
 class BatchRunner:
     """One runs at a time; where two do for a moment, files tell them apart (`deployments.batches.state`)."""
 
-    async def __init__(self, section: BatchesSection) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        log_as_json()
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, section: BatchesSection, logs: LogSettings
+    ) -> None:
+        log_by(logs)
         keep_to_loopback()
         self._lifetime = Lifetime()
         await self._lifetime.start(self._start(section))
@@ -84,9 +87,10 @@ def storage_of(section: BatchesSection) -> Storage:
     return Storage(section.folder)
 
 
-def runner_application(section: BatchesSection) -> Application:
+def runner_application(section: BatchesSection, logs: LogSettings) -> Application:
     """To bind into the router's arguments."""
-    return serve.deployment(BatchRunner, num_replicas=1, ray_actor_options={"num_cpus": section.num_cpus}).bind(section)
+    runner = serve.deployment(BatchRunner, num_replicas=1, ray_actor_options={"num_cpus": section.num_cpus})
+    return runner.bind(section, logs)
 
 
 class RemoteRunner:

@@ -13,10 +13,11 @@ from deployments.config.application import AppConfig, Role
 from deployments.config.live import EngineTerms
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import nixl_env, set_up_gpu_engine
-from deployments.process.logs import log_as_json
+from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
+from deployments.process.stages import note_stage
 from deployments.serving.autoscaling import Stats, fleet_stats
-from deployments.serving.engine_start import started_engine
+from deployments.serving.engine_start import ENGINE, started_engine
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.live_control import LiveControl
 from deployments.serving.live_settings import LiveSettings
@@ -89,10 +90,11 @@ class EngineReplica:
     ) -> None:
         self._config, self._role, self._lifetime = config, role, Lifetime()
         self._resources = self._lifetime.resources
-        log_as_json()
+        log_by(config.logs.settings())
         keep_to_loopback()
         await self._lifetime.start(self._start(redis_url, classes))
         info = self._relay.info
+        note_stage("ready", ENGINE)
         logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
     async def _start(self, redis_url: str | None, classes: tuple[str, ...]) -> None:
@@ -133,6 +135,7 @@ class EngineReplica:
         terms = await self._live_settings.terms() or self._terms
         if terms != self._terms:
             self._terms = terms
+            log_by(terms.logs)
             self._relay.adopt(credit_s=terms.credit_s, credit_lookahead=self._credit_lookahead())
         await self._live_control.follow(terms.scheduler or {})
 

@@ -13,7 +13,10 @@ from deployments.config.scheduler import SchedulerSettings
 from deployments.process.environment import check_build
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import last_error, last_line
+from deployments.process.stages import note_stage
 from policies.errors import EngineStartError
+
+ENGINE = "engine"  # among what is told of a start
 
 
 async def started_engine(config: AppConfig, role: Role) -> Any:
@@ -27,6 +30,7 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
     """
     try:
         async with asyncio.timeout(config.engine.start_timeout_s) as limit:
+            note_stage("loading the model", ENGINE)
             engine = await _build(config, role)
             await _make_ready(engine, config.scheduler_settings(role))
             return engine
@@ -69,6 +73,7 @@ async def _make_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
         await engine.status()  # from now on it knows what it would admit
         await engine.load_adapters()
         if scheduler is not None and scheduler.measures:
+            note_stage("measuring what steps cost", ENGINE)
             await engine.measure(scheduler.measure_s)
     except Exception as error:  # of whatever kind: nobody will hear of this engine, so nobody else would end it
         await asyncio.to_thread(engine.shutdown)

@@ -21,8 +21,10 @@ from deployments.config.live import EngineTerms
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
-from deployments.process.logs import vllm_logs_as_json
+from deployments.process.logs import log_of_vllm
+from deployments.process.stages import note_stage
 from deployments.serving.engine_metrics import engine_exposition
+from deployments.serving.in_words import now_in_words
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.batches.in_flight import Load
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from deployments.engines.vllm.codec import VllmCodec
 
 REPLICA_POLL_S = 0.2
+ROUTER = "router"  # among what is told of a start
 
 
 class FrontEnd:
@@ -101,7 +104,9 @@ class FrontEnd:
         is_vllm = self._config.engine.kind == "vllm"
         if not is_vllm:
             args = as_front_end_of_any_model(args)
+        note_stage("waiting for engines", ROUTER)
         infos = await self._enough_replicas()
+        note_stage("building the front end", ROUTER)
         self.max_model_len = args.max_model_len = min(info.max_model_len for info in infos)
         self._max_batch_tokens = min(info.max_batch_tokens for info in infos)
         learned = await asyncio.to_thread(learned_predictor, self._config.predictor, self._predictor)
@@ -126,7 +131,7 @@ class FrontEnd:
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         log_causes(app)
         await init_app_state(self._llm, app.state, args, tasks)
-        vllm_logs_as_json()
+        log_of_vllm()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
 
@@ -366,13 +371,12 @@ def _pool(snapshot: Snapshot, engines: Mapping[str, Mapping[str, Any]]) -> dict[
         "waiting": {f"{name}:{index}": count for (name, index), count in snapshot.lanes.items()},
         "waiting_s": round(snapshot.waiting_s, 4),
         "replicas": {
-            replica_id: {**_load(load), "engine": engines.get(replica_id, {})}
-            for replica_id, load in snapshot.replicas.items()
+            replica_id: _replica(load, engines.get(replica_id, {})) for replica_id, load in snapshot.replicas.items()
         },
     }
 
 
-def _load(load: ReplicaLoad) -> dict[str, float | None]:
+def _replica(load: ReplicaLoad, engine: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "takes_batches": load.gang,
         "slots": load.slots,
@@ -383,4 +387,6 @@ def _load(load: ReplicaLoad) -> dict[str, float | None]:
         "prompt_token_s": load.prompt_token_s,
         "outstanding_s": round(load.outstanding_s, 4),
         "slowness": round(load.slowness, 3),
+        "engine": engine,
+        "now": now_in_words(load, engine),
     }

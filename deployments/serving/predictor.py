@@ -14,7 +14,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import PredictorSection
-from deployments.process.logs import log_as_json
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from policies.errors import AdmissionError, PredictorError
 from predictor.asking import Asking, AskingConfig, Scorer
@@ -62,8 +63,8 @@ def _warm_up(score: Callable[[Sequence[str]], object], deadline_s: float) -> Non
 class PredictorReplica:
     """One copy of the model; loads in its constructor, so that Serve sends nothing before it is ready."""
 
-    def __init__(self, section: PredictorSection) -> None:
-        log_as_json()
+    def __init__(self, section: PredictorSection, logs: LogSettings) -> None:
+        log_by(logs)
         keep_to_loopback()
         self._batcher = local_batcher(section)
 
@@ -71,14 +72,14 @@ class PredictorReplica:
         return await self._batcher.score(prompt)
 
 
-def predictor_application(section: PredictorSection) -> Application:
+def predictor_application(section: PredictorSection, logs: LogSettings) -> Application:
     """To bind into the router's arguments."""
     return serve.deployment(
         PredictorReplica,
         num_replicas=section.replicas,
         max_ongoing_requests=ONGOING_FACTOR * section.max_waiting,
         ray_actor_options={"num_cpus": section.num_cpus, "num_gpus": section.num_gpus},
-    ).bind(section)
+    ).bind(section, logs)
 
 
 class RemoteScorer:

@@ -15,7 +15,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.process.environment import free_port
-from deployments.process.logs import log_as_json
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
+from deployments.process.stages import note_stage
 from deployments.serving.embedded_redis import EmbeddedRedis, embedded_url
 from policies.errors import StateStoreError
 
@@ -84,11 +86,12 @@ class RedisServer:
 
     async def __init__(self, application: str, port: int, password: str) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises StateStoreError when Redis does not start: whoever asked draws another port."""
-        log_as_json()
+        log_by(LogSettings())
         self._application, self._port, self._password = application, port, password
         self._redis: EmbeddedRedis | None = None
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             self._redis = EmbeddedRedis(port, password)
+            note_stage("the embedded Redis has started")
         self._watching = asyncio.create_task(self._watch())
 
     async def url(self) -> str:

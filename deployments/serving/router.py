@@ -31,7 +31,7 @@ from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddlew
 from deployments.http.model_switch import ModelSwitch
 from deployments.http.page import PAGE_PATHS, page
 from deployments.http.promises import CLASS_HEADER, Promises
-from deployments.process.logs import log_as_json
+from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from deployments.serving.autoscaling import CpuUse, Stats
 from deployments.serving.batch_runner import RemoteRunner, storage_of
@@ -70,7 +70,7 @@ class Router:
     ) -> None:
         self._lifetime, self._cpu_use = Lifetime(), CpuUse()
         self._resources = self._lifetime.resources
-        log_as_json()
+        log_by(config.logs.settings())
         keep_to_loopback()
         self._config, self._redis_url, self._api_keys = config, redis_url, api_keys
         self._front_ends = [
@@ -170,6 +170,7 @@ class Router:
         """Raises ConfigError, and StateStoreError at the start; all is as it was then."""
         config = with_live(self._config, user_config)
         await self._use_keys(config)
+        log_by(config.logs.settings())
         self._bodies.adopt(self._limits(config), **_of_bodies(config))
         self._served.promises = _promises(config)
         for front_end, each in zip(self._front_ends, config.each_model(), strict=True):

@@ -30,6 +30,7 @@ class RayHead:
     address: str
     dashboard: str
     http_port: int
+    log: Path
 
     @property
     def url(self) -> str:
@@ -135,7 +136,7 @@ def ray_head(folder: Path, *options: str, loopback: bool = True, **more: str) ->
             "--head", "--node-ip-address", host, "--port", str(port), "--dashboard-port", str(dashboard_port),
             "--ray-client-server-port", str(free_port()), "--include-dashboard", "true", "--disable-usage-stats",
         ]  # fmt: skip
-        made = RayHead(env, f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", http_port)
+        made = RayHead(env, f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", http_port, log)
         with _node(env, log, *own, *options) as node:
             wait_until(
                 lambda: answers(_with_token(f"{made.dashboard}/api/version", env)) or node.poll() is not None,
@@ -164,10 +165,13 @@ def _node(env: Mapping[str, str], log: Path, *options: str) -> Iterator[psutil.P
         "--object-store-memory", str(80 << 20), "--dashboard-agent-listen-port", str(free_port()),
         "--min-worker-port", "0", "--max-worker-port", "0", *options,
     ]  # fmt: skip
-    with log.open("wb") as output:
-        node = psutil.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield node
-    finally:
-        if node.poll() is None:
-            kill_all([node, *node.children(recursive=True)])
+    # Through a pipe, as of a container, whose reader ends with the last who writes.
+    with log.open("wb") as output, subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output) as reader:
+        assert reader.stdin is not None
+        node = psutil.Popen(command, env=env, stdout=reader.stdin, stderr=subprocess.STDOUT, start_new_session=True)
+        reader.stdin.close()
+        try:
+            yield node
+        finally:
+            if node.poll() is None:
+                kill_all([node, *node.children(recursive=True)])

@@ -5,6 +5,7 @@ Its environment is what `sluice env --loopback` prints, as the head of that conf
 
 import copy
 import dataclasses
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,49 @@ def test_live_settings_change_under_load_and_neither_restart_nor_lose_anything(r
         traffic.wait_for_whole_streams(4)
     assert [stream for stream in traffic.streams if stream.why_not] == [] and traffic.answers == {200}
     assert running.serving() == before
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def test_the_line_of_a_request_reaches_the_heads_standard_output_where_logs_say_so(running: Running) -> None:
+    """As of a pod: the head's output is a pipe, and the router is a process that Ray has started."""
+
+    def asked(request_id: str) -> None:
+        headers = {"X-Request-Id": request_id, "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        body = {"model": "sluice-demo", "prompt": "a secret of mine", "max_tokens": 3, "ignore_eos": True}
+        url = f"{running.url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=START_TIMEOUT_S, trust_env=False)
+        assert answer.status_code == 200
+
+    def line_of(request_id: str) -> dict[str, Any] | None:
+        lines = [line for line in running.head.log.read_text().splitlines() if f'"{request_id}"' in line]
+        assert len(lines) <= 1, "as in the file, once"
+        return dict(json.loads(lines[0])) if lines else None
+
+    asked("in-files")
+    for user_config in ({"logs": {"to": "stdout"}}, {"logs": {"to": "stdout", "level": "WARNING"}}):
+        running.reconfigure(user_config)
+        running.wait_for(user_config)
+        asked(f"at-{user_config['logs'].get('level', 'INFO')}")
+    running.reconfigure({"logs": {"to": "stdout"}})
+    running.wait_for({"logs": {"to": "stdout"}})
+    asked("at-INFO-again")
+
+    wait_until(lambda: line_of("at-INFO-again"), PATIENCE_S, "its line")
+    line = line_of("at-INFO")
+    assert line is not None and (line_of("in-files"), line_of("at-WARNING")) == (None, None)
+    told = {name: line[name] for name in ("trace_id", "slo_class", "model", "status", "output_tokens", "outcomes")}
+    assert told == {
+        "trace_id": TRACE, "slo_class": "standard", "model": "sluice-demo", "status": 200, "output_tokens": 3,
+        "outcomes": ["length"],
+    }  # fmt: skip
+    assert line["replicas"] == list(running.status()["replicas"])
+    assert 0 < line["wait_s"] <= line["ttft_s"] <= line["duration_s"]
+    assert line["prompt_tokens"] > 0 and "predicted_tokens" in line and (line["moves"], line["resumed"]) == (0, 0)
+    assert "secret" not in running.head.log.read_text()
+    running.reconfigure({})
+    running.wait_for({})
 
 
 def test_a_router_that_starts_beside_a_wrong_user_config_goes_by_the_one_in_force(running: Running) -> None:

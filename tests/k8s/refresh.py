@@ -41,9 +41,9 @@ CHART_SETS = {
     "KeysSection": {"file"},
 }
 # Live, but they also say how engines and routers start: whether a new engine is measured, and whether a policy of one's
-# own can be made. And of engine.prefill.scheduler the defaults depend on whether the section is there. The chart leaves
-# them in `args`.
-OF_THE_START = re.compile(r"(mode|profile|policy_args)$|engine\.prefill\.")
+# own can be made, and how those processes log that no router tells of a change. And of engine.prefill.scheduler the
+# defaults depend on whether the section is there. The chart leaves them in `args`.
+OF_THE_START = re.compile(r"(mode|profile|policy_args|logs\.to|logs\.format)$|engine\.prefill\.")
 DROPPED = ("title", "format", "writeOnly")
 ANYTHING: dict[str, Any] = {}  # the schema of pydantic's JsonValue
 APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."

@@ -114,6 +114,7 @@ class RoutedEngineCore(EngineCoreClient):
             raise GracefulHTTPError("streaming input is not supported: no router keeps it", HTTPStatus.NOT_IMPLEMENTED)
         now_s = time.monotonic()
         context = current.get() or HttpContext(received_s=now_s, slo_class="standard")
+        context.model = self._model
         _refuse_late(context)
         if context.is_full:  # a route whose bodies `engine_requests` does not understand
             raise _as_answer(InputError(f"it asks for more than {context.max_engine_requests} answers"), context)
@@ -280,7 +281,7 @@ class RoutedAsyncLLM(AsyncLLM):
         self._grammars: Grammars | None = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = front_end_config(engine_args)
-        model = (args.served_model_name or [args.model])[0]
+        self._public_name = model = (args.served_model_name or [args.model])[0]
         vocabulary = config.model_config.get_vocab_size()
         self._logprobs = None if max_prompt_logprobs is None else PromptLogprobs(vocabulary, max_prompt_logprobs)
         core = RoutedEngineCore(routed, model, unsupported, self._logprobs, isolates_keys=isolates_keys)
@@ -308,6 +309,7 @@ class RoutedAsyncLLM(AsyncLLM):
         super().check_admission(n, request_id)
         if (context := current.get()) is None:
             return
+        context.model = self._public_name
         timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
         try:
             self._routed.check_room(context.slo_class, n, timing, context.tenant)

@@ -34,6 +34,7 @@ from deployments.command.one_machine import (
     fresh_run_dir,
     running,
 )
+from deployments.command.stages import Stages
 from deployments.config.application import AppConfig, RouterSection
 from deployments.process import environment
 from deployments.process.environment import (
@@ -319,7 +320,7 @@ def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPa
         raise Exception("The current node timed out during startup")  # as Ray does
 
     monkeypatch.setattr(ray, "init", late)
-    application = running(AppConfig.model_validate({"model": "m"}), tmp_path, "127.0.0.1", 8000)
+    application = running(AppConfig.model_validate({"model": "m"}), tmp_path, "127.0.0.1", 8000, Stages())
     with pytest.raises(ApplicationStartError, match="timed out during startup\n.*try again"), application:
         pass
 

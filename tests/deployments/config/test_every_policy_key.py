@@ -1,4 +1,4 @@
-"""Every key of bins, order and classes changes a decision somewhere.
+"""Every key of bins, order, classes and logs changes a decision somewhere.
 
 Those of engine.scheduler are in tests/deployments/engines/vllm/scheduler/test_every_setting.py, those of the predictor
 in tests/deployments/serving/test_every_predictor_key.py.
@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.config.application import AppConfig, BinsSection, ClassSection, GangSection, OrderSection, Section
+from deployments.config.application import (
+    AppConfig,
+    BinsSection,
+    ClassSection,
+    GangSection,
+    LogsSection,
+    OrderSection,
+    Section,
+)
 from policies.engine.step_budget import StepBudget
 from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.admission import Queue, no_room
@@ -120,6 +128,11 @@ CASES: dict[type[Section], dict[str, Case]] = {
         "fills_idle": Case(value=True, decide=place_in_queue),
         "order": Case(value="shortest_first", decide=place_in_queue, base={"fills_idle": True}),
         "own_replicas": Case(value=2, decide=replicas),
+    },
+    LogsSection: {
+        "to": Case(value="stdout", decide=LogsSection.settings),
+        "format": Case(value="human", decide=LogsSection.settings),
+        "level": Case(value="DEBUG", decide=LogsSection.settings),
     },
 }
 

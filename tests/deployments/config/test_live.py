@@ -3,11 +3,13 @@
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from deployments.config.application import AppConfig
 from deployments.config.live import EngineTerms, configured_as, with_live
 from deployments.config.reference import Key, all_keys
+from deployments.process.log_settings import LogSettings
 from policies.errors import ConfigError
 
 FIXED = "cannot change while engines serve; it belongs into args"
@@ -136,6 +138,13 @@ def test_engines_follow_classes_and_their_targets() -> None:
     assert (decode.credit_s, prefill.credit_s, decode.max_wait_s) == (changed.credit_s, None, 9)
     assert decode.credit_s is not None and base.credit_s is not None and decode.credit_s < base.credit_s
     assert "policy" not in decode.scheduler, "nothing that engines would refuse"
+
+
+def test_engines_follow_how_their_model_is_to_log() -> None:
+    base = config(logs={"to": "stdout"})
+    terms = EngineTerms.of(base, with_live(base, {"logs": {"level": "DEBUG", "format": "human"}}), "decode")
+    assert terms.logs == LogSettings(to="stdout", level="DEBUG", format="human")
+    assert msgspec.json.decode(msgspec.json.encode(terms), type=EngineTerms) == terms, "as it travels"
 
 
 def test_replicas_of_other_args_follow_other_settings() -> None:

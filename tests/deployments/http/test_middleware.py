@@ -657,6 +657,29 @@ async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, 
     assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
 
 
+ENDED = {
+    "prompt_tokens": 5, "predicted_tokens": 9.5, "wait_s": 0.2, "ttft_s": 0.3, "replica": "r1", "moves": 1, "resumed": 1
+}  # fmt: skip
+
+
+async def test_it_has_what_the_router_tells_of_its_answers(log: pytest.LogCaptureFixture) -> None:
+    """Of two answers and one that was refused: what is known of them, together, and the times of the first."""
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        context().model = "m"
+        told = [ENDED, {**ENDED, "predicted_tokens": None, "wait_s": 0.1, "replica": "r2"}, None]
+        context().timings += [RequestTiming(received_s=0.0, submitted_s=0.0, ended=each) for each in told]
+        await JSONResponse({})(scope, receive, send)
+
+    async with client_of(answers) as asked:
+        await asked.get("/")
+    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
+    totals = {"prompt_tokens": 10, "predicted_tokens": 9.5, "moves": 2, "resumed": 2}
+    expected = {**totals, "model": "m", "wait_s": 0.1, "ttft_s": 0.3, "replicas": ["r1", "r2"]}
+    assert {name: line[name] for name in expected} == expected
+    assert line["duration_s"] == pytest.approx(line["queue_s"] + line["engine_s"] + line["framework_s"], abs=1e-4)
+
+
 async def test_the_line_of_an_error_says_what_the_client_was_told(
     client: httpx.AsyncClient, log: pytest.LogCaptureFixture
 ) -> None:

@@ -14,9 +14,10 @@ from deployments.process.logs import last_error, last_line
 
 SCRIPT = """
 import io, logging, os, sys
-from deployments.process.logs import log_as_json
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
 sys.stderr = io.StringIO()
-log_as_json()
+log_by(LogSettings())
 logging.getLogger("router.routed_client").warning("replica %s lost", "r1", extra={"request_id": "q7"})
 os._exit(0)  # as if killed: nothing is flushed
 """
@@ -30,8 +31,9 @@ def test_a_line_is_written_before_the_process_can_be_killed() -> None:
 
 LEVELS = """
 import logging
-from deployments.process.logs import log_as_json
-log_as_json()
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
+log_by(LogSettings())
 for level in ("debug", "info", "warning", "error"):
     getattr(logging.getLogger("router.routed_client"), level)(level)
 """
@@ -49,6 +51,29 @@ def test_the_environment_says_from_which_level_on(level: str | None, lines: int)
     assert len(done.stderr.splitlines()) == lines
 
 
+CHANGED = """
+import logging
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by
+for settings in (LogSettings(level="DEBUG"), LogSettings(level="ERROR"), LogSettings(format="human"), LogSettings()):
+    log_by(settings)
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("router.routed_client"), level)(level)
+"""
+
+
+def test_settings_take_the_place_of_the_environment_and_of_those_before() -> None:
+    env = {**os.environ, "SLUICE_LOG_LEVEL": "WARNING"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED], env=env, capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = done.stderr.splitlines()
+    as_json = [json.loads(line)["message"] for line in lines[:5] + lines[7:]]
+    assert as_json == ["debug", "info", "warning", "error", "error", "warning", "error"]
+    for_people = [line.split(maxsplit=2)[2] for line in lines[5:7]]
+    assert for_people == ["WARNING router.routed_client: warning", "ERROR   router.routed_client: error"]
+
+
 def test_a_level_that_there_is_not_is_refused_by_name() -> None:
     env = {**os.environ, "SLUICE_LOG_LEVEL": "verbose"}
     done = subprocess.run([sys.executable, "-c", LEVELS], env=env, capture_output=True, text=True, timeout=60)
@@ -64,11 +89,12 @@ configure_component_logger(
     component_name="Router", component_id="r1", component_type=ServeComponentType.REPLICA, buffer_size=1000,
     logging_config=LoggingConfig(logs_dir=tempfile.mkdtemp()), max_bytes=10**6, backup_count=1,
 )
-from deployments.process.logs import log_as_json, vllm_logs_as_json
+from deployments.process.log_settings import LogSettings
+from deployments.process.logs import log_by, log_of_vllm
 from router.timing import HttpContext, current
-log_as_json()
+log_by(LogSettings())
 from vllm.logger import init_logger
-vllm_logs_as_json()
+log_of_vllm()
 current.set(HttpContext(0.0, "standard", request_id="q7"))
 try:
     raise RuntimeError("the cause")

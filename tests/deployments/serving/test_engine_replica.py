@@ -16,6 +16,7 @@ import pytest
 from deployments.config.application import AppConfig, EngineSection, PrefillSection, Role, RouterSection
 from deployments.config.live import EngineTerms, with_live
 from deployments.process.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
+from deployments.process.log_settings import LogSettings
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.serving.live_settings import LiveSettings
 from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
@@ -94,7 +95,7 @@ class Fleet:
             engine=EngineSection(bind_host="127.0.0.1", prefill=prefill, drain_timeout_s=60.0),
             router=RouterSection(heartbeat_s=0.05),
         )
-        self.engine = Engine()
+        self.engine, self.logs_by = Engine(), list[LogSettings]()
         self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))
         self.prefill_store = RedisStateStore(self._redis, self.config.prefill_namespace("fake-1"))
         for name, module in (
@@ -102,7 +103,7 @@ class Fleet:
             ("args", SimpleNamespace(parse_vllm_args=list)),
         ):
             monkeypatch.setitem(sys.modules, f"deployments.engines.vllm.{name}", module)
-        monkeypatch.setattr("deployments.serving.engine_replica.log_as_json", lambda: None)
+        monkeypatch.setattr("deployments.serving.engine_replica.log_by", self.logs_by.append)
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
         monkeypatch.setattr("deployments.serving.engine_replica.serve.get_replica_context", lambda: context)
 
@@ -317,11 +318,17 @@ async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fl
     fleet.engine.token_s = 0.01
     assert replica._relay.slots == fleet.engine.slots
     changed = with_live(
-        fleet.config, {"engine": {"credit_s": 0.5, "scheduler": {"mode": "mixed"}}, "router": {"max_wait_s": 7}}
+        fleet.config,
+        {
+            "engine": {"credit_s": 0.5, "scheduler": {"mode": "mixed"}},
+            "router": {"max_wait_s": 7},
+            "logs": {"level": "DEBUG"},
+        },
     )
     await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
     await until(lambda: replica._live_control._begun_with["mode"] == "mixed")
     assert (replica._terms.max_wait_s, replica._relay._prompts.credit_s) == (7, 0.5)
+    assert fleet.logs_by == [LogSettings(), LogSettings(level="DEBUG")]
     await fleet.store._redis.flushall()
     await asyncio.sleep(0.2)  # some heartbeats
     assert replica._terms.max_wait_s == 7, "nobody tells of others"

@@ -9,6 +9,7 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.config.application import PredictorSection
 from deployments.process.environment import LOOPBACK_ENV
+from deployments.process.log_settings import LogSettings
 from deployments.serving.predictor import (
     PredictorReplica,
     RemoteScorer,
@@ -52,7 +53,7 @@ async def test_the_shipped_predictor_expects_more_of_an_essay_than_of_a_single_w
 
 
 async def test_a_deployed_replica_scores_as_the_router_itself_would() -> None:
-    handle = serve.run(predictor_application(SECTION), _local_testing_mode=True)
+    handle = serve.run(predictor_application(SECTION, LogSettings()), _local_testing_mode=True)
     prompt = "Explain how a lock on a canal works."
     batcher = await asyncio.to_thread(local_batcher, SECTION)
     remote, local = await RemoteScorer(handle).score(prompt), await batcher.score(prompt)
@@ -65,7 +66,7 @@ async def test_on_one_machine_the_port_that_serve_opens_for_a_replica_is_on_loop
 ) -> None:
     monkeypatch.setenv(LOOPBACK_ENV, "1")
     monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)  # to be put back
-    PredictorReplica(SECTION)
+    PredictorReplica(SECTION, LogSettings())
     server = grpc.aio.server()
     port = replica.add_port_to_grpc_server(server, "[::]:0")
     await server.start()

@@ -1,5 +1,6 @@
 """`sluice serve` as a command: it keeps to itself, and it says what stands in its way."""
 
+import re
 import subprocess
 
 from tests.integration.application import SLUICE, Sluice, is_loopback
@@ -16,8 +17,21 @@ def test_a_second_start_on_the_same_port_says_what_is_wrong(sluice: Sluice) -> N
 
 
 def test_its_start_is_told_in_its_own_words_alone(sluice: Sluice) -> None:
-    said = [line.split(":")[0].split(" ")[0] for line in sluice.output().splitlines()]
-    assert set(said) <= {"checking", "logs", "starting", "loading", "Sluice", "model", "try"}, sluice.output()
+    """Each line of a stage with the seconds so far, in the order in which the stages can come."""
+    stage = re.compile(r" *\d+\.\d s  (.*)")
+    lines = sluice.output().splitlines()
+    stages = [found[1] for line in lines if (found := stage.fullmatch(line))]
+    others = [line.partition(":")[0] for line in lines if not stage.fullmatch(line)]
+    assert others == ["logs", "Sluice is ready", "page", "model", "try"], sluice.output()
+    first, *between, last = [each for each in stages if not each.startswith(("engine ", "router ", "the embedded"))]
+    assert first == "checking the configuration" and last == f"waiting for the first answer of {sluice.url}/health"
+    assert between[-2:] == ["starting Ray", "deploying sluice-demo with 2 engine replicas"]
+    for number in (1, 2):
+        of_engine = [each.partition(": ")[2] for each in stages if each.startswith(f"engine {number}: ")]
+        assert of_engine == ["loading the model", "measuring what steps cost", "ready"], stages
+        of_router = [each.partition(": ")[2] for each in stages if each.startswith(f"router {number}: ")]
+        assert of_router == ["waiting for engines", "building the front end"], stages
+    assert stages.index("the embedded Redis has started") < stages.index("engine 1: ready")
 
 
 def test_nothing_listens_beyond_loopback(sluice: Sluice) -> None:

@@ -487,7 +487,7 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async def start(client: object, resources: object) -> FastAPI:
         return vllms
 
-    monkeypatch.setattr("deployments.serving.router.log_as_json", lambda: None)
+    monkeypatch.setattr("deployments.serving.router.log_by", lambda settings: None)
     config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
     router: Any = Unserved(config, "redis://127.0.0.1:1/0", [], json.dumps([KEY]))
     metrics = RouterMetrics(labels={"router": "a"})

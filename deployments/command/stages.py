@@ -1,0 +1,104 @@
+"""What `sluice serve` is doing until it is ready: its own steps, and what its processes tell (`process/stages.py`)."""
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Self, TextIO
+
+LOOK_S = 0.2
+
+
+class Stages:
+    """For the time of a block: on a terminal one line that counts the seconds, elsewhere a line for each stage."""
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        """Args:
+        output: standard error where None.
+        """
+        self._output = sys.stderr if output is None else output
+        self._is_terminal = self._output.isatty()
+        self._began_s = time.monotonic()
+        self._what, self._is_drawn = "", False
+        self._file: Path | None = None
+        self._told: TextIO | None = None
+        self._numbers: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._lock, self._is_over = threading.RLock(), threading.Event()
+        self._looking = threading.Thread(target=self._look_again, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._looking.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self, what: str) -> None:
+        """The one before is over."""
+        with self._lock:
+            self._what = what
+            if self._is_terminal:
+                self._draw()
+            else:
+                self._write(f"{self._elapsed()}  {what}\n")
+
+    def say(self, line: str) -> None:
+        """Something that stays."""
+        with self._lock:
+            self._clear()
+            self._write(f"{line}\n")
+
+    def follow(self, file: Path) -> None:
+        """From now on what other processes tell there is shown as well."""
+        file.touch(mode=0o600)
+        with self._lock:
+            self._file, self._told = file, file.open()
+
+    def end(self) -> None:
+        """However often it is called, once: whatever was told by now is shown, and nothing after it."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._looking.join()
+        with self._lock:
+            self._look()
+            self._clear()
+            if self._file is not None and self._told is not None:
+                self._told.close()
+                self._file.unlink()
+
+    def _look_again(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            with self._lock:
+                self._look()
+                if self._is_terminal and self._what:
+                    self._draw()
+
+    def _look(self) -> None:
+        while self._told is not None and (line := self._told.readline()):
+            self.begin(self._of_others(line))
+
+    def _of_others(self, line: str) -> str:
+        """Processes of one kind are numbered in the order in which they come."""
+        pid, who, what = line.rstrip("\n").split("\t")
+        if not who:
+            return what
+        numbers = self._numbers[who]
+        return f"{who} {numbers.setdefault(pid, len(numbers) + 1)}: {what}"
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._began_s:6.1f} s"
+
+    def _draw(self) -> None:
+        self._is_drawn = True
+        self._write(f"\r\x1b[K{self._elapsed()}  {self._what}")
+
+    def _clear(self) -> None:
+        if self._is_drawn:
+            self._is_drawn = False
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self._output.write(text)
+        self._output.flush()

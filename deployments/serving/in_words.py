@@ -1,0 +1,24 @@
+"""What a replica's numbers mean, in a sentence for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from router.state_store import ReplicaLoad
+
+_BOUNDS = {"memory": "the KV cache bounds the batch", "sla": "a promised time per token bounds the batch"}
+
+
+def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:
+    """Why it takes more requests, or does not.
+
+    Args:
+        engine: what its engine says of itself; empty where it has not been asked.
+    """
+    if error := engine.get("error"):
+        return str(error)
+    if load.slots == 0:
+        return "it is leaving: it takes nothing more and ends what it has"
+    if load.is_full:
+        return "it has enough prompts to read"
+    takes = "it takes more" if load.credit > 0 else "all slots are in use"
+    return _BOUNDS.get(engine.get("limited_by", ""), takes)

@@ -1,0 +1,84 @@
+"""What a start says of itself: with a terminal and without, and what processes tell by way of a file."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployments.command.stages import Stages
+from deployments.process.stages import STAGES_ENV, note_stage
+from tests.waiting import PATIENCE_S, wait_until
+
+
+def whats(output: io.StringIO) -> list[str]:
+    """Without the seconds before each."""
+    return [line.partition(" s  ")[2] or line for line in output.getvalue().splitlines()]
+
+
+def test_without_a_terminal_each_stage_has_a_line_with_the_seconds_so_far() -> None:
+    output = io.StringIO()
+    with Stages(output) as stages:
+        stages.begin("starting Ray")
+        stages.say("logs: here")
+        stages.begin("deploying")
+    seconds = [float(line.partition(" s  ")[0]) for line in output.getvalue().splitlines() if " s  " in line]
+    assert whats(output) == ["starting Ray", "logs: here", "deploying"]
+    assert seconds == sorted(seconds) and len(seconds) == 2
+    assert "\x1b" not in output.getvalue() and "\r" not in output.getvalue()
+
+
+def test_what_other_processes_tell_is_shown_as_it_comes_and_numbered_by_process(tmp_path: Path) -> None:
+    output, file = io.StringIO(), tmp_path / "stages"
+    with Stages(output) as stages:
+        stages.follow(file)
+        env = {**os.environ, STAGES_ENV: str(file)}
+        told = "from deployments.process.stages import note_stage; note_stage({!r}, {!r})"
+        for what, who in (("has started", ""), ("loading", "engine"), ("loading", "engine"), ("waiting", "router")):
+            subprocess.run([sys.executable, "-c", told.format(what, who)], env=env, check=True)
+        wait_until(lambda: len(whats(output)) == 4, PATIENCE_S, "it is shown while it starts")
+    assert whats(output) == ["has started", "engine 1: loading", "engine 2: loading", "router 1: waiting"]
+
+
+def test_nothing_is_shown_after_its_end_and_nothing_before_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, file = io.StringIO(), tmp_path / "stages"
+    monkeypatch.setenv(STAGES_ENV, str(file))
+    with Stages(output) as stages:
+        stages.follow(file)
+        note_stage("ready", "engine")
+        stages.end()
+        note_stage("late", "engine")
+    assert whats(output) == ["engine 1: ready"]
+    assert not file.exists(), "replicas that come later do not let it grow"
+
+
+def test_a_process_that_nobody_watches_tells_nothing_and_one_that_cannot_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(STAGES_ENV, raising=False)
+    note_stage("loading", "engine")
+    assert not caplog.messages
+    monkeypatch.setenv(STAGES_ENV, str(tmp_path))
+    note_stage("loading", "engine")
+    assert f"{tmp_path} does not take it" in caplog.text
+
+
+def test_a_terminal_has_one_line_that_counts_and_nothing_is_left_of_it() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as output:
+        with Stages(output) as stages:
+            stages.begin("starting Ray")
+            shown = b""
+            while shown.count(b"starting Ray") < 3:
+                shown += os.read(ours, 4096)
+            stages.say("logs: here")
+            stages.begin("deploying")
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    assert shown.replace(b"\r\n", b"\n").count(b"\n") == 1, "that of what stays"
+    assert b"\r\x1b[Klogs: here" in shown and shown.endswith(b"deploying\r\x1b[K")

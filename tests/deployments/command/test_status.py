@@ -1,0 +1,150 @@
+"""`sluice status`: its errors, and how numbers look.
+
+What it shows of an application that runs is tested with a real one (tests/integration/one_model/).
+"""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from deployments.command import cli
+from deployments.command import status as module
+from deployments.command.status import Looked, class_rows, number, percent, plain, seconds, short
+
+UNKNOWN = {"error": {"message": "this address needs an API key", "type": "Unauthorized", "param": None, "code": 401}}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers everything alike."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status, self.content, self.keys = 200, "", list[str | None]()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        content = self.server.content.encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Not among the output of tests."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with Server() as made:
+        Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def run(server: Server, *argv: str) -> None:
+    cli.main(["status", "--url", f"http://127.0.0.1:{server.server_port}/v1", *argv])
+
+
+@pytest.mark.parametrize(
+    ("status", "content"), [(404, "{}"), (200, "<html>"), (200, "[]"), (200, '{"model": "m"}'), (200, "")]
+)
+def test_what_is_not_sluice_is_told_as_that(server: Server, status: int, content: str) -> None:
+    server.status, server.content = status, content
+    with pytest.raises(SystemExit, match=r"is not Sluice: it has no /sluice/status\. Is --url right"):
+        run(server)
+
+
+def test_a_missing_key_is_told_with_where_it_belongs(server: Server) -> None:
+    server.status, server.content = 401, json.dumps(UNKNOWN)
+    with pytest.raises(SystemExit, match=r"(?s)needs an API key.*OPENAI_API_KEY"):
+        run(server)
+
+
+def test_a_key_comes_from_the_environment_and_an_option_goes_before_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "mine")
+    for options in ((), ("--key", "another")):
+        with pytest.raises(SystemExit):
+            run(server, *options)
+    assert server.keys == ["Bearer mine", "Bearer another"]
+
+
+def test_where_nothing_answers_that_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1 does not answer: .*Is --url right"):
+        cli.main(["status", "--url", "http://127.0.0.1:1"])
+
+
+def test_an_application_that_is_away_for_a_while_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once it has answered: then comes an error of it, then another answer, then Ctrl-C."""
+    server.content = '{"model": "m", "replicas": {}, "classes": {}}'
+    turns = iter([(404, "{}"), (200, server.content)])
+
+    def between(_: float) -> None:
+        if (turn := next(turns, None)) is None:
+            raise KeyboardInterrupt
+        server.status, server.content = turn
+
+    monkeypatch.setattr(module.time, "sleep", between)
+    run(server, "--json", "--watch")
+    said = capsys.readouterr()
+    assert [json.loads(line)["model"] for line in said.out.splitlines()] == ["m", "m"]
+    assert "is not Sluice" in said.err and "Trying again" in said.err
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "often"])
+def test_a_time_between_two_looks_is_a_number_of_seconds(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--watch", wrong])
+    assert "must be a number of seconds, at least 0.1" in capsys.readouterr().err
+
+
+def test_a_class_has_its_share_in_time_and_its_lanes_together() -> None:
+    status: dict[str, Any] = {
+        "classes": {"a:b": {"ttft_s": 0.5, "tpot_s": None}, "idle": {"ttft_s": None, "tpot_s": None}},
+        "waiting": {"a:b:0": 2, "a:b:3": 1, "idle:0": 7},
+    }
+    slo = "sluice_slo_requests_total"
+    metrics = [
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "router": "1"}, 2.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "router": "2"}, 1.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "missed"}, 1.0),
+        ("sluice_late_requests_total", {"slo_class": "a:b", "reason": "passed"}, 5.0),
+        ("sluice_refused_requests_total", {"slo_class": "idle", "reason": "quota"}, 6.0),
+    ]
+    rows = list(class_rows(Looked(status=status, metrics=metrics)))
+    assert rows == [
+        ("a:b", "500 ms", "none", "3", "4", "75.0 %", "5", "0"),
+        ("idle", "none", "none", "7", "0", "–", "0", "6"),
+    ]
+
+
+def test_numbers_are_as_on_the_page() -> None:
+    assert [number(None), number(1234.4), number(1.005, 2)] == ["–", "1,234", "1.00"]
+    assert [seconds(each) for each in (None, 0.0042, 0.5, 61.0)] == ["–", "4.2 ms", "500 ms", "61.00 s"]
+    assert [percent(None), percent(0.125)] == ["–", "12.5 %"]
+    assert [short("a" * 24), short("a" * 20 + "b" * 7)] == ["a" * 24, f"{'a' * 16}…{'b' * 7}"]
+
+
+def test_what_a_client_has_named_cannot_steer_the_terminal() -> None:
+    assert plain("q\x1b[2J\n7\x9b1m") == "q?[2J?7?1m"
+
+
+def test_heads_are_those_of_the_page() -> None:
+    page = (Path(module.__file__).parents[1] / "http/page/index.html").read_text()
+    for heads in (module.CLASSES, module.REPLICAS, module.RECENT):
+        assert json.dumps(heads, ensure_ascii=False) in page

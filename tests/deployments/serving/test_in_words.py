@@ -1,0 +1,26 @@
+"""Why a replica takes more requests, or does not."""
+
+from typing import Any
+
+import pytest
+
+from deployments.serving.in_words import now_in_words
+from router.state_store import ReplicaLoad
+
+
+@pytest.mark.parametrize(
+    ("load", "engine", "words"),
+    [
+        ({}, {}, "it takes more"),
+        ({}, {"limited_by": "slots"}, "it takes more"),
+        ({"running": 4}, {"limited_by": "slots"}, "all slots are in use"),
+        ({"running": 4}, {"limited_by": "memory"}, "the KV cache bounds the batch"),
+        ({}, {"limited_by": "sla"}, "a promised time per token bounds the batch"),
+        ({"unread_tokens": 8, "max_unread_tokens": 8}, {"limited_by": "sla"}, "it has enough prompts to read"),
+        ({"slots": 0}, {}, "it is leaving: it takes nothing more and ends what it has"),
+        ({"slots": 0}, {"error": "it hangs"}, "it hangs"),
+    ],
+)
+def test_a_replica_is_told_by_what_bounds_it_first(load: dict[str, Any], engine: dict[str, Any], words: str) -> None:
+    given = {"slots": 4, "running": 1, "outstanding_s": 0.0, **load}
+    assert now_in_words(ReplicaLoad(**given), engine) == words
