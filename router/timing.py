@@ -3,13 +3,14 @@
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.conversation import Asked
 from router.admission import Tenant
 from router.codec import WHOLE
+from router.trail import Trail
 
 Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
 
@@ -37,6 +38,7 @@ class RequestTiming:
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
     ended: Mapping[str, Any] | None = None
+    trail: Trail | None = None
 
     @property
     def kept(self) -> tuple[bool, bool] | None:
@@ -51,6 +53,17 @@ class RequestTiming:
         return self.promise.kept(first_s - self.received_s, (last_s - first_s) / further if further > 0 else None)
 
 
+class Trace(Protocol):
+    """The trace that an HTTP request is a part of."""
+
+    @property
+    def trace_id(self) -> str:
+        """In hexadecimal."""
+
+    def follow(self, timing: RequestTiming, model: str) -> None:
+        """One of its engine requests from now on, if there are not too many."""
+
+
 @dataclass(slots=True)
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
@@ -60,7 +73,8 @@ class HttpContext:
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
     not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
     engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
-    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace.
+    what another one would bring. `model` is that of the last one, "" before. `trace` is None where it is not traced;
+    `trace_id` is its id, else that of its client's trace.
     """
 
     received_s: float
@@ -79,6 +93,7 @@ class HttpContext:
     request_id: str = ""
     trace_id: str | None = None
     model: str = ""
+    trace: Trace | None = None
 
     @property
     def is_full(self) -> bool:

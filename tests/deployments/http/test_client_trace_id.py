@@ -3,7 +3,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from deployments.http.trace import trace_id
+from deployments.http.traces import client_trace_id
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -23,8 +23,8 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     ],
 )
 def test_a_trace_is_taken_from_a_header_that_is_well_formed(traceparent: str, found: str | None) -> None:
-    assert trace_id(Headers({"traceparent": traceparent})) == found
+    assert client_trace_id(Headers({"traceparent": traceparent})) == found
 
 
 def test_a_request_without_the_header_has_none() -> None:
-    assert trace_id(Headers()) is None
+    assert client_trace_id(Headers()) is None
