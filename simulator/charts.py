@@ -10,7 +10,7 @@ from html import escape
 COLOURS = 8
 LEAST_S = 1e-6  # what a logarithmic axis takes for 0
 _WIDTH, _HEIGHT = 400, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 10, 42
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,8 @@ def svg(chart: Chart) -> str:
     parts += [_line(chart, index, line) for index, line in enumerate(chart.lines)]
     parts.append('<circle class="here" r="4" visibility="hidden"/>')
     names = ", ".join(line.name for line in chart.lines)
-    caption = f'{escape(chart.title)} <span class="soft">{escape(chart.y.label)}</span>'
     return (
-        f'<figure class="chart"><figcaption>{caption}</figcaption>'
+        f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(f"{chart.title}: {names}")}" '
         f'data-points="{escape(json.dumps(points, separators=(",", ":")))}">{"".join(parts)}</svg>'
         f'<output class="tip" hidden></output>{_legend(chart)}</figure>'
@@ -130,13 +129,15 @@ def _grid(chart: Chart) -> Iterator[str]:
     for tick in chart.y.ticks:
         _, y = _place(chart, chart.x.low, tick)
         yield f'<path class="grid" d="M{_LEFT} {y}H{right}"/>'
-        yield f'<text x="{_LEFT - 5}" y="{y + 3.5}" text-anchor="end">{chart.y.shown(tick)}</text>'
+        yield f'<text x="{_LEFT - 5}" y="{y + 4}" text-anchor="end">{chart.y.shown(tick)}</text>'
     for tick in chart.x.ticks:
         x, _ = _place(chart, tick, chart.y.low)
         yield f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
         yield f'<text x="{x}" y="{bottom + 14}" text-anchor="middle">{chart.x.shown(tick)}</text>'
     middle = (_LEFT + right) / 2
     yield f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(chart.x.label)}</text>'
+    turned = f'transform="rotate(-90)" x="{-(_TOP + bottom) / 2}" y="14"'
+    yield f'<text {turned} text-anchor="middle">{escape(chart.y.label)}</text>'
 
 
 def _mark(chart: Chart, mark: Mark) -> str:

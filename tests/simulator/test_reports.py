@@ -57,6 +57,10 @@ def told(page: Page, chart: int) -> str:
     expect(figure.locator(".tip")).to_be_hidden()
     figure.locator("> svg").hover()
     expect(figure.locator(".tip")).to_be_visible()
+    tip, here = (figure.locator(each).bounding_box() for each in (".tip", ".here"))
+    assert tip is not None and here is not None
+    apart = max(here["y"] - tip["y"] - tip["height"], tip["y"] - here["y"] - here["height"])
+    assert 0 <= apart < 10, "it stands beside its point and hides no part of it"
     return figure.locator(".tip").inner_text()
 
 
