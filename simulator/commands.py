@@ -2,11 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from operator import attrgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,11 +13,13 @@ from tqdm import tqdm
 from policies.errors import ConfigError, InputError
 from policies.router.order import IdleOrder
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
-from simulator import plots
+from simulator import inputs, plots
 from simulator.cluster import ClusterConfig, Run, run
+from simulator.curves import curves
 from simulator.disaggregated import PoolsConfig, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_names, engine_profile
+from simulator.plan_page import Answered, plan_page
 from simulator.planner import (
     PLANNED,
     Change,
@@ -35,7 +35,8 @@ from simulator.planner import (
 )
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
-from simulator.report import Target, by_class, check_classes, check_targets, parse_target, summary, table, target_of
+from simulator.report import Target, check_classes, check_targets, parse_target, summary, table
+from simulator.run_page import run_page
 from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
 
 DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
@@ -69,8 +70,12 @@ change when it is taken out, 0 where it adds nothing. goodput/s counts requests 
 cheapest are tried first, and what costs more than the answer is not tried without --all."""
 
 
-def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add both commands; what runs one is its default `run`."""
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", style: str) -> None:
+    """Add both commands; what runs one is its default `run`, which also wants `command_line`, for reports to name it.
+
+    Args:
+        style: of reports, CSS.
+    """
     one = _command(commands, "simulate", "what would a serving system do with this traffic?", _SIMULATE_EPILOG)
     one.add_argument("--system", choices=SYSTEMS, default="sluice", help="policies (default: %(default)s)")
     one.add_argument("--replicas", type=int, default=1, help="engines (default: %(default)s)")
@@ -115,8 +120,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     plan.add_argument("--attainment", type=float, default=0.95, help="share that must meet the target (default: 0.95)")
     plan.add_argument("--all", action="store_true", help="try also what costs more than the answer")
     plan.add_argument("--processes", type=int, default=workers(64), help="simulations at once (default: %(default)s)")
-    one.set_defaults(run=simulate)
-    plan.set_defaults(run=make_plan)
+    one.set_defaults(run=simulate, style=style)
+    plan.set_defaults(run=make_plan, style=style)
 
 
 def _command(
@@ -162,8 +167,8 @@ def _command(
     engine.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")
     output = command.add_argument_group("output")
     output.add_argument("--json", type=Path, help="write all numbers here")
-    output.add_argument("--html", type=Path, help="write a report with plots here")
-    output.add_argument("--plot", type=Path, help="write a PNG here")
+    output.add_argument("--html", type=Path, help="write a report with plots here: one file, which needs no other")
+    output.add_argument("--plot", type=Path, help="write the plots here, as PNG (needs the extra `plan`)")
     return command
 
 
@@ -188,10 +193,25 @@ def simulate(options: argparse.Namespace) -> None:
         "workload": workload.name,
         **summary(finished, targets),
     }
-    text = table(numbers)
-    print(text)
+    print(table(numbers))
     _write_json(options.json, numbers)
-    _write_plots(options, f"Simulation of {workload.name}", text, lambda path: _draw_run(finished, targets, path))
+    drawn = curves(finished, targets)
+    if options.plot is not None:
+        plots.draw_requests(drawn, options.plot)
+    if options.html is not None:
+        given = _inputs_of_run(options, workload, config, profile)
+        options.html.write_text(run_page(numbers, drawn, given, options.command_line, options.style))
+
+
+def _inputs_of_run(
+    options: argparse.Namespace, workload: Workload, config: ClusterConfig, profile: EngineProfile
+) -> dict[str, inputs.Group]:
+    return {
+        "Traffic": inputs.traffic(options, workload),
+        "Targets": inputs.promises(_targets(options), told=bool(options.target)),
+        "System": inputs.served(options, config),
+        f"Engine {profile.name}": inputs.engine(profile, config.engine),
+    }
 
 
 def _run(
@@ -267,17 +287,18 @@ def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig
 
 
 def _workload(options: argparse.Namespace) -> Workload:
+    """Also settles `arrivals`, whose default depends on the trace."""
     rng = np.random.default_rng(options.seed)
     if options.trace:
         workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens)
         workload = workload.head(options.requests) if options.requests else workload
-        arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
+        options.arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
     else:
         laws = length_law(options.prompts), length_law(options.outputs)
         workload = synthetic("made-up requests", *laws, options.requests or 2000, rng)
-        arrivals = options.arrivals or "poisson:4"
-    if arrivals != "trace":
-        workload = workload.arriving(arrival_law(arrivals)(len(workload), rng))
+        options.arrivals = options.arrivals or "poisson:4"
+    if options.arrivals != "trace":
+        workload = workload.arriving(arrival_law(options.arrivals)(len(workload), rng))
     if options.no_prefix_reuse:
         workload = workload.without_prefixes()
     if not options.speed > 0:
@@ -294,7 +315,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for path in (options.json, options.html, options.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
-    if options.html or options.plot:
+    if options.plot:
         plots.figure()
 
 
@@ -303,46 +324,16 @@ def _write_json(path: Path | None, numbers: dict[str, Any]) -> None:
         path.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
 
 
-def _write_plots(options: argparse.Namespace, title: str, text: str, draw: Callable[[Path], None]) -> None:
-    if options.plot is not None:
-        draw(options.plot)
-    if options.html is not None:
-        with TemporaryDirectory() as folder:
-            picture = options.plot or Path(folder, f"{options.html.stem}.png")
-            if options.plot is None:
-                draw(picture)
-            options.html.write_text(plots.page(title, text, [picture]))
-
-
-def _draw_run(finished: Run, targets: Mapping[str, Target], path: Path) -> None:
-    kinds = {
-        "time to first token": (attrgetter("ttft_s"), attrgetter("ttft_s")),
-        "time per output token": (attrgetter("tpot_s"), attrgetter("tpot_s")),
-        "latency": (attrgetter("latency_s"), None),
-    }
-    drawn: dict[str, dict[str, plots.Curve]] = {kind: {} for kind in kinds}
-    for name, requests in by_class(finished).items():
-        target = target_of(name, targets)
-        for kind, (taken, promised) in kinds.items():
-            values = [taken(request) for request in requests if request.finished_s is not None]
-            known = np.array([value for value in values if value is not None])
-            # An answer of one token has no time per token, and is not missed.
-            came = len(requests) - len(values) + len(known)
-            drawn[kind][name] = plots.Curve(known, came, promised(target) if promised and target else None)
-    plots.draw_requests(drawn, path)
-
-
 def make_plan(options: argparse.Namespace) -> None:
     """`sluice plan`. What is known is printed at once: every trial, and each load's answer before what features add."""
     _check_outputs(options)
     workload, config = _workload(options), _plan_config(options)
     check_targets(config.targets, workload, all_classes=True)
-    lines, tried = list[str](), list[Tried]()
+    tried = list[Tried]()
     answers: dict[str, Any] = {}
-    added: dict[str, dict[str, Change]] = {}
+    loads: list[Answered] = []
 
     def say(line: str) -> None:
-        lines.append(line)
         print(line, flush=True)
 
     with Trials(config, workload, options.processes) as trials:
@@ -354,10 +345,30 @@ def make_plan(options: argparse.Namespace) -> None:
                 say(_line(each))
             best, most = cheapest(tried, config.attainment, load), most_in_time(tried, load)
             answers[str(load)] = None if best is None else asdict(best)
-            say(_answer(load, best, most, config))
-            added[str(load)] = _features(trials, (best or most).point, say)
+            say(text := _answer(load, best, most, config))
+            at = (best or most).point
+            of_load = [each for each in tried if each.point.load == load]
+            loads.append(Answered(load, of_load, text, at, _features(trials, at, say)))
+    added = {str(each.load): each.features for each in loads}
     _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
-    _write_plots(options, f"Plan for {workload.name}", "\n".join(lines), lambda path: _draw_plan(tried, path))
+    if options.plot is not None:
+        _draw_plan(tried, options.plot)
+    if options.html is not None:
+        given = _inputs_of_plan(options, workload, config)
+        page = plan_page(workload.name, loads, config.attainment, given, options.command_line, options.style)
+        options.html.write_text(page)
+
+
+def _inputs_of_plan(options: argparse.Namespace, workload: Workload, config: PlanConfig) -> dict[str, inputs.Group]:
+    return {
+        "Traffic": inputs.traffic(options, workload),
+        "Targets": inputs.promises(config.targets, told=config.told),
+        "Plan": inputs.planned(config),
+        **{
+            f"Engine {name}": inputs.engine(profile, sizes, config.prices.get(name, 1.0))
+            for name, (profile, sizes) in config.profiles.items()
+        },
+    }
 
 
 def _features(trials: Trials, at: Point, say: Callable[[str], None]) -> dict[str, Change]:

@@ -1,26 +1,18 @@
-"""Plots of runs and plans, and an HTML page that holds them. Needs matplotlib: the extra `plan`."""
+"""Plots of runs and plans as pictures. Needs matplotlib: the extra `plan`."""
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from policies.errors import ConfigError
 from policies.types import FloatArray
+from simulator.curves import Curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
-pre{{background:#f4f4f4;padding:1rem;overflow-x:auto}}img{{max-width:100%}}</style>
-<h1>{title}</h1>
-{body}
-"""
 
 
 def figure(rows: int = 1, columns: int = 1) -> "Figure":
@@ -67,27 +59,13 @@ def draw_distributions(runs: Sequence[tuple[str, FloatArray, FloatArray]], path:
     save(made, path)
 
 
-class Curve(NamedTuple):
-    """What a class's requests took.
-
-    Attributes:
-        values: seconds of those that were served, shape (n,).
-        came: how many there were; what was refused keeps the curve below 1.
-        target: seconds that were promised; None, or infinite, where nothing was.
-    """
-
-    values: FloatArray
-    came: int
-    target: float | None = None
-
-
 def draw_requests(kinds: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
     """Shares of requests within so many seconds, by kind of time and class, with the targets as dashed lines."""
     made = figure(1, len(kinds))
     for axes, (kind, curves) in zip(made.axes, kinds.items(), strict=True):
         for index, (name, curve) in enumerate(curves.items()):
-            served, colour = len(curve.values), f"C{index}"
-            axes.plot(np.sort(curve.values), np.arange(1, served + 1) / curve.came, color=colour, label=name)
+            colour = f"C{index}"
+            axes.plot(curve.values, curve.shares, color=colour, label=name)
             if curve.target is not None and isfinite(curve.target):
                 axes.axvline(curve.target, color=colour, linestyle="--", linewidth=1)
         axes.set(xlabel=f"{kind}, s", ylabel="share of requests", ylim=(0, 1.02))
@@ -106,12 +84,3 @@ def draw_panels(
         axes.set(xlabel=x, ylabel=y, title=title, ylim=(0, 1.02))
     made.axes[0].legend(fontsize=7)
     save(made, path)
-
-
-def page(title: str, text: str, plots: Sequence[Path]) -> str:
-    """An HTML page with a text and pictures, which needs no other file."""
-    parts = [f"<pre>{html.escape(text)}</pre>"]
-    for plot in plots:
-        encoded = base64.b64encode(plot.read_bytes()).decode()
-        parts.append(f'<p><img alt="{html.escape(plot.stem)}" src="data:image/png;base64,{encoded}"></p>')
-    return _PAGE.format(title=html.escape(title), body="\n".join(parts))

@@ -119,7 +119,7 @@ class BatchApi:
         return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
 
     async def _stored(self, form: FormData) -> FileRecord:
-        upload, owner = form.get("file"), _owner()
+        upload, owner = form.get("file"), asking_owner()
         if not isinstance(upload, UploadFile):
             raise _bad("the form has no file: name it `file`")
         if (purpose := form.get("purpose")) != "batch":
@@ -138,17 +138,17 @@ class BatchApi:
         if asked.get("order", "desc") != "desc":
             raise _bad("order must be desc: newest first")
         page = (asked.get("after"), _limit(request, _FILES_OF_A_PAGE), asked.get("purpose"))
-        found, has_more = await asyncio.to_thread(self._files.page, _owner(), *page)
+        found, has_more = await asyncio.to_thread(self._files.page, asking_owner(), *page)
         return _listed([each.as_openai() for each in found], has_more)
 
     async def _show_file(self, request: Request) -> Response:
         return _json((await self._file(request)).as_openai())
 
     async def _file(self, request: Request) -> FileRecord:
-        return await asyncio.to_thread(self._files.get, _owner(), request.path_params["id"])
+        return await asyncio.to_thread(self._files.get, asking_owner(), request.path_params["id"])
 
     async def _delete_file(self, request: Request) -> Response:
-        record, owner = await self._file(request), _owner()
+        record, owner = await self._file(request), asking_owner()
         if users := await asyncio.to_thread(self._open_with, owner, record.id):
             why = f"{users[0]} reads it: cancel that, or wait for its end"
             raise ApiError(HTTPStatus.CONFLICT, f"{record.id} is in use, {why}")
@@ -162,7 +162,7 @@ class BatchApi:
 
     async def _content(self, request: Request) -> Response:
         record = await self._file(request)
-        chunks = self._files.chunks(_owner(), record.id)
+        chunks = self._files.chunks(asking_owner(), record.id)
         headers = {"Content-Length": str(record.bytes)}
         return StreamingResponse(iterate_in_threadpool(chunks), media_type="application/jsonl", headers=headers)
 
@@ -219,14 +219,14 @@ class BatchApi:
         return _listed(*await asyncio.to_thread(self._page, *page))
 
     def _page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        found, has_more = self._batches.page(_owner(), after, limit)
+        found, has_more = self._batches.page(asking_owner(), after, limit)
         return [self._batches.as_openai(each) for each in found], has_more
 
     async def _show_batch(self, request: Request) -> Response:
         return _json(await asyncio.to_thread(self._batch, request.path_params["id"]))
 
     def _batch(self, batch_id: str) -> dict[str, Any]:
-        return self._batches.as_openai(self._batches.get(_owner(), batch_id))
+        return self._batches.as_openai(self._batches.get(asking_owner(), batch_id))
 
     async def _cancel(self, request: Request) -> Response:
         cancelled = await asyncio.to_thread(self._cancelled, request.path_params["id"])
@@ -234,7 +234,7 @@ class BatchApi:
         return _json(cancelled)
 
     def _cancelled(self, batch_id: str) -> dict[str, Any]:
-        record = self._batches.get(_owner(), batch_id)
+        record = self._batches.get(asking_owner(), batch_id)
         status = self._batches.as_openai(record)["status"]
         if status in ENDED:
             raise ApiError(HTTPStatus.CONFLICT, f"{batch_id} has ended already: it is {status}")
@@ -301,7 +301,8 @@ def _tenant() -> Tenant | None:
     return context.tenant if context is not None else None
 
 
-def _owner() -> str:
+def asking_owner() -> str:
+    """Whose batches the request at hand may see."""
     tenant = _tenant()
     return owner_of(tenant.name if tenant else None)
 

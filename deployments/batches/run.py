@@ -80,6 +80,22 @@ class BatchRun:
         assert self.progress.model is not None, "it has been validated"
         return self.progress.model
 
+    def shown(self) -> dict[str, Any]:
+        """How it stands now, for people who look. Times in Unix seconds."""
+        record, progress = self.record, self.progress
+        return {
+            "id": record.id,
+            "model": progress.model,
+            "endpoint": record.endpoint,
+            "status": progress.status,
+            "total": progress.total,
+            "completed": progress.completed,
+            "failed": progress.failed,
+            "expected_end": progress.expected_end,
+            "completion_window": record.completion_window,
+            "expires_at": record.expires_at,
+        }
+
     async def validate(self, models: Collection[str], max_lines: int) -> None:
         """It is in progress then, or has failed. Raises FencedError: somebody else runs it."""
         found = await asyncio.to_thread(self._validated, models, max_lines)

@@ -9,7 +9,9 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from deployments.batches.files import Files, made_at_s
 from deployments.batches.lines import Line
@@ -36,6 +38,7 @@ LOAD_S = 1.0  # how often it looks at the engines' load
 SWEEP_S = 3600.0
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+MOST_SHOWN = 100  # open batches of one owner
 MOST_FAILURES = 10  # of one request: each may have cost several engine replicas
 LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT)
 
@@ -49,6 +52,13 @@ class Routers(Protocol):
 
     async def loads(self) -> Mapping[str, Load]:
         """Of every model, by each of its names. Raises ReplicaLostError: no router answers."""
+
+
+class OpenBatches(msgspec.Struct, frozen=True):
+    """Of one owner, those that run: `count` of them, of which the oldest are described."""
+
+    count: int
+    oldest: list[dict[str, Any]]
 
 
 class Runner:
@@ -79,6 +89,12 @@ class Runner:
         for run in self._runs.values():
             if run is not None:
                 run.wake.set()
+
+    def open_batches(self, owner: str) -> OpenBatches:
+        """As they stand now, without a look into any file."""
+        mine = [run for run in self._runs.values() if run is not None and run.record.owner == owner]
+        oldest = sorted(mine, key=lambda run: run.record.id)[:MOST_SHOWN]
+        return OpenBatches(count=len(mine), oldest=[run.shown() for run in oldest])
 
     async def _look(self) -> None:
         """Take up what is open and does not run, then wait for the next time."""

@@ -22,6 +22,7 @@ from deployments.command.args_check import check_args
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig, checked
+from deployments.http.style import STYLE
 from deployments.process.environment import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
@@ -94,12 +95,12 @@ def parser() -> argparse.ArgumentParser:
     batch_command.register(commands)
     status_command.register(commands)
     register_predictor(commands)
-    simulator_commands.register(commands)
+    simulator_commands.register(commands, STYLE)
     return root
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What follows "--" goes to vLLM as it is, where the command has an engine.
+    """What follows "--" goes to vLLM as it is, where the command has an engine. `command_line` is all of it.
 
     Raises:
         SystemExit: after usage and what is wrong.
@@ -113,7 +114,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         root.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
     if vllm_args and not has_engine:
         root.error(f"sluice {options.command} has no engine that could take what follows --: {shlex.join(vllm_args)}")
-    options.vllm_args = list(vllm_args)
+    options.vllm_args, options.command_line = list(vllm_args), shlex.join(("sluice", *argv))
     return options
 
 

@@ -11,7 +11,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.batches.results import Reply
-from deployments.batches.runner import Runner
+from deployments.batches.runner import OpenBatches, Runner
 from deployments.batches.storage import Storage
 from deployments.config.application import BatchesSection
 from deployments.process.log_settings import LogSettings
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ROUTERS = "Router"  # the deployment
 AWAY = (RayError, BackPressureError, DeploymentUnavailableError)
-METRICS_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 2.0  # to whoever only looks
 
 
 class RemoteRouters:
@@ -80,6 +80,9 @@ class BatchRunner:
     async def metrics(self) -> bytes:
         return self._runner.metrics.exposition()
 
+    async def open_batches(self, owner: str) -> OpenBatches:
+        return self._runner.open_batches(owner)
+
     async def __del__(self) -> None:
         await self._lifetime.end()
 
@@ -112,9 +115,19 @@ class RemoteRunner:
     async def metrics(self) -> bytes:
         """Nothing while it does not answer."""
         try:
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 page: bytes = await self._runner.metrics.remote()
         except (*AWAY, TimeoutError) as error:
             logger.info("no metrics of batches: %s", error)
             return b""
         return page
+
+    async def open_batches(self, owner: str) -> OpenBatches | None:
+        """None while it does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                found: OpenBatches = await self._runner.open_batches.remote(owner)
+        except (*AWAY, TimeoutError) as error:
+            logger.info("open batches are not known: %s", error)
+            return None
+        return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from ray.serve.handle import DeploymentHandle
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from deployments.batches.http import BatchApi, NoBatchApi
+from deployments.batches.http import BatchApi, NoBatchApi, asking_owner
 from deployments.batches.results import Reply as BatchReply
 from deployments.config.application import AppConfig
 from deployments.config.live import with_live
@@ -264,13 +265,22 @@ class Router:
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""
+        states = asyncio.gather(*(front_end.status() for front_end in self._front_ends))
         try:
-            first, *others = await asyncio.gather(*(front_end.status() for front_end in self._front_ends))
+            (first, *others), batches = await asyncio.gather(states, self._open_batches())
         except StateStoreError as error:
             return error_response(503, str(error), "ServiceUnavailable")
         answered_by = {"router": self._front_ends[0].router_id, "pid": os.getpid()}
         user_config = {"in_force": self._user_config, "refused": self._refused}
-        return JSONResponse({**first, "more_models": others, "user_config": user_config, "answered_by": answered_by})
+        of_all = {"more_models": others, **batches, "user_config": user_config, "answered_by": answered_by}
+        return JSONResponse({**first, **of_all})
+
+    async def _open_batches(self) -> dict[str, Any]:
+        """Of the key that asks; nothing where there is no Batch API, None while what runs them does not answer."""
+        if self._batch_runner is None:
+            return {}
+        found = await self._batch_runner.open_batches(asking_owner())
+        return {"open_batches": None if found is None else msgspec.to_builtins(found)}
 
     async def __del__(self) -> None:
         await self._lifetime.end()

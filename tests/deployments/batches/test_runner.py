@@ -22,6 +22,7 @@ from deployments.batches.storage import Storage
 from deployments.config.application import BatchesSection
 from deployments.process.spans import Tracing
 from policies.batches.in_flight import Load
+from router.trail import TraceHeaders
 from tests.deployments.batches.routers import COMPLETIONS, Routers, answer, line, lines
 from tests.otlp_receiver import receiving
 from tests.waiting import until
@@ -130,6 +131,40 @@ async def test_each_line_is_a_span_under_which_routers_go_on(folder: Folder, mon
     ]
     told = {trace["traceparent"].split("-")[1] for trace in routers.traces if trace is not None}
     assert told == {span.trace_id for span in found} and len(told) == 3
+
+
+async def test_open_batches_are_shown_to_their_owner_alone_as_far_as_they_are(folder: Folder) -> None:
+    of_mine, held = Counter[str](), asyncio.Event()
+
+    class Holds(Routers):
+        async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
+            of_mine[json.loads(body)["prompt"]] += 1
+            if of_mine.total() > 30:
+                await held.wait()
+            return await super().answer(key, endpoint, body, trace)
+
+    record = folder.batch(lines(IDS))
+    async with running(folder, Holds()) as runner:
+        await until(lambda: of_mine.total() > 40)
+        mine = runner.open_batches("me")
+        assert mine.count == 1 and runner.open_batches("other").count == 0
+        (shown,) = mine.oldest
+        assert (shown["id"], shown["model"], shown["endpoint"]) == (record.id, "m", COMPLETIONS)
+        assert (shown["status"], shown["total"], shown["failed"]) == ("in_progress", 100, 0)
+        assert shown["completed"] == 30
+        assert (shown["completion_window"], shown["expires_at"]) == ("1m", record.expires_at)
+        held.set()
+        await folder.ends(record)
+        await until(lambda: runner.open_batches("me").count == 0)
+
+
+async def test_of_many_open_batches_the_oldest_are_shown(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SHOWN", 2)
+    records = [folder.batch(lines(IDS[:1])) for _ in range(3)]
+    routers = Routers(pause_s=3600)
+    async with running(folder, routers) as runner:
+        await until(lambda: runner.open_batches("me").count == 3)
+        assert [each["id"] for each in runner.open_batches("me").oldest] == sorted(each.id for each in records)[:2]
 
 
 async def test_what_a_model_refuses_stands_in_the_errors_with_its_status(folder: Folder) -> None:

@@ -15,7 +15,9 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
+from deployments.batches.files import owner_of
 from deployments.batches.metrics import BatchMetrics
+from deployments.batches.runner import OpenBatches
 from deployments.config.application import AppConfig, BatchesSection
 from deployments.http.keys import digest
 from deployments.process.logs import OUR_PACKAGES
@@ -249,7 +251,7 @@ class Runner:
     """Of batches, as a router sees it through its handle."""
 
     def __init__(self) -> None:
-        self.looks, self._metrics = 0, BatchMetrics()
+        self.looks, self.is_away, self._metrics = 0, False, BatchMetrics()
 
     async def look(self) -> None:
         self.looks += 1
@@ -257,6 +259,9 @@ class Runner:
     async def metrics(self) -> bytes:
         self._metrics.show([], {})
         return self._metrics.exposition()
+
+    async def open_batches(self, owner: str) -> OpenBatches | None:
+        return None if self.is_away else OpenBatches(count=1, oldest=[{"id": owner}])
 
 
 class Completes(Reconfigured):
@@ -347,8 +352,19 @@ async def test_a_batch_is_told_to_what_runs_it_and_its_metrics_are_on_the_page(w
     assert await router.loads() == {"m": Load(slots=4)}
 
 
+async def test_the_status_has_the_open_batches_of_the_key_that_asks_alone(with_batches: Any) -> None:
+    router, app = with_batches
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s", headers=headers) as client:
+        found = (await client.get("/sluice/status")).json()
+        assert found["open_batches"] == {"count": 1, "oldest": [{"id": owner_of("team")}]}
+        router._batch_runner.is_away = True
+        assert (await client.get("/sluice/status")).json()["open_batches"] is None
+
+
 async def test_without_a_folder_there_is_no_batch_api(router: Any) -> None:
     await started(router, None)
     app = router._served
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
         assert (await client.post("/v1/files", content=b"x" * 4096)).status_code == 501
+        assert "open_batches" not in (await client.get("/sluice/status")).json()

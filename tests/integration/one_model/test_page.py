@@ -1,12 +1,16 @@
 """The page at `/`, as a person sees it."""
 
+import re
 import threading
+from pathlib import Path
 
 import httpx
 from playwright.sync_api import expect
 
+from tests.integration import batches
 from tests.integration.application import Sluice
 from tests.integration.browser import opened
+from tests.waiting import wait_until
 
 SECRET = "Kangaroos of Tasmania"
 
@@ -48,6 +52,28 @@ def test_it_says_how_to_call_from_here(sluice: Sluice) -> None:
     with opened(f"{sluice.url}/sluice") as page:
         expect(page.locator("#curl")).to_contain_text(f"curl {sluice.url}/v1/chat/completions")
         expect(page.locator("#python")).to_contain_text(f'base_url="{sluice.url}/v1"')
+
+
+def test_it_shows_batches_in_progress_whichever_router_answers(sluice: Sluice, tmp_path: Path) -> None:
+    client = sluice.client()
+    batch = batches.submitted(client, batches.write(tmp_path / "in.jsonl", 400, max_tokens=200))
+    with opened(sluice.url) as page:
+        row = page.locator("#batches tbody tr", has_text=batch.id[-7:])
+        expect(row).to_contain_text("in progress")
+        expect(row).to_contain_text(re.compile(r"[1-9]\d* of 400"))
+        for each in (batches.MODEL, batches.CHAT, "24h"):
+            expect(row).to_contain_text(each)
+        answered_by: set[str] = set()
+
+        def shown_by_both() -> bool:
+            status = sluice.status()
+            answered_by.add(status["answered_by"]["router"])
+            assert batch.id in {each["id"] for each in status["open_batches"]["oldest"]}
+            return len(answered_by) == 2
+
+        wait_until(shown_by_both, 60, "both routers have shown it")
+        client.batches.cancel(batch.id)
+        expect(page.locator("#batches")).to_contain_text("none")
 
 
 def test_it_fits_a_phone_in_the_dark(sluice: Sluice) -> None:
