@@ -3,6 +3,7 @@
 What is written is there whole or not at all. All calls block: run them in threads.
 """
 
+import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -58,7 +59,8 @@ class Storage:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        with self._fs.open(self._path(path), "rb") as file:
+        # Files of object stores read whole lines only, however long.
+        with self._fs.open(self._path(path), "rb") as raw, io.BufferedReader(raw, CHUNK_BYTES) as file:
             while line := file.readline(max_bytes + 1):
                 yield line
                 while len(line) > max_bytes and not line.endswith(b"\n"):

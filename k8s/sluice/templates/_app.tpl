@@ -21,6 +21,9 @@
 {{- if include "sluice.apiKeysSecret" . -}}
 {{- $_ := set $args "keys" (set ($args.keys | default dict) "file" "/etc/sluice/keys/keys.yaml") -}}
 {{- end -}}
+{{- with include "sluice.batchesFolder" . -}}
+{{- $_ := set $args "batches" (set ($args.batches | default dict) "folder" .) -}}
+{{- end -}}
 {{- if and (ne .Values.redis.mode "none") .Values.redis.tls.enabled -}}
 {{- $_ := set $args "redis_ca_certs" (include "sluice.redisCa" .) -}}
 {{- end -}}

@@ -12,6 +12,7 @@
 {{- include "sluice.checkCapacity" . -}}
 {{- include "sluice.checkKubeRay" . -}}
 {{- include "sluice.checkUpgrade" . -}}
+{{- include "sluice.checkBatches" . -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled needs rules: set ingress.hosts, one name at least" -}}
 {{- end -}}
@@ -51,6 +52,19 @@
 {{- end -}}
 {{- if and $redis.auth.username (not (include "sluice.redisSecret" .)) -}}
 {{- fail "redis.auth.username goes with redis.auth.password or redis.auth.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.checkBatches" -}}
+{{- $batches := .Values.batches -}}
+{{- if and $batches.volume.enabled $batches.url -}}
+{{- fail "batches: set volume.enabled or url, not both" -}}
+{{- end -}}
+{{- if and (or $batches.volume.enabled $batches.url) (dig "batches" "folder" nil .Values.app) -}}
+{{- fail "app.batches.folder is set by batches.volume and batches.url: leave it out, or leave them out" -}}
+{{- end -}}
+{{- if and $batches.existingSecret (not (contains "://" (include "sluice.batchesFolder" .))) -}}
+{{- fail "batches.existingSecret is for a store of objects: set batches.url" -}}
 {{- end -}}
 {{- end -}}
 
@@ -237,7 +251,7 @@
 {{- $cpus = addf $cpus $predictorCpus -}}
 {{- end -}}
 {{- $batches := .Values.app.batches | default dict -}}
-{{- if $batches.folder -}}
+{{- if include "sluice.batchesFolder" . -}}
 {{- $batchCpus := dig "num_cpus" 0.1 $batches -}}
 {{- if and (not $batchCpus) (ne .Values.redis.mode "none") -}}
 {{- fail "app.batches.num_cpus is 0: only CPUs keep what runs batches on the pods of routers, off the head and the engines: set a little, say 0.1" -}}

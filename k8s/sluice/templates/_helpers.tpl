@@ -111,6 +111,38 @@ labels:
 {{- end -}}
 {{- end -}}
 
+{{/* A claim that stays. With .root, .name and .volume (accessModes, storageClass and size). */}}
+{{- define "sluice.claim" -}}
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  {{- include "sluice.metadata" . | nindent 2 }}
+  annotations:
+    # What is in it outlives the release: delete the claim yourself.
+    helm.sh/resource-policy: keep
+spec:
+  accessModes:
+    {{- toYaml .volume.accessModes | nindent 4 }}
+  {{- with .volume.storageClass }}
+  storageClassName: {{ . | quote }}
+  {{- end }}
+  resources: {requests: {storage: {{ .volume.size | quote }}}}
+{{- end -}}
+
+{{- define "sluice.batchesClaim" -}}
+{{ .Values.batches.volume.existingClaim | default (printf "%s-batches" (include "sluice.fullname" .)) }}
+{{- end -}}
+
+{{/* Empty where there is no Batch API. */}}
+{{- define "sluice.batchesFolder" -}}
+{{- $batches := .Values.batches -}}
+{{- if $batches.volume.enabled -}}
+{{ $batches.volume.mountPath }}
+{{- else -}}
+{{ $batches.url | default (dig "batches" "folder" "" .Values.app | default "") }}
+{{- end -}}
+{{- end -}}
+
 {{- define "sluice.modelClaim" -}}
 {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "sluice.fullname" .)) }}
 {{- end -}}

@@ -63,6 +63,10 @@
   emptyDir: {}
 {{- end }}
 {{- if .runsRouters }}
+{{- if .root.Values.batches.volume.enabled }}
+- name: batches
+  persistentVolumeClaim: {claimName: {{ include "sluice.batchesClaim" .root | quote }}}
+{{- end }}
 {{- with include "sluice.apiKeysSecret" .root }}
 - name: api-keys
   secret:
@@ -86,6 +90,9 @@
 - {name: ray-logs, mountPath: /tmp/ray}
 - {name: scripts, mountPath: /etc/sluice/scripts, readOnly: true}
 - {name: models, mountPath: {{ .root.Values.modelCache.mountPath | quote }}}
+{{- if and .runsRouters .root.Values.batches.volume.enabled }}
+- {name: batches, mountPath: {{ .root.Values.batches.volume.mountPath | quote }}}
+{{- end }}
 {{- if and .runsRouters (include "sluice.apiKeysSecret" .root) }}
 - {name: api-keys, mountPath: /etc/sluice/keys, readOnly: true}
 {{- end }}
@@ -172,9 +179,15 @@ spec:
         {{- with concat $root.Values.extraEnv ($pod.extraEnv | default list) }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- with $root.Values.extraEnvFrom }}
+      {{- $batchesSecret := ternary $root.Values.batches.existingSecret "" .runsRouters }}
+      {{- if or $root.Values.extraEnvFrom $batchesSecret }}
       envFrom:
+        {{- with $root.Values.extraEnvFrom }}
         {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- with $batchesSecret }}
+        - secretRef: {name: {{ . | quote }}}
+        {{- end }}
       {{- end }}
       volumeMounts:
         {{- include "sluice.mounts" . | nindent 8 }}
