@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Error
 from tqdm import tqdm
 
 from bench.arguments import folder, positive
-from bench.browser import chromium
+from bench.browser import chromium, executable
 from bench.cpu import Role, cpu_s_by_role, cpu_times
 from bench.load import ServerUnusable, first_model, measure
 from bench.report import markdown_table
@@ -38,6 +38,7 @@ from bench.summary import Spread, differences, median_interval
 from bench.workload import LoadConfig
 
 RECENT_REQUESTS = 50  # as many as the page lists
+PATIENCE_MS = 120_000
 SETTLES_S = 5.0  # a page that has just been opened, or left
 EPILOG = f"""\
 examples:
@@ -73,6 +74,7 @@ class Bench:
 
     def _watched(self) -> dict[Role, float]:
         page = self._browser.new_page()
+        page.set_default_timeout(PATIENCE_MS)
         page.goto(self._server.spec.url)
         page.locator("#recent tbody tr").nth(RECENT_REQUESTS - 1).wait_for()
         try:
@@ -130,14 +132,14 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> l
         # As Ctrl-C: the server is stopped in either case.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        browser = stack.enter_context(chromium())
+        executable()  # before anything starts
         bar = stack.enter_context(tqdm(total=options.pairs, unit="pair", disable=None))
         server = stack.enter_context(Server(_spec(options, scratch, engine_arguments), options.logs or scratch))
         bar.set_description("starting Sluice")
         server.wait_until_ready(options.startup_timeout)
         bar.set_description("recent requests")
         uvloop.run(measure(_requests(server.spec.url)))
-        bench, pairs = Bench(options, server, browser), list[Pair]()
+        bench, pairs = Bench(options, server, stack.enter_context(chromium())), list[Pair]()
         bar.set_description("measuring")
         for number in range(options.pairs):
             pairs.append(bench.pair(number))
