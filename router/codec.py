@@ -6,6 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.state_store import Ticket
+from router.trail import TraceHeaders
 from router.wire import Buffer
 
 RequestT = TypeVar("RequestT")
@@ -78,6 +79,9 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
             ttft_left_s: until its first token is due, below 0 when it is late; None when nothing is due.
             resumed: its client has a part of the answer.
         """
+
+    def with_trace(self, request: RequestT, headers: TraceHeaders) -> RequestT:
+        """The request, telling the replica which trace it is a part of; also once it goes on elsewhere."""
 
     def unread_tokens(self, request: RequestT, replica_id: str) -> int:
         """Of its prompt, those that its ticket counts as unread on this replica; all without a ticket."""

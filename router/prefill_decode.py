@@ -38,6 +38,7 @@ from router.prefix_hits import PrefixHits
 from router.routed_client import RoutedClient
 from router.state_store import Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
+from router.trail import HandOver, Trail
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +200,15 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         return size.prompt_tokens - max(self.client.hits(size).values(), default=0)
 
     async def prefill(
-        self, request: RequestT, size: RequestSize, slo_class: str, promise: Promise, timeout_s: float, now_s: float
+        self,
+        request: RequestT,
+        size: RequestSize,
+        slo_class: str,
+        promise: Promise,
+        timeout_s: float,
+        timing: RequestTiming,
     ) -> Cache | None:
-        """Where the cache lies; None when the engine left none. `promise` counts from now.
+        """Where the cache lies; None when the engine left none. `promise` counts from now, as `timing` does.
 
         Args:
             size: as this pool's client told it.
@@ -214,7 +221,6 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         self._waiting[size.request_id] = size.prompt_tokens, done
         try:
             async with asyncio.timeout(timeout_s):
-                timing = RequestTiming(received_s=now_s, submitted_s=now_s)
                 prefill = self._codec.prefill_of(request)
                 await self.client.submit(prefill, slo_class=slo_class, promise=promise, timing=timing, size=size)
                 return await done
@@ -268,6 +274,8 @@ class _HandOver(Generic[RequestT]):
             self._cache = await self._read(began_s)
         finally:
             del split.reading_s[self._request_id]
+            if (trail := self._timing.trail) is not None and trail.hand_over is not None:
+                trail.hand_over.ended_s = split.clock.now()
         if self._cache is not None:
             now_s = split.clock.now()
             split.metrics.prefill_s.observe(now_s - began_s)
@@ -280,14 +288,23 @@ class _HandOver(Generic[RequestT]):
         timeout_s = self._split.policy.patience_s(self._size.prompt_tokens, pool.slowness)
         ttft_s = self._promise.ttft_s
         left = Promise(ttft_s=None if ttft_s is None else ttft_s - (now_s - self._timing.received_s))
+        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
+        if (trail := self._timing.trail) is not None:
+            timing.trail = Trail(trail.headers)
+            trail.hand_over = HandOver(now_s, timing.trail)
         try:
-            cache = await pool.prefill(self._request, self._size, self._slo_class, left, timeout_s, now_s)
+            cache = await pool.prefill(self._request, self._size, self._slo_class, left, timeout_s, timing)
         except Exception as error:  # of whatever kind: the decode replica can read it
-            self._split.note_fall_back(self._request_id, "late" if isinstance(error, TimeoutError) else "refused")
+            self._fall_back("late" if isinstance(error, TimeoutError) else "refused")
             return None
         if cache is None:
-            self._split.note_fall_back(self._request_id, "failed")
+            self._fall_back("failed")
         return cache
+
+    def _fall_back(self, reason: str) -> None:
+        self._split.note_fall_back(self._request_id, reason)
+        if (trail := self._timing.trail) is not None and trail.hand_over is not None:
+            trail.hand_over.fell_back = reason
 
     def first_sending(self, request: RequestT) -> RequestT | None:
         self._split.offered.pop(self._request_id, None)
@@ -296,7 +313,7 @@ class _HandOver(Generic[RequestT]):
             return None
         now_s = self._split.clock.now()
         if now_s > self._until_s:
-            self._split.note_fall_back(self._request_id, "expired")
+            self._fall_back("expired")
             self._let_go(request, cache)
             return None
         self._split.offered[self._request_id] = now_s, cache

@@ -46,6 +46,7 @@ from router.retry_truth import RetryTruth
 from router.settlements import Bill, Settlements
 from router.state_store import Assignment, Recall, Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
+from router.trail import Stay
 from router.wire import Buffer
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class Entry(Generic[RequestT]):
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
         preparation: None without one, and once its first output has come.
         preparing: the preparation while it goes on; the ticket comes after it.
+        stay: of one that is traced, until the first output of the replica that it is on.
     """
 
     request: RequestT
@@ -150,6 +152,7 @@ class Entry(Generic[RequestT]):
     held_back: list[Output] | None = None
     preparation: Preparation[RequestT] | None = None
     preparing: "asyncio.Task[None] | None" = None
+    stay: Stay | None = None
 
     @property
     def request_id(self) -> str:
@@ -334,6 +337,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         )
         metrics = self._metrics.of(slo_class)
         ticket = replace(classified.ticket, api_key=timing.key)
+        if (trail := timing.trail) is not None:
+            trail.classified(ticket, size.prompt_tokens, size.max_output_tokens, self._clock.now())
+            request = self._codec.with_trace(request, trail.headers)
         if ticket.fills_idle:
             recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
@@ -512,6 +518,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _enqueue(self, entry: Entry[RequestT], limits: Limits) -> Refusal | None:
         entry.queueing = True
+        if entry.timing.trail is not None:
+            entry.timing.trail.queued(self._clock.now())
         try:
             result = await self._ticket_into_a_store(entry, limits)
         finally:
@@ -647,6 +655,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self._fail(entry, repr(error))
             return
         entry.connection = connection
+        if (trail := entry.timing.trail) is not None:
+            entry.stay = trail.sent(connection.info.replica_id, entry.timing.output_tokens, self._clock.now())
         if self._classifier.knows_prefixes:
             self._note_prefix(entry, connection.info.replica_id)
         if entry.timing.assigned_s is None:
@@ -760,7 +770,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def _unplace(self, entry: Entry[RequestT]) -> None:
         if entry.connection is not None:  # else it has waited all along
             entry.waiting_since_s = self._clock.now()
-        entry.connection = entry.replica_id = entry.encoded = None
+            if entry.timing.trail is not None:
+                entry.timing.trail.left(entry.waiting_since_s)
+        entry.connection = entry.replica_id = entry.encoded = entry.stay = None
         entry.queueing = True
 
     def _give_back(self, request_id: str) -> None:
@@ -788,6 +800,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _recover(self, entry: Entry[RequestT]) -> str:
         """What to send to the next replica; returns the name of the way."""
+        way = self._found_way(entry)
+        if entry.timing.trail is not None:
+            entry.timing.trail.goes_on(way)
+        return way
+
+    def _found_way(self, entry: Entry[RequestT]) -> str:
         if entry.held_back:  # the client has nothing of it
             entry.held_back, entry.sent, entry.timing.output_tokens = [], [], 0
         if not entry.sent:
@@ -826,6 +844,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry.preparation is not None:
             entry.preparation.answered(output)
             entry.preparation = None
+        if entry.stay is not None:
+            entry.stay.first_s, entry.stay = now_s, None
         if entry.predicted_hit_tokens is not None:
             self._note_hits(entry, output)
         if entry.repeats and not self._take_repeats(entry, output):
@@ -893,6 +913,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _count(self, entry: Entry[RequestT], outcome: str) -> None:
         self._note_end(entry.slo_class, entry.ticket.bin_index, entry.timing, outcome)
+        if entry.timing.trail is not None:
+            entry.timing.trail.left(self._clock.now())
         self._note_recent(entry, outcome)
         self._note_usage(entry)
         self._settle_up(entry.bill, entry.timing)

@@ -3,13 +3,14 @@
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.conversation import Asked
 from router.admission import Tenant
 from router.codec import WHOLE
+from router.trail import Trail
 
 Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
 
@@ -22,7 +23,7 @@ class RequestTiming:
     promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
     was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
-    of it afterwards, None where it was refused.
+    of it afterwards, None where it was refused. trail is None where it is not traced.
     """
 
     received_s: float
@@ -37,6 +38,7 @@ class RequestTiming:
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
     ended: Mapping[str, Any] | None = None
+    trail: Trail | None = None
 
     @property
     def kept(self) -> tuple[bool, bool] | None:
@@ -51,6 +53,13 @@ class RequestTiming:
         return self.promise.kept(first_s - self.received_s, (last_s - first_s) / further if further > 0 else None)
 
 
+class Trace(Protocol):
+    """The trace that an HTTP request is a part of."""
+
+    def follow(self, timing: RequestTiming, model: str) -> None:
+        """One of its engine requests from now on, if there are not too many."""
+
+
 @dataclass(slots=True)
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
@@ -60,7 +69,8 @@ class HttpContext:
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
     not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
     engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
-    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace.
+    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace, or of
+    the one that began here. `trace` is None where it is not traced.
     """
 
     received_s: float
@@ -79,6 +89,7 @@ class HttpContext:
     request_id: str = ""
     trace_id: str | None = None
     model: str = ""
+    trace: Trace | None = None
 
     @property
     def is_full(self) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 from router.cached_blocks import BlockChanges, BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
+from router.trail import TraceHeaders
 from router.wire import Buffer
 
 VOCABULARY = 50_000
@@ -41,6 +42,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     fetches: False only tells that nobody will.
     told: what its router says of it: seconds until its first token is due, and whether it goes on.
     unread: tokens of its prompt that count as unread, by replica.
+    trace: the headers of its trace.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     fetches: bool = True
     told: tuple[float | None, bool] = (None, False)
     unread: dict[str, int] = {}
+    trace: dict[str, str] | None = None
 
 
 BLOCK_TOKENS = 64
@@ -112,6 +115,13 @@ class FakeCodec:
     ) -> FakeRequest:
         unread = {replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes}
         return msgspec.structs.replace(request, told=(ttft_left_s, resumed), unread=unread)
+
+    def with_trace(self, request: FakeRequest, headers: TraceHeaders) -> FakeRequest:
+        return msgspec.structs.replace(request, trace=dict(headers))
+
+    def take_trace(self, request: FakeRequest) -> TraceHeaders | None:
+        headers, request.trace = request.trace, None
+        return headers
 
     def unread_tokens(self, request: FakeRequest, replica_id: str) -> int:
         return request.unread.get(replica_id, len(request.prompt))

@@ -10,6 +10,7 @@ import msgspec
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
+from router.trail import TraceHeaders
 from router.wire import Buffer
 
 VERSION = "null-1"
@@ -19,6 +20,7 @@ class NullRequest(msgspec.Struct):
     request_id: str
     prompt_tokens: int
     max_tokens: int
+    trace: dict[str, str] | None = None
 
 
 class NullOutput(msgspec.Struct):
@@ -52,6 +54,12 @@ class NullCodec:
         self, request: NullRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
     ) -> NullRequest:
         return request
+
+    def with_trace(self, request: NullRequest, headers: TraceHeaders) -> NullRequest:
+        return msgspec.structs.replace(request, trace=dict(headers))
+
+    def take_trace(self, request: NullRequest) -> TraceHeaders | None:
+        return request.trace
 
     def unread_tokens(self, request: NullRequest, replica_id: str) -> int:
         return request.prompt_tokens

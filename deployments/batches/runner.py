@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from deployments.batches.files import Files, made_at_s
 from deployments.batches.lines import Line
@@ -24,6 +24,10 @@ from policies.batches.in_flight import InFlight, InFlightConfig, Load
 from policies.batches.turns import Waiting
 from policies.errors import ReplicaLostError
 from router.background import BackgroundTasks
+from router.trail import TraceHeaders
+
+if TYPE_CHECKING:
+    from deployments.process.spans import Attributes, OpenSpan, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +43,9 @@ LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT)
 class Routers(Protocol):
     """What the runner asks of the application's routers."""
 
-    async def answer(self, key: str | None, endpoint: str, body: bytes) -> Reply:
-        """One request, in the name of an API key. Raises ReplicaLostError: no router answers."""
+    async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
+        """One request, in the name of an API key, and as a part of a trace. Raises ReplicaLostError: no router
+        answers."""
 
     async def loads(self) -> Mapping[str, Load]:
         """Of every model, by each of its names. Raises ReplicaLostError: no router answers."""
@@ -49,8 +54,10 @@ class Routers(Protocol):
 class Runner:
     """Build it, then `start`; `close` leaves every batch as its files tell."""
 
-    def __init__(self, section: BatchesSection, storage: Storage, routers: Routers) -> None:
-        self._section, self._routers = section, routers
+    def __init__(
+        self, section: BatchesSection, storage: Storage, routers: Routers, tracing: "Tracing | None" = None
+    ) -> None:
+        self._section, self._routers, self._tracing = section, routers, tracing
         self._batches, self._files = Batches(storage), Files(storage, section.keep_s)
         self._runs: dict[str, BatchRun | None] = {}
         self._places: dict[str, Places] = {}
@@ -172,15 +179,34 @@ class Runner:
 
     async def _send(self, run: BatchRun, line: Line) -> None:
         """Until it is answered: one that finds its key's quota spent, or no router, is sent again later."""
-        result, tokens = answered(line.number, line.custom_id, await self._reply(run.record, line))
+        span = self._span(run.record, line)
+        status: int | None = None
+        try:
+            reply = await self._reply(run.record, line, span.headers if span else None)
+            status = reply.status
+        finally:
+            if span is not None:
+                span.end(time.monotonic(), {"http.response.status_code": status}, error=_error_type(status))
+        result, tokens = answered(line.number, line.custom_id, reply)
         run.note(result, tokens)
         self.metrics.count(run.model, result, tokens)
 
-    async def _reply(self, record: BatchRecord, line: Line) -> Reply:
+    def _span(self, record: BatchRecord, line: Line) -> "OpenSpan | None":
+        """Of all that is tried until it is answered; None where nothing is traced."""
+        if self._tracing is None:
+            return None
+        attributes: Attributes = {
+            "sluice.batch": record.id,
+            "sluice.batch_line": line.number,
+            "gen_ai.request.model": line.model,
+        }
+        return self._tracing.begin("batch line", time.monotonic(), attributes)
+
+    async def _reply(self, record: BatchRecord, line: Line, trace: TraceHeaders | None) -> Reply:
         failures, pause_s = 0, FIRST_PAUSE_S
         while True:
             try:
-                reply = await self._routers.answer(record.key, record.endpoint, line.body)
+                reply = await self._routers.answer(record.key, record.endpoint, line.body, trace)
             except ReplicaLostError as error:
                 logger.info("no router answers: %s", error)
                 reply = Reply(HTTPStatus.TOO_MANY_REQUESTS, b"")
@@ -219,6 +245,13 @@ class Runner:
             for batch_id in self._batches.ids(owner):
                 if made_at_s(batch_id) < oldest_s and (owner, batch_id) not in open_ids:
                     self._batches.remove(owner, batch_id)
+
+
+def _error_type(status: int | None) -> str | None:
+    """Of an answer that is an error, or of none."""
+    if status is None:
+        return "unanswered"
+    return str(status) if status >= HTTPStatus.BAD_REQUEST else None
 
 
 def _left_s(run: BatchRun) -> float:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from router.cached_blocks import BlockChanges
 from router.codec import Output, RequestSize
+from router.trail import TraceHeaders
 from router.wire import Buffer
 
 
@@ -17,6 +18,9 @@ class RelayCodec(Protocol):
     def size(self, request: Any) -> RequestSize: ...
 
     def unread_tokens(self, request: Any, replica_id: str) -> int: ...
+
+    def take_trace(self, request: Any) -> TraceHeaders | None:
+        """Out of the request: an engine needs not tell it with every token. None where it is not traced."""
 
     def outputs(self, batch: Any) -> Sequence[Output]: ...
 

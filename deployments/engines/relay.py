@@ -21,6 +21,7 @@ import msgspec
 
 from deployments.engines.base import Engine
 from deployments.engines.prefill_slots import PrefillSlots
+from deployments.engines.traces import ReplicaTrace, ReplicaTraces
 from deployments.engines.unread_prompts import UnreadPrompts
 from policies.checks import require_at_least, require_positive
 from policies.errors import ProtocolError, StateStoreAccessError, StateStoreError
@@ -136,19 +137,31 @@ class _Router:
 
 @dataclass(slots=True)
 class _Held:
-    """A request in the engine: its prompt, and the answer so far."""
+    """A request in the engine: its prompt, and the answer so far; `trace` is None where it is not traced."""
 
     request_id: str
     router: _Router
     prompt_tokens: int
     output_tokens: int = 0
+    trace: ReplicaTrace | None = None
 
 
 class Relay:
     """`start`, then it serves until `drain` and `close`."""
 
-    def __init__(self, *, engine: Engine, store: StateStore, info: ReplicaInfo, config: RelayConfig) -> None:
-        self.info = info
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        store: StateStore,
+        info: ReplicaInfo,
+        config: RelayConfig,
+        traces: ReplicaTraces | None = None,
+    ) -> None:
+        """Args:
+        traces: None makes none.
+        """
+        self.info, self._traces = info, traces
         self._engine, self._store, self._config = engine, store, config
         self._held: dict[str, _Held] = {}  # by the engine's id
         self._engine_ids: dict[str, str] = {}  # by the request's id
@@ -363,7 +376,10 @@ class Relay:
         request.request_id = engine_id = f"{request_id}~{self._arrivals}"
         prompt_tokens = self._engine.codec.size(request).prompt_tokens
         unread_tokens = self._engine.codec.unread_tokens(request, self.info.replica_id)
-        self._engine_ids[request_id], self._held[engine_id] = engine_id, _Held(request_id, router, prompt_tokens)
+        held = _Held(request_id, router, prompt_tokens)
+        if (headers := self._engine.codec.take_trace(request)) and self._traces is not None:
+            held.trace = self._traces.begin(headers, prompt_tokens, time.monotonic())
+        self._engine_ids[request_id], self._held[engine_id] = engine_id, held
         if self._prefill_slots is not None:
             self._prefill_slots.came(prompt_tokens, unread_tokens)
         self._prompts.came(request_id, unread_tokens, prompt_tokens - unread_tokens)
@@ -492,6 +508,8 @@ class Relay:
                 kv_tokens += held.prompt_tokens + held.output_tokens
             else:
                 prefill_tokens += held.prompt_tokens
+                if held.trace is not None:
+                    held.trace.first_s = self._stepped_s
                 if self._prompts.read(held.request_id):
                     self._something_changed.set()
             held.output_tokens += len(output.new_token_ids)
@@ -502,6 +520,8 @@ class Relay:
                     logger.error("the engine ends: it aborts what nobody has stopped")
                     self._give_up()  # nothing of this batch is told, so all of it is computed elsewhere
                     return
+                if held.trace is not None:
+                    held.trace.finish = output.finish_reason
                 self._end(engine_id)
         if self._steps is not None and self._held:
             self._steps.ended(prefill_tokens=prefill_tokens, decode_requests=decode_requests, kv_tokens=kv_tokens)
@@ -513,6 +533,8 @@ class Relay:
         del self._engine_ids[held.request_id]
         self._left.add(held.request_id)
         self._prompts.left(held.request_id)
+        if held.trace is not None:
+            held.trace.end(held.output_tokens, time.monotonic())
         if self._prefill_slots is not None:
             self._prefill_slots.ended(held.prompt_tokens)
         held.router.request_ids.remove(held.request_id)

@@ -31,6 +31,7 @@ from deployments.http.keys import KeyRing
 from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, PromiseError, Promises, asked_for
 from deployments.http.trace import trace_id
+from deployments.http.traces import HttpTrace, HttpTraces
 from policies.errors import AdmissionError, InputError, SluiceError
 from router.admission import Tenant
 from router.timing import HttpContext, current
@@ -45,6 +46,7 @@ MAX_EXPECTED_TOKENS = 10_000_000
 MAX_DIGITS = 18
 MAX_REQUEST_ID_CHARS = 128
 UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
+UNTRACED_PATHS = (*UNLOGGED_PATHS, "/sluice/status")  # a page that is open asks for it every few seconds
 OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 BYTES_PER_TOKEN = 4.0  # of a body that is only tokenized: what is charged for it, before that is done
@@ -132,12 +134,14 @@ class SluiceMiddleware:
         promises: Promises,
         keys: KeyRing,
         charge: Charge,
+        traces: HttpTraces | None = None,
     ) -> None:
         """Args:
         charge: takes tokens out of a key's allowance, or raises AdmissionError.
+        traces: None makes none.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self.promises = promises
+        self.promises, self._traces = promises, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -153,6 +157,9 @@ class SluiceMiddleware:
             received_s, headers.get(CLASS_HEADER, ""), tenant, request_id=request_id, trace_id=trace_id(headers)
         )
         context.max_engine_requests = self._bodies.limits.max_engine_requests
+        context.trace = trace = self._trace(scope, headers, received_s)
+        if trace is not None:
+            context.trace_id = trace.trace_id
         current.set(context)
         exchange = _Exchange(send, context)
         has_body = scope["method"] not in WITHOUT_BODY and route_path(scope) not in STREAMED_PATHS
@@ -180,6 +187,15 @@ class SluiceMiddleware:
         finally:
             if route_path(scope) not in UNLOGGED_PATHS:
                 _log(scope, exchange)
+            if trace is not None:
+                trace.end(context, exchange.status or CLIENT_LEFT, time.monotonic())
+
+    def _trace(self, scope: Scope, headers: Headers, received_s: float) -> HttpTrace | None:
+        """None where it is not traced."""
+        path = route_path(scope)
+        if self._traces is None or path in UNTRACED_PATHS:
+            return None
+        return self._traces.begin(scope, path, headers, received_s)
 
     def _tenant(self, headers: Headers) -> Tenant | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -17,9 +17,11 @@ from deployments.config.application import BatchesSection
 from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
+from deployments.process.tracing import started_tracing
 from deployments.serving.lifetime import Lifetime
 from policies.batches.in_flight import Load
 from policies.errors import ConfigError, ReplicaLostError
+from router.trail import TraceHeaders
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,10 @@ class RemoteRouters:
     def __init__(self, routers: DeploymentHandle) -> None:
         self._routers = routers
 
-    async def answer(self, key: str | None, endpoint: str, body: bytes) -> Reply:
+    async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
         """Raises ReplicaLostError when none answers."""
         try:
-            reply: Reply = await self._routers.answer_of_batch.remote(key, endpoint, body)
+            reply: Reply = await self._routers.answer_of_batch.remote(key, endpoint, body, trace)
         except AWAY as error:
             raise ReplicaLostError(f"no answer from routers: {error!r}") from error
         return reply
@@ -63,9 +65,11 @@ class BatchRunner:
         await self._lifetime.start(self._start(section))
 
     async def _start(self, section: BatchesSection) -> None:
+        if (tracing := started_tracing("batches")) is not None:
+            self._lifetime.resources.push_async_callback(tracing.close)
         application = serve.get_replica_context().app_name
         routers = RemoteRouters(serve.get_deployment_handle(ROUTERS, application))
-        self._runner = Runner(section, storage_of(section), routers)
+        self._runner = Runner(section, storage_of(section), routers, tracing)
         self._runner.start()
         self._lifetime.resources.push_async_callback(self._runner.close)
 

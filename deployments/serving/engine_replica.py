@@ -12,10 +12,12 @@ from ray import serve
 from deployments.config.application import AppConfig, Role
 from deployments.config.live import EngineTerms
 from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.traces import ReplicaTraces
 from deployments.process.environment import nixl_env, set_up_gpu_engine
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from deployments.process.stages import note_stage
+from deployments.process.tracing import started_tracing
 from deployments.serving.autoscaling import Stats, fleet_stats
 from deployments.serving.engine_start import ENGINE, started_engine
 from deployments.serving.lifetime import Lifetime
@@ -98,6 +100,9 @@ class EngineReplica:
         logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
     async def _start(self, redis_url: str | None, classes: tuple[str, ...]) -> None:
+        self._tracing = started_tracing("engine")
+        if self._tracing is not None:
+            self._resources.push_async_callback(self._tracing.close)
         redis_url = redis_url or await embedded_redis_url()
         await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
         host = _prepare_environment(self._config)
@@ -153,12 +158,13 @@ class EngineReplica:
 
     def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
         """Of the engine that is loaded; it listens once it is started."""
-        config = self._config
+        config, replica_id = self._config, serve.get_replica_context().replica_id.unique_id
         return Relay(
             engine=self._engine,
             store=self._store,
+            traces=None if self._tracing is None else ReplicaTraces(self._tracing, replica_id),
             info=ReplicaInfo(
-                replica_id=serve.get_replica_context().replica_id.unique_id,
+                replica_id=replica_id,
                 host=host,
                 port=0,
                 max_model_len=self._engine.max_model_len,

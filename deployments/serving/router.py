@@ -31,8 +31,10 @@ from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddlew
 from deployments.http.model_switch import ModelSwitch
 from deployments.http.page import PAGE_PATHS, page
 from deployments.http.promises import CLASS_HEADER, Promises
+from deployments.http.traces import HttpTraces
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
+from deployments.process.tracing import started_tracing
 from deployments.serving.autoscaling import CpuUse, Stats
 from deployments.serving.batch_runner import RemoteRunner, storage_of
 from deployments.serving.front_end import FrontEnd
@@ -46,6 +48,7 @@ from router.background import BackgroundTasks
 from router.clock import MonotonicClock
 from router.metrics import merge
 from router.redis_store import check_access, connect
+from router.trail import TraceHeaders
 
 logger = logging.getLogger(__name__)
 METRICS_FRESH_S = 1.0  # the page takes some ms of the loop that sends tokens, and whoever asks for it needs no key
@@ -88,6 +91,8 @@ class Router:
         return await self._lifetime.start(self._application())
 
     async def _application(self) -> ASGIApp:
+        if (tracing := started_tracing("router")) is not None:
+            self._resources.push_async_callback(tracing.close)
         redis_url, ca_certs = self._redis_url or await embedded_redis_url(), self._config.redis_ca_certs
         await check_access(redis_url, ca_certs)
         self._redis = connect(redis_url, ca_certs)
@@ -109,6 +114,7 @@ class Router:
             promises=_promises(self._config),
             keys=self._keys,
             charge=self._front_ends[0].charge,
+            traces=None if tracing is None else HttpTraces(tracing),
         )
         return CORSMiddleware(self._served, **cors[0])
 
@@ -123,10 +129,12 @@ class Router:
         look = partial(_spawn_look, background, runner)
         return BatchApi(app, section, storage_of(section), served, look)
 
-    async def answer_of_batch(self, key: str | None, endpoint: str, body: bytes) -> BatchReply:
+    async def answer_of_batch(
+        self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None = None
+    ) -> BatchReply:
         """To one request of a batch, in the name of the API key that made it; for the runner."""
         tenant = None if key is None else self._keys.named(key)
-        reply = await ask(self._served, _scope(endpoint, tenant, self._config.batches.slo_class), body)
+        reply = await ask(self._served, _scope(endpoint, tenant, self._config.batches.slo_class, trace), body)
         retry_after = Headers(raw=reply.headers).get("retry-after")
         return BatchReply(reply.status, reply.body, None if retry_after is None else float(retry_after))
 
@@ -272,9 +280,10 @@ def _spawn_look(background: BackgroundTasks, runner: RemoteRunner) -> None:
     background.spawn(runner.look(), "look at batches")
 
 
-def _scope(path: str, tenant: Tenant | None, slo_class: str) -> Scope:
+def _scope(path: str, tenant: Tenant | None, slo_class: str, trace: TraceHeaders | None) -> Scope:
     """Of a request for JSON, of this process's own."""
-    headers = {"content-type": "application/json", CLASS_HEADER: slo_class, REQUEST_ID_HEADER: uuid.uuid4().hex}
+    own = {"content-type": "application/json", CLASS_HEADER: slo_class, REQUEST_ID_HEADER: uuid.uuid4().hex}
+    headers = {**own, **(trace or {})}
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

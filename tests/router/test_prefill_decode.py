@@ -34,6 +34,7 @@ from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo, Ticket
 from router.timing import RequestTiming
+from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.waiting import PATIENCE_S, until
 
@@ -180,6 +181,7 @@ class Service:
         replays: bool = False,
         tenant: Tenant | None = None,
         prompt: list[int] | None = None,
+        trail: Trail | None = None,
     ) -> Answer:
         number = next(_numbers)
         asked = FakeRequest(
@@ -190,6 +192,7 @@ class Service:
             replays=replays,
         )
         self.answers[asked.request_id] = answer = Answer(asked)
+        answer.timing.trail = trail
         await self.client.submit(asked, slo_class="standard", timing=answer.timing, tenant=tenant)
         return answer
 
@@ -251,6 +254,36 @@ async def service(redis_url: str) -> AsyncIterator[Service]:
     made = Service(redis_url)
     yield made
     await made.close()
+
+
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+
+async def test_of_a_traced_request_is_noted_where_its_prompt_was_read_and_where_it_went_on(service: Service) -> None:
+    await service.replica("prefill"), await service.replica("decode")
+    await service.start()
+    answer = await service.ask(trail=Trail(TRACE))
+    await service.finish([answer])
+    trail = answer.timing.trail
+    assert trail is not None and trail.hand_over is not None and trail.queued_s is not None
+    read, (went_on,) = trail.hand_over, trail.stays
+    (was_read,) = read.trail.stays
+    assert (was_read.replica_id, went_on.replica_id, read.fell_back) == ("prefill0", "decode0", None)
+    assert read.trail.headers == TRACE
+    assert was_read.left_s is not None and read.ended_s is not None and read.trail.queued_s is not None
+    times = [read.began_s, read.trail.queued_s, was_read.sent_s, was_read.left_s, read.ended_s, trail.queued_s]
+    assert [*times, went_on.sent_s] == sorted([*times, went_on.sent_s])
+
+
+async def test_of_a_traced_request_is_noted_why_its_prompt_was_not_read_elsewhere(service: Service) -> None:
+    reading = await service.replica("prefill")
+    await service.replica("decode")
+    reading.engine.loses_caches = True
+    await service.start()
+    answer = await service.ask(trail=Trail(TRACE))
+    await service.finish([answer])
+    assert answer.timing.trail is not None and answer.timing.trail.hand_over is not None
+    assert answer.timing.trail.hand_over.fell_back == "failed"
 
 
 async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(service: Service) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 
 from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.traces import ReplicaTraces
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
@@ -83,10 +84,16 @@ class FrontEnd:
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
 
-    async def ask(self, asked: FakeRequest, slo_class: str = "standard", tenant: Tenant | None = None) -> Answer:
+    async def ask(
+        self,
+        asked: FakeRequest,
+        slo_class: str = "standard",
+        tenant: Tenant | None = None,
+        timing: RequestTiming | None = None,
+    ) -> Answer:
         self.answers[asked.request_id] = answer = Answer(asked)
         now_s = MonotonicClock().now()
-        answer.timing = RequestTiming(received_s=now_s, submitted_s=now_s)
+        answer.timing = timing or RequestTiming(received_s=now_s, submitted_s=now_s)
         promise = Promise(ttft_s=TARGETS_S[slo_class])
         await self.client.submit(asked, slo_class=slo_class, promise=promise, timing=answer.timing, tenant=tenant)
         return answer
@@ -213,6 +220,7 @@ class Service:
         classes: tuple[str, ...] = (),
         credit_s: float | None = None,
         token_s: float | None = None,
+        traces: ReplicaTraces | None = None,
     ) -> Replica:
         engine = FakeEngine(slots=slots, salt=salt, step_s=step_s, version=version)
         engine.token_s = token_s
@@ -222,6 +230,7 @@ class Service:
             store=self._stores[-1],
             info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", silence_s), classes=classes),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times, credit_s=credit_s),
+            traces=traces,
         )
         await relay.start("127.0.0.1")
         self.replicas.append(Replica(relay, engine))

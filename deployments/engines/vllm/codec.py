@@ -19,6 +19,7 @@ from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
+from router.trail import TraceHeaders
 from router.wire import Buffer
 
 ENGINE_VERSION = f"vllm-{vllm.__version__}"
@@ -105,6 +106,13 @@ class VllmCodec:
         params = request.sampling_params.clone()
         params.extra_args = {**(params.extra_args or {}), **metadata.as_extra_args()}
         return replace(request, sampling_params=params)
+
+    def with_trace(self, request: EngineCoreRequest, headers: TraceHeaders) -> EngineCoreRequest:
+        return replace(request, trace_headers=headers)
+
+    def take_trace(self, request: EngineCoreRequest) -> TraceHeaders | None:
+        headers, request.trace_headers = request.trace_headers, None
+        return headers
 
     def unread_tokens(self, request: EngineCoreRequest, replica_id: str) -> int:
         params = request.sampling_params

@@ -120,6 +120,8 @@ class RoutedEngineCore(EngineCoreClient):
             raise _as_answer(InputError(f"it asks for more than {context.max_engine_requests} answers"), context)
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
         context.timings.append(timing)
+        if context.trace is not None:
+            context.trace.follow(timing, self._served_name(request))
         try:
             self._refuse_unsupported(request)
             if self._logprobs is not None:
@@ -141,6 +143,10 @@ class RoutedEngineCore(EngineCoreClient):
             await self.cancel_requests_async([request.request_id])
             _refuse_late(context)
 
+    def _served_name(self, request: EngineCoreRequest) -> str:
+        """Of the model, or of its adapter that the request asks for."""
+        return str(request.lora_request.lora_name) if request.lora_request else self._model
+
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if self._unsupported is not None and (names := self._unsupported(request)):
             raise InputError(f"the engine of {self._model} does not support {', '.join(names)}")
@@ -156,7 +162,7 @@ class RoutedEngineCore(EngineCoreClient):
         return Question(
             prompt=asked.prompt,
             system_prompt=asked.system_prompt,
-            model=request.lora_request.lora_name if request.lora_request else self._model,
+            model=self._served_name(request),
             slo_class=context.slo_class,
             key=context.tenant.name if context.tenant else "",
             hinted_tokens=context.expected_tokens,

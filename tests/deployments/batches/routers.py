@@ -9,6 +9,7 @@ from typing import Any
 from deployments.batches.results import Reply
 from policies.batches.in_flight import Load
 from policies.errors import ReplicaLostError
+from router.trail import TraceHeaders
 
 COMPLETIONS = "/v1/completions"
 
@@ -25,14 +26,16 @@ class Routers:
         self._answer, self._pause_s, self.load = answer, pause_s, load or Load(slots=64)
         self.asked: Counter[str] = Counter()
         self.keys: list[str | None] = []
+        self.traces: list[TraceHeaders | None] = []
         self.in_flight, self.most_in_flight, self.are_away = 0, 0, False
 
-    async def answer(self, key: str | None, endpoint: str, body: bytes) -> Reply:
+    async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
         if self.are_away:
             raise ReplicaLostError("no router")
         prompt = json.loads(body)["prompt"]
         self.asked[prompt] += 1
         self.keys.append(key)
+        self.traces.append(trace)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -20,8 +20,10 @@ from deployments.batches.runner import Runner
 from deployments.batches.state import ENDED, Batches, BatchRecord
 from deployments.batches.storage import Storage
 from deployments.config.application import BatchesSection
+from deployments.process.spans import Tracing
 from policies.batches.in_flight import Load
 from tests.deployments.batches.routers import COMPLETIONS, Routers, answer, line, lines
+from tests.otlp_receiver import receiving
 from tests.waiting import until
 
 SECTION = BatchesSection(segment_s=0.02)
@@ -73,8 +75,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Folder, routers: Routers, section: BatchesSection = SECTION) -> AsyncIterator[Runner]:
-    runner = Runner(section, folder.storage, routers)
+async def running(
+    folder: Folder, routers: Routers, section: BatchesSection = SECTION, tracing: Tracing | None = None
+) -> AsyncIterator[Runner]:
+    runner = Runner(section, folder.storage, routers, tracing)
     runner.start()
     try:
         yield runner
@@ -100,6 +104,32 @@ async def test_a_batch_is_answered_line_by_line(folder: Folder) -> None:
     output = folder.output(record)
     assert ids(output) == IDS
     assert {each["response"]["body"]["text"] for each in output} == {each[::-1] for each in IDS}
+
+
+async def test_each_line_is_a_span_under_which_routers_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(prompt: str) -> Reply:
+        return Reply(400, b"{}") if prompt == "001" else answer(prompt)
+
+    record, routers = folder.batch(lines(IDS[:3])), Routers(answers)
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.target)
+        tracing = Tracing.by_otlp("batches", "grpc")
+        async with running(folder, routers, tracing=tracing):
+            await folder.ends(record)
+        await tracing.close()
+        found = sorted(receiver.named("batch line"), key=lambda span: span.attributes["sluice.batch_line"])
+    assert [span.attributes for span in found] == [
+        {
+            "sluice.batch": record.id,
+            "sluice.batch_line": number,
+            "gen_ai.request.model": "m",
+            "http.response.status_code": status,
+            **({} if status == 200 else {"error.type": "400"}),
+        }
+        for number, status in ((1, 200), (2, 400), (3, 200))
+    ]
+    told = {trace["traceparent"].split("-")[1] for trace in routers.traces if trace is not None}
+    assert told == {span.trace_id for span in found} and len(told) == 3
 
 
 async def test_what_a_model_refuses_stands_in_the_errors_with_its_status(folder: Folder) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from policies.errors import AdmissionError, ConfigError, SluiceError, StateStore
 from router.metrics import RouterMetrics
 from router.timing import current
 from tests.deployments.bodies import free
+from tests.otlp_receiver import receiving
 from tests.waiting import PATIENCE_S
 
 ASKED = Request({"type": "http", "method": "GET", "path": "/metrics", "headers": []})
@@ -282,14 +283,22 @@ class Completes(Reconfigured):
 
 @pytest.fixture
 async def with_batches(router: Any, tmp_path: Path) -> Any:
+    async with begun_with_batches(router, tmp_path) as begun:
+        yield begun
+
+
+@asynccontextmanager
+async def begun_with_batches(router: Any, tmp_path: Path) -> Any:
     section = BatchesSection(folder=str(tmp_path))
     router._config = router._config.model_copy(update={"batches": section})
     router._api_keys = json.dumps([{"name": "team", "sha256": digest("key")}])
     router._front_ends, router._batch_runner = [Completes()], Runner()
     app = await router.__serve_build_asgi_app__()
     await router.reconfigure(None, rank=None)
-    yield router, app
-    await Router.__del__(router)
+    try:
+        yield router, app
+    finally:
+        await Router.__del__(router)
 
 
 async def test_a_request_of_a_batch_goes_under_its_class_in_the_name_of_its_key(with_batches: Any) -> None:
@@ -297,6 +306,19 @@ async def test_a_request_of_a_batch_goes_under_its_class_in_the_name_of_its_key(
     reply = await router.answer_of_batch("team", "/v1/completions", b'{"prompt": "x"}')
     assert reply.status == 200
     assert json.loads(reply.body) == {"key": "team", "class": "offline", "asked": {"prompt": "x"}}
+
+
+async def test_a_request_of_a_batch_goes_on_in_the_trace_of_its_line(
+    router: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, line = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.target)
+        async with begun_with_batches(router, tmp_path) as (made, _):
+            of_line = {"traceparent": f"00-{trace}-{line}-01"}
+            assert (await made.answer_of_batch("team", "/v1/completions", b"{}", of_line)).status == 200
+        span = receiver.one("POST /v1/completions")  # its end waits for what is not sent yet
+    assert (span.trace_id, span.parent, span.attributes["sluice.class"]) == (trace, line, "offline")
 
 
 async def test_a_request_of_a_batch_whose_key_was_removed_is_refused(with_batches: Any) -> None:

@@ -342,6 +342,20 @@ def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashe
     assert salts[0] == "" and len(set(salts)) == len(asked)
 
 
+def test_a_trace_goes_with_a_request_also_once_that_is_resumed_and_ends_before_the_engine() -> None:
+    from deployments.engines.vllm.codec import VllmCodec
+
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    codec, request = VllmCodec(), request_with()
+    traced = codec.with_trace(request, headers)
+    assert codec.resumable(traced)
+    for sent in (traced, codec.recover(traced, [4]).request):
+        came = codec.decode_request(codec.encode_request(sent))
+        assert codec.take_trace(came) == headers
+        assert came.trace_headers is None
+    assert codec.take_trace(codec.decode_request(codec.encode_request(request))) is None
+
+
 def test_an_engine_says_with_the_first_output_what_it_had_cached() -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats

@@ -1,0 +1,90 @@
+"""What is noted of a traced request on its way, on the router's clock. Spans are made of it once it is over.
+
+Few requests are traced, so nothing is noted for each token, and a request without a trail pays for one comparison.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from router.state_store import Ticket
+
+TraceHeaders = Mapping[str, str]
+"""W3C's `traceparent` and `tracestate`."""
+
+
+@dataclass(slots=True)
+class Stay:
+    """A request's time on one replica.
+
+    Attributes:
+        sent_tokens: what its client had of the answer before.
+        first_s: its first output came from there.
+        way: how it went on elsewhere: requeued, resumed or replayed; None where it did not.
+    """
+
+    replica_id: str
+    sent_s: float
+    sent_tokens: int
+    first_s: float | None = None
+    left_s: float | None = None
+    way: str | None = None
+
+
+@dataclass(slots=True)
+class HandOver:
+    """Its prompt was to be read by a prefill replica.
+
+    Attributes:
+        trail: of the request for that.
+        ended_s: the KV cache could be fetched, or nobody waited for it any more.
+        fell_back: why its decode replica read the prompt all the same.
+    """
+
+    began_s: float
+    trail: "Trail"
+    ended_s: float | None = None
+    fell_back: str | None = None
+
+
+@dataclass(slots=True)
+class Trail:
+    """One engine request. Times are None until it happened.
+
+    Attributes:
+        headers: what its replicas go on with.
+        ticket: the first that was written for it, at classified_s.
+        queued_s: when that went into the queue.
+        stays: in order; bounded by how often a request may be moved and recalled.
+    """
+
+    headers: TraceHeaders
+    ticket: Ticket | None = None
+    prompt_tokens: int = 0
+    max_output_tokens: int | None = None
+    classified_s: float | None = None
+    queued_s: float | None = None
+    hand_over: HandOver | None = None
+    stays: list[Stay] = field(default_factory=list)
+
+    def classified(self, ticket: Ticket, prompt_tokens: int, max_output_tokens: int | None, now_s: float) -> None:
+        self.ticket, self.classified_s = ticket, now_s
+        self.prompt_tokens, self.max_output_tokens = prompt_tokens, max_output_tokens
+
+    def queued(self, now_s: float) -> None:
+        """The first time counts: a request that goes on elsewhere is queued again."""
+        if self.queued_s is None:
+            self.queued_s = now_s
+
+    def sent(self, replica_id: str, sent_tokens: int, now_s: float) -> Stay:
+        self.stays.append(stay := Stay(replica_id, now_s, sent_tokens))
+        return stay
+
+    def left(self, now_s: float) -> None:
+        """The replica that it is on, if it is on one."""
+        if self.stays and self.stays[-1].left_s is None:
+            self.stays[-1].left_s = now_s
+
+    def goes_on(self, way: str) -> None:
+        """Elsewhere, or there again."""
+        if self.stays and self.stays[-1].way is None:
+            self.stays[-1].way = way

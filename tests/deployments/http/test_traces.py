@@ -1,0 +1,331 @@
+"""Traces of whole requests, from HTTP to replicas and back: real relays, TCP, Redis and a real receiver of OTLP. Only
+the engines have no model, and the application is a small one."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from deployments.engines.traces import ReplicaTraces
+from deployments.http.keys import KeyRing, digest
+from deployments.http.middleware import SluiceMiddleware
+from deployments.http.promises import Promises
+from deployments.http.traces import MOST_FOLLOWED, HttpTraces
+from deployments.process.spans import Tracing
+from policies.router.promise import Promise
+from router.state_store import Ticket
+from router.timing import HttpContext, RequestTiming, current
+from router.trail import HandOver, Trail
+from tests.deployments.bodies import free, request_bodies
+from tests.otlp_receiver import Received, Receiver, receiving
+from tests.router.test_routed_client import TARGETS_S, Answer, FrontEnd, Replica, Service, request
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+PATH = "/v1/chat/completions"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+PROMISES = Promises({name: Promise(ttft_s=ttft_s) for name, ttft_s in TARGETS_S.items()}, "standard")
+KEYS = f'[{{"name": "team", "sha256": "{digest("a secret")}"}}]'
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with receiving() as made:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.target)
+        yield made
+
+
+class Application:
+    """Router and replicas, each with traces of its own as in processes of their own; `client` asks over HTTP."""
+
+    def __init__(self, service: Service, keys: str | None) -> None:
+        self.service, self.tracing = service, Tracing.by_otlp("router", "grpc")
+        self.engines = Tracing.by_otlp("engine", "grpc")
+        self.front_end: FrontEnd
+        self.answers: list[Answer] = []
+        made = SluiceMiddleware(
+            Starlette(routes=[Route(PATH, self._complete, methods=["POST"]), Route("/v1/files/{id}", _show)]),
+            bodies=request_bodies(),
+            promises=PROMISES,
+            keys=KeyRing(file=None, environment=keys, client=None, application="app", classes=TARGETS_S),
+            charge=free,
+            traces=HttpTraces(self.tracing),
+        )
+        self.app = made
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://sluice")
+
+    async def replica(self) -> Replica:
+        replica_id = f"r{len(self.service.replicas)}"
+        return await self.service.replica(traces=ReplicaTraces(self.engines, replica_id))
+
+    async def _complete(self, asked: Request) -> JSONResponse:
+        """As vLLM's front end does it, for as many answers as are asked for."""
+        body, context = await asked.json(), _context()
+        context.abort = lambda ids: self.front_end.client.cancel(ids, "cancelled")
+        mine = [await self._submit(context, body["max_tokens"]) for _ in range(body.get("n", 1))]
+        await until(lambda: all(answer.outcome is not None for answer in mine))
+        return JSONResponse({"tokens": [answer.tokens for answer in mine]})
+
+    async def _submit(self, context: HttpContext, max_tokens: int) -> Answer:
+        timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
+        context.timings.append(timing)
+        assert context.trace is not None
+        context.trace.follow(timing, "demo")
+        new = request(max_tokens)
+        timing.request_id = new.request_id
+        answer = await self.front_end.ask(new, context.slo_class, context.tenant, timing)
+        self.answers.append(answer)
+        return answer
+
+    async def ask(self, **headers: str) -> httpx.Response:
+        return await self.client.post(PATH, json={"max_tokens": 20}, headers={**TRACED, **headers})
+
+    async def flush(self) -> None:
+        """All that has ended has been received then."""
+        await self.tracing.close()
+        await self.engines.close()
+
+
+def _context() -> HttpContext:
+    found = current.get()
+    assert found is not None
+    return found
+
+
+async def _show(asked: Request) -> JSONResponse:
+    return JSONResponse({})
+
+
+@pytest.fixture
+async def application(redis_url: str, receiver: Receiver) -> AsyncIterator[Application]:
+    service = Service(redis_url)
+    made = Application(service, None)
+    made.front_end = await service.front_end()
+    yield made
+    await made.client.aclose()
+    await service.close()
+    await made.flush()
+
+
+def shape(receiver: Receiver, span: Received) -> dict[str, object]:
+    """Names of the spans below it, in order of their begin; those of the replicas, which may overlap others, last."""
+    children = sorted(receiver.children(span), key=lambda each: each.name == "replica")
+    return {f"{number} {each.name}": shape(receiver, each) for number, each in enumerate(children)}
+
+
+STAY = {"0 prefill": {}, "1 decode": {}}
+
+
+async def test_a_request_is_one_trace_from_its_client_to_the_replica(
+    application: Application, receiver: Receiver
+) -> None:
+    await application.replica()
+    assert (await application.ask(**{"X-Request-Id": "mine"})).status_code == 200
+    await application.service.is_empty()
+    await application.flush()
+    assert {span.trace_id for span in receiver.spans} == {TRACE}
+    server, chat = receiver.one(f"POST {PATH}"), receiver.one("chat demo")
+    assert (server.parent, server.kind) == (PARENT, "server")
+    assert shape(receiver, server) == {
+        "0 chat demo": {"0 classify": {}, "1 queue": {}, "2 engine": STAY, "3 replica": STAY}
+    }
+    assert server.attributes == {
+        "http.request.method": "POST",
+        "http.route": PATH,
+        "http.response.status_code": 200,
+        "sluice.request_id": "mine",
+        "sluice.class": "standard",
+        "sluice.engine_requests": 1,
+    }
+    (answer,) = application.answers
+    timing = answer.timing
+    assert timing.first_token_s is not None
+    assert chat.attributes == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 20,
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 20,
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.server.time_to_first_token": timing.first_token_s - timing.received_s,
+        "sluice.outcome": "length",
+        "sluice.engine_request_id": timing.request_id,
+        "sluice.resumed": 0,
+        "sluice.promised_ttft_s": 1.0,
+        "sluice.class": "standard",
+        "sluice.bin": 0,
+        "sluice.replica": "r0",
+        "sluice.late": False,
+    }
+    replica = receiver.one("replica")
+    assert (replica.kind, replica.resource["sluice.part"]) == ("server", "engine")
+    assert replica.attributes["sluice.finish"] == "length"
+    for span in receiver.spans:
+        assert server.began_s <= span.began_s <= span.ended_s
+    assert chat.ended_s <= server.ended_s
+
+
+async def test_a_request_that_lost_its_replica_goes_on_in_the_same_trace(
+    application: Application, receiver: Receiver
+) -> None:
+    lost = await application.replica()
+    asking = asyncio.create_task(application.ask())
+    await until(lambda: bool(application.answers) and len(application.answers[0].tokens) >= 3)
+    lost.engine.pause()
+    await application.replica()
+    await lost.die()
+    assert (await asking).status_code == 200
+    sent = application.answers[0].timing.trail
+    assert sent is not None
+    await application.flush()
+    server = receiver.one(f"POST {PATH}")
+    assert shape(receiver, server) == {
+        "0 chat demo": {
+            "0 classify": {},
+            "1 queue": {},
+            "2 engine": STAY,
+            "3 resume": {},
+            "4 engine": STAY,
+            "5 replica": STAY,
+            "6 replica": STAY,
+        }
+    }
+    first, second = receiver.named("engine")
+    resume = receiver.one("resume")
+    sent_tokens = sent.stays[1].sent_tokens
+    assert sent_tokens >= 3
+    assert first.attributes == {"sluice.replica": "r0", "sluice.sent_tokens": 0, "error.type": "replica_left"}
+    assert second.attributes == {"sluice.replica": "r1", "sluice.sent_tokens": sent_tokens}
+    assert (first.is_error, second.is_error) == (True, False)
+    assert resume.attributes == {
+        "sluice.way": "resumed",
+        "sluice.lost_replica": "r0",
+        "sluice.replica": "r1",
+        "sluice.sent_tokens": sent_tokens,
+    }
+    assert (first.ended_s, resume.ended_s) == (resume.began_s, second.began_s)
+    assert receiver.one("chat demo").attributes["sluice.resumed"] == 1
+    assert {span.attributes["sluice.finish"] for span in receiver.named("replica")} == {"stopped", "length"}
+
+
+async def test_every_answer_of_a_request_is_followed_up_to_a_bound(
+    application: Application, receiver: Receiver
+) -> None:
+    await application.replica()
+    body = {"max_tokens": 2, "n": MOST_FOLLOWED + 8}
+    assert (await application.client.post(PATH, json=body, headers=TRACED)).status_code == 200
+    await application.flush()
+    assert len(receiver.named("chat demo")) == MOST_FOLLOWED
+    assert receiver.one(f"POST {PATH}").attributes["sluice.engine_requests"] == MOST_FOLLOWED + 8
+
+
+async def test_a_request_whose_client_says_that_it_is_not_sampled_leaves_nothing(
+    application: Application, receiver: Receiver
+) -> None:
+    unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    assert (await application.client.get("/v1/files/x", headers=unsampled)).status_code == 200
+    await application.flush()
+    assert not receiver.spans
+
+
+async def test_what_a_path_holds_of_its_client_is_not_in_the_route_and_probes_are_not_traced(
+    application: Application, receiver: Receiver
+) -> None:
+    for path in ("/v1/files/file-17", "/nowhere", "/health", "/sluice/status"):
+        await application.client.get(path)
+    await application.flush()
+    found = {span.name: span.attributes["http.response.status_code"] for span in receiver.spans}
+    assert found == {"GET /v1/files/{id}": 200, "GET": 404}
+
+
+async def test_no_span_holds_a_secret_or_a_text(redis_url: str, receiver: Receiver) -> None:
+    service = Service(redis_url)
+    application = Application(service, KEYS)
+    application.front_end = await service.front_end()
+    await application.replica()
+    await application.app._keys.use_classes(TARGETS_S)
+    body = {"max_tokens": 5, "messages": "a text"}
+    headers = {**TRACED, "Authorization": "Bearer a secret"}
+    assert (await application.client.post(PATH, json=body, headers=headers)).status_code == 200
+    assert (await application.client.post(PATH, json=body, headers=TRACED)).status_code == 401
+    await application.client.aclose()
+    await service.close()
+    await application.flush()
+    refused, served = sorted(receiver.named("POST") + receiver.named(f"POST {PATH}"), key=lambda span: span.name)
+    assert (served.attributes["sluice.key"], refused.attributes["http.response.status_code"]) == ("team", 401)
+    assert "secret" not in str(receiver.spans) and "a text" not in str(receiver.spans)
+
+
+def follow(tracing: Tracing, note: Callable[[RequestTiming, Trail], None]) -> None:
+    """A trace of one engine request, of which `note` says what became of it."""
+    scope = {"type": "http", "method": "POST", "path": PATH}
+    trace = HttpTraces(tracing).begin(scope, PATH, TRACED, 100.0)
+    assert trace is not None
+    context = HttpContext(100.0, "standard", trace=trace)
+    timing = RequestTiming(received_s=100.0, submitted_s=101.0)
+    context.timings.append(timing)
+    trace.follow(timing, "demo")
+    assert timing.trail is not None
+    note(timing, timing.trail)
+    trace.end(context, 200, 110.0)
+
+
+async def test_a_hand_over_shows_the_replica_that_read_the_prompt(receiver: Receiver) -> None:
+    def note(timing: RequestTiming, trail: Trail) -> None:
+        elsewhere = Trail(trail.headers, queued_s=101.5)
+        elsewhere.sent("p0", 0, 102.0).first_s = 103.0
+        elsewhere.left(103.0)
+        trail.hand_over = HandOver(101.25, elsewhere, ended_s=103.5)
+        trail.queued(104.0)
+        trail.sent("d0", 0, 105.0).first_s = 106.0
+        trail.left(108.0)
+        timing.outcome = "stop"
+
+    tracing = Tracing.by_otlp("router", "grpc")
+    follow(tracing, note)
+    await tracing.close()
+    chat, handing = receiver.one("chat demo"), receiver.one("hand-over")
+    elsewhere = {"0 queue": {}, "1 engine": STAY}
+    assert shape(receiver, chat) == {"0 hand-over": elsewhere, "1 queue": {}, "2 engine": STAY}
+    assert [engine.attributes["sluice.replica"] for engine in receiver.named("engine")] == ["p0", "d0"]
+    assert (handing.ended_s - handing.began_s, chat.ended_s - chat.began_s) == pytest.approx((2.25, 7.0), abs=1e-5)
+
+
+async def test_a_request_that_never_was_sent_shows_its_wait_and_its_error(receiver: Receiver) -> None:
+    def note(timing: RequestTiming, trail: Trail) -> None:
+        trail.queued(102.0)
+        timing.outcome = "error"
+
+    tracing = Tracing.by_otlp("router", "grpc")
+    follow(tracing, note)
+    await tracing.close()
+    chat, queue = receiver.one("chat demo"), receiver.one("queue")
+    assert (chat.is_error, chat.attributes["error.type"]) == (True, "error")
+    assert "gen_ai.response.finish_reasons" not in chat.attributes
+    assert queue.ended_s == chat.ended_s == receiver.one("POST").ended_s
+
+
+async def test_a_request_that_was_late_when_it_was_sent_says_so(receiver: Receiver) -> None:
+    def note(timing: RequestTiming, trail: Trail) -> None:
+        timing.promise, timing.outcome = Promise(ttft_s=4.0), "length"
+        ticket = Ticket(request_id="a", bin_index=3, deadline_key=0.0, work_s=1.0, router_id="r", slo_class="fast")
+        trail.classified(ticket, 7, None, 101.5)
+        trail.queued(102.0)
+        trail.sent("r0", 0, 104.5)
+        trail.left(109.0)
+
+    tracing = Tracing.by_otlp("router", "grpc")
+    follow(tracing, note)
+    await tracing.close()
+    waited = {"sluice.class": "fast", "sluice.bin": 3, "sluice.replica": "r0", "sluice.late": True}
+    assert receiver.one("queue").attributes == waited
+    assert waited.items() <= receiver.one("chat demo").attributes.items()
