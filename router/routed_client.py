@@ -471,7 +471,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry is None or entry.connection is None:
             return False
         connection = entry.connection
-        self._unplace(entry)
+        self._unplace(entry, "stalled")
         self._background.spawn(self._recall(entry, connection), "restart")
         return True
 
@@ -641,7 +641,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if (connection := self._connections.get(replica_id)) is not None:
             self._send(entry, connection)
         else:  # no move: it was not on board, and a replica can stay out of reach for longer than any number of tries
-            self._unplace(entry)
+            self._unplace(entry, "lost")
             await self._queue_again(entry)
 
     def _is_placed(self, entry: Entry[RequestT], replica_id: str) -> bool:
@@ -759,7 +759,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def _take_back(self, entry: Entry[RequestT]) -> bool:
         """Off a lost replica, ready to be queued again; False when it has been moved too often, and fails."""
-        self._unplace(entry)
+        self._unplace(entry, "lost")
         entry.moves += 1
         if entry.moves > self._config.max_moves:
             self._fail(entry, f"it lost {entry.moves} replicas")
@@ -767,11 +767,11 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._metrics.recovered.labels(self._recover(entry)).inc()
         return True
 
-    def _unplace(self, entry: Entry[RequestT]) -> None:
+    def _unplace(self, entry: Entry[RequestT], because: str) -> None:
         if entry.connection is not None:  # else it has waited all along
             entry.waiting_since_s = self._clock.now()
             if entry.timing.trail is not None:
-                entry.timing.trail.left(entry.waiting_since_s)
+                entry.timing.trail.left(entry.waiting_since_s, because)
         entry.connection = entry.replica_id = entry.encoded = entry.stay = None
         entry.queueing = True
 
@@ -781,7 +781,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if entry is None or entry.replica_id is None or self._local.in_use:
             return
         connection = entry.connection
-        self._unplace(entry)
+        self._unplace(entry, "recalled")
         entry.recalls += 1
         self._metrics.recalled.labels(entry.slo_class).inc()
         self._recover(entry)

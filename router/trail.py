@@ -19,7 +19,9 @@ class Stay:
     Attributes:
         sent_tokens: what its client had of the answer before.
         first_s: its first output came from there.
-        way: how it went on elsewhere: requeued, resumed or replayed; None where it did not.
+        because: why it went on elsewhere: the replica was lost, the request recalled, or its KV cache stalled on the
+            way; None where it did not.
+        way: how it did: requeued, resumed or replayed.
     """
 
     replica_id: str
@@ -27,6 +29,7 @@ class Stay:
     sent_tokens: int
     first_s: float | None = None
     left_s: float | None = None
+    because: str | None = None
     way: str | None = None
 
 
@@ -79,12 +82,11 @@ class Trail:
         self.stays.append(stay := Stay(replica_id, now_s, sent_tokens))
         return stay
 
-    def left(self, now_s: float) -> None:
-        """The replica that it is on, if it is on one."""
+    def left(self, now_s: float, because: str | None = None) -> None:
+        """The replica that it is on, if it is on one. With a reason it goes on elsewhere, or there again."""
         if self.stays and self.stays[-1].left_s is None:
-            self.stays[-1].left_s = now_s
+            self.stays[-1].left_s, self.stays[-1].because = now_s, because
 
     def goes_on(self, way: str) -> None:
-        """Elsewhere, or there again."""
         if self.stays and self.stays[-1].way is None:
             self.stays[-1].way = way

@@ -12,7 +12,9 @@ from typing import Any
 
 from bench.rig.null_engine import NullBatch, NullCodec, NullEngine, NullRequest
 from deployments.engines.relay import Relay, RelayConfig
+from deployments.http.traces import HttpTraces
 from deployments.process.parent import die_with_parent
+from deployments.process.tracing import started_tracing
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
@@ -24,7 +26,7 @@ from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import ReplicaInfo
-from router.timing import RequestTiming
+from router.timing import HttpContext, RequestTiming
 
 Measurement = Callable[["RigRouter"], Awaitable[Any]]
 STEP_TIMES = StepTimes(
@@ -34,8 +36,15 @@ STEP_TIMES = StepTimes(
 )
 
 
+PATH = "/v1/completions"
+SCOPE = {"type": "http", "method": "POST", "path": PATH}
+
+
 class RigRouter:
-    """A routed client with a reader that wakes whoever waits for an answer."""
+    """A routed client with a reader that wakes whoever waits for an answer.
+
+    Where the environment asks for traces, each request has what HTTP does for its trace besides.
+    """
 
     def __init__(self, url: str, namespace: str) -> None:
         self.store = RedisStateStore(connect(url), namespace)
@@ -51,6 +60,8 @@ class RigRouter:
             metrics=metrics,
             config=RoutedClientConfig(),
         )
+        self._tracing = started_tracing("router")
+        self._traces = None if self._tracing is None else HttpTraces(self._tracing)
         self._stamps: dict[str, list[float]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
 
@@ -62,6 +73,8 @@ class RigRouter:
         self._reader.cancel()
         await self.client.close()
         await self.store.close()
+        if self._tracing is not None:
+            await self._tracing.close()
 
     async def _read(self) -> None:
         while True:
@@ -72,26 +85,34 @@ class RigRouter:
                 if output.finish_reason is not None:
                     self._ended.pop(output.request_id).set_result(None)
 
-    async def submit(self, max_tokens: int) -> str:
+    async def submit(self, max_tokens: int, timing: RequestTiming | None = None) -> str:
         """Queue one request; returns its id."""
         request = NullRequest(secrets.token_hex(8), 100, max_tokens)
-        now_s = time.monotonic()
         self._stamps[request.request_id] = [time.perf_counter()]
         self._ended[request.request_id] = asyncio.get_running_loop().create_future()
-        timing = RequestTiming(received_s=now_s, submitted_s=now_s)
-        await self.client.submit(request, slo_class="standard", timing=timing)
+        await self.client.submit(request, slo_class="standard", timing=timing or _timing(time.monotonic()))
         return request.request_id
 
     async def ask(self, max_tokens: int) -> list[float]:
         """The times of its submission and of every token."""
-        request_id = await self.submit(max_tokens)
+        timing = _timing(now_s := time.monotonic())
+        trace = None if self._traces is None else self._traces.begin(SCOPE, PATH, {}, now_s)
+        if trace is not None:
+            trace.follow(timing, "null")
+        request_id = await self.submit(max_tokens, timing)
         await self._ended[request_id]
+        if trace is not None:
+            trace.end(HttpContext(now_s, "standard", timings=[timing]), 200, time.monotonic())
         return self._stamps.pop(request_id)
 
     async def forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             del self._stamps[request_id], self._ended[request_id]
         await self.client.cancel(request_ids, "cancelled")
+
+
+def _timing(now_s: float) -> RequestTiming:
+    return RequestTiming(received_s=now_s, submitted_s=now_s)
 
 
 def _classifier(metrics: RouterMetrics) -> Classifier:

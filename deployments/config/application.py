@@ -727,7 +727,7 @@ _OF_VLLMS_SERVER = {
 
 # What vLLM's front end does by statistics that are off here, or by a queue of its own.
 _NOT_IN_ROUTERS = {
-    "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: Server-Timing and /metrics tell the times",
+    "--otlp-traces-endpoint": "needs vLLM's own statistics, which are off: OTEL_EXPORTER_OTLP_ENDPOINT traces",
     "--collect-detailed-traces": "needs --otlp-traces-endpoint, which routers do not have",
     "--enable-per-request-metrics": "needs vLLM's own statistics, which are off: Server-Timing tells the times",
     "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and when_late of classes",

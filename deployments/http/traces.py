@@ -8,7 +8,7 @@
             engine                       its time there, as the router sees it
                 prefill, decode          until the first output, and after it
             replica                      the same as the replica sees it, see `deployments.engines.traces`
-            resume                       from a lost replica to the next, which has `engine` again
+            resume                       from a replica that was lost to the next, which has `engine` again
 
 No text of a prompt or an answer is in them, and of an API key only its name.
 """
@@ -26,7 +26,7 @@ from router.trail import HandOver, Stay, Trail
 if TYPE_CHECKING:
     from deployments.process.spans import Attributes, OpenSpan, Tracing
 
-MOST_FOLLOWED = 32  # engine requests of one HTTP request
+MOST_FOLLOWED = 16  # engine requests of one HTTP request
 TRACE_HEADERS = ("traceparent", "tracestate")
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -113,7 +113,7 @@ class HttpTrace:
             "gen_ai.server.time_to_first_token": None if first_s is None else first_s - timing.received_s,
             "sluice.outcome": outcome,
             "sluice.engine_request_id": timing.request_id,
-            "sluice.resumed": sum(stay.way is not None for stay in trail.stays),
+            "sluice.resumed": sum(stay.because is not None for stay in trail.stays),
             "sluice.promised_ttft_s": timing.promise.ttft_s,
             "sluice.promised_tpot_s": timing.promise.tpot_s,
             "sluice.predicted_output_tokens": None if ticket is None else ticket.predicted_output_tokens,
@@ -133,7 +133,7 @@ def _add_stages(span: "OpenSpan", timing: RequestTiming, trail: Trail, ended_s: 
         _add_queue(span, timing, trail, ended_s)
     for stay, following in zip_longest(trail.stays, trail.stays[1:]):
         _add_stay(span, stay, ended_s)
-        if stay.way is not None:
+        if stay.because is not None:
             _add_resume(span, stay, following, ended_s)
 
 
@@ -163,14 +163,15 @@ def _add_stay(span: "OpenSpan", stay: Stay, ended_s: float) -> None:
     engine.add("prefill", stay.sent_s, left_s if stay.first_s is None else stay.first_s)
     if stay.first_s is not None:
         engine.add("decode", stay.first_s, left_s)
-    engine.end(left_s, error=None if stay.way is None else "replica_left")
+    engine.end(left_s, error="replica_lost" if stay.because == "lost" else None)
 
 
 def _add_resume(span: "OpenSpan", stay: Stay, following: Stay | None, ended_s: float) -> None:
     left_s = ended_s if stay.left_s is None else stay.left_s
     attributes: Attributes = {
+        "sluice.because": stay.because,
         "sluice.way": stay.way,
-        "sluice.lost_replica": stay.replica_id,
+        "sluice.left_replica": stay.replica_id,
         "sluice.replica": following.replica_id if following else None,
         "sluice.sent_tokens": following.sent_tokens if following else None,
     }

@@ -342,6 +342,7 @@ class RoutedAsyncLLM(AsyncLLM):
                 params = await _with_grammar(params, self._grammars)
         if (context := current.get()) is not None:
             context.abort = self._abort_internal
+        settings.pop("trace_headers", None)  # of which vLLM would say that tracing is disabled: it is ours that goes on
         return await super().add_request(request_id, prompt, params, *others, **settings)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:

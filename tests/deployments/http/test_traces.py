@@ -203,12 +203,13 @@ async def test_a_request_that_lost_its_replica_goes_on_in_the_same_trace(
     resume = receiver.one("resume")
     sent_tokens = sent.stays[1].sent_tokens
     assert sent_tokens >= 3
-    assert first.attributes == {"sluice.replica": "r0", "sluice.sent_tokens": 0, "error.type": "replica_left"}
+    assert first.attributes == {"sluice.replica": "r0", "sluice.sent_tokens": 0, "error.type": "replica_lost"}
     assert second.attributes == {"sluice.replica": "r1", "sluice.sent_tokens": sent_tokens}
     assert (first.is_error, second.is_error) == (True, False)
     assert resume.attributes == {
+        "sluice.because": "lost",
         "sluice.way": "resumed",
-        "sluice.lost_replica": "r0",
+        "sluice.left_replica": "r0",
         "sluice.replica": "r1",
         "sluice.sent_tokens": sent_tokens,
     }
