@@ -40,6 +40,7 @@ from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, RoutedClientConfig
 from router.state_store import Assignment, ReplicaInfo, Snapshot
 from router.timing import RequestTiming
+from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
 from tests.gate import Gate
 from tests.router.test_key_metrics import counts as page_counts
@@ -846,6 +847,23 @@ async def test_offline_work_gives_its_slot_to_urgent_work_at_once_and_goes_on_wh
     hurry(replica)
     await service.finish([*urgent, *offline])
     assert one.count("requests_recalled_total", slo_class="offline") == 2
+
+
+async def test_of_a_traced_request_is_noted_that_it_was_recalled_and_where_it_went_on(service: Service) -> None:
+    replica, front_end = await service.replica(slots=1, step_s=0.02), await service.front_end()
+    now_s = MonotonicClock().now()
+    trail = Trail({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+    timing = RequestTiming(received_s=now_s, submitted_s=now_s, trail=trail)
+    offline = await front_end.ask(request(600), "offline", timing=timing)
+    await until(lambda: bool(offline.tokens))
+    (urgent,) = await front_end.ask_many(1)
+    await until(lambda: urgent.outcome is not None)
+    hurry(replica)
+    await service.finish([urgent, offline])
+    first, second = trail.stays
+    assert (first.because, first.way, second.because, second.way) == ("recalled", "resumed", None, None)
+    assert first.first_s is not None and second.first_s is not None and second.sent_tokens > 0
+    assert first.left_s is not None and first.sent_s <= first.first_s <= first.left_s <= second.sent_s <= second.first_s
 
 
 async def test_urgent_work_that_finds_a_free_slot_disturbs_nobody(service: Service) -> None:
