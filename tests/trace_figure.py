@@ -40,6 +40,13 @@ def label(depth: int, span: Received) -> str:
     return f"{'   ' * depth}{span.name}{where}"
 
 
+def described(span: Received) -> str:
+    """How long, and of one that went on what its client had."""
+    seconds = span.ended_s - span.began_s
+    time = f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    return f"{time}, {span.attributes['sluice.sent_tokens']} tokens sent" if span.name == "resume" else time
+
+
 def draw(spans: Sequence[Received], path: Path) -> None:
     tree = rows(spans)
     start_s, end_s = tree[0][1].began_s, max(span.ended_s for _, span in tree)
@@ -48,7 +55,12 @@ def draw(spans: Sequence[Received], path: Path) -> None:
     for row, (_, span) in enumerate(tree):
         # What is shorter than a pixel would not be seen.
         seconds = max(span.ended_s - span.began_s, (end_s - start_s) / 400)
-        axes.barh(row, seconds, left=span.began_s - start_s, color=COLOURS.get(span.name, OTHER), height=0.7)
+        began_s = span.began_s - start_s
+        axes.barh(row, seconds, left=began_s, color=COLOURS.get(span.name, OTHER), height=0.7)
+        is_long = 2 * seconds > end_s - start_s
+        at_s = began_s + (0.5 * seconds if is_long else seconds + (end_s - start_s) / 100)
+        colour, side = ("white", "center") if is_long else ("black", "left")
+        axes.text(at_s, row, described(span), va="center", ha=side, color=colour, fontsize=8)
     axes.set_yticks(range(len(tree)), [label(depth, span) for depth, span in tree], fontsize=8, ha="left")
     axes.tick_params(axis="y", pad=185, length=0)
     axes.invert_yaxis()

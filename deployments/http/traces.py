@@ -94,7 +94,8 @@ class HttpTrace:
             return None
         route = self._path
         for name, value in self._scope.get("path_params", {}).items():
-            route = route.replace(str(value), f"{{{name}}}")
+            if value:  # a rest of a path may be empty
+                route = route.replace(str(value), f"{{{name}}}")
         return route
 
     def _end_request(self, span: "OpenSpan", timing: RequestTiming, model: str, now_s: float) -> None:
