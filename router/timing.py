@@ -23,7 +23,7 @@ class RequestTiming:
     promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
     was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
-    of it afterwards, None where it was refused.
+    of it afterwards, None where it was refused. trail is None where it is not traced.
     """
 
     received_s: float
@@ -56,10 +56,6 @@ class RequestTiming:
 class Trace(Protocol):
     """The trace that an HTTP request is a part of."""
 
-    @property
-    def trace_id(self) -> str:
-        """In hexadecimal."""
-
     def follow(self, timing: RequestTiming, model: str) -> None:
         """One of its engine requests from now on, if there are not too many."""
 
@@ -73,8 +69,8 @@ class HttpContext:
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
     not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
     engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
-    what another one would bring. `model` is that of the last one, "" before. `trace` is None where it is not traced;
-    `trace_id` is its id, else that of its client's trace.
+    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace, or of
+    the one that began here. `trace` is None where it is not traced.
     """
 
     received_s: float

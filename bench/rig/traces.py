@@ -1,15 +1,18 @@
 """python -m bench.rig.traces: what traces cost a router, without a model and without vLLM's front end.
 
-A router's CPU per token without traces, with one request in a hundred and with all of them, one after another in each
-repeat. Printed are the medians, and of those with traces the ratios to those without in the same repeat. The receiver
-is a process of its own, which takes everything and looks at nothing.
+First what a request costs on the event loop, where none is sampled and where all are: the least of many rounds, which
+is what a busy machine disturbs least. Then a router's CPU per token without traces, with one request in a hundred and
+with all of them, one after another in each repeat: the medians, and the ratios to those without in the same repeat. The
+receiver is a process of its own, which takes everything and looks at nothing.
 """
 
 import argparse
+import asyncio
 import contextlib
 import multiprocessing
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,16 +23,23 @@ from tqdm import tqdm
 
 from bench.rig.__main__ import replica
 from bench.rig.measurements import added_time
-from bench.rig.processes import in_routers
+from bench.rig.processes import PATH, SCOPE, in_routers
 from bench.summary import Spread
+from deployments.http.traces import HttpTraces
 from deployments.process.environment import free_port
 from deployments.process.parent import die_with_parent
+from deployments.process.spans import Tracing
 from deployments.serving.embedded_redis import EmbeddedRedis
+from router.state_store import Ticket
+from router.timing import HttpContext, RequestTiming
 
 RATIOS = (None, 0.01, 1.0)  # of requests that are traced; None is without traces
 EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"
 FIGURE = "router CPU us per token"
 TTFT_S, INTERVAL_S = 0.05, 0.02
+ROUNDS, REQUESTS = 20, 200
+TICKET = Ticket(request_id="a", bin_index=3, deadline_key=0.0, work_s=1.0, router_id="r")
+HEADERS = {"host": "localhost", "authorization": "Bearer a", "content-type": "application/json"}
 
 
 def receive(told: Connection) -> None:
@@ -67,6 +77,36 @@ def environment(endpoint: str, ratio: float | None) -> dict[str, str]:
     }
 
 
+def request_cost_us(endpoint: str, ratio: float) -> float:
+    """CPU of the thread that serves; what sends spans is another."""
+    os.environ.update(environment(endpoint, ratio))
+    tracing = Tracing.by_otlp("router", "grpc")
+    traces, costs = HttpTraces(tracing), []
+    for _ in range(ROUNDS):
+        began_s = time.thread_time()
+        for _ in range(REQUESTS):
+            _trace_one(traces)
+        costs.append((time.thread_time() - began_s) / REQUESTS * 1e6)
+    asyncio.run(tracing.close())
+    return min(costs)
+
+
+def _trace_one(traces: HttpTraces) -> None:
+    """A request with one answer, which one replica gives."""
+    now_s = time.monotonic()
+    trace = traces.begin(SCOPE, PATH, HEADERS, now_s)
+    if trace is None:
+        return
+    timing = RequestTiming(received_s=now_s, submitted_s=now_s, first_token_s=now_s, outcome="stop")
+    trace.follow(timing, "null")
+    assert timing.trail is not None
+    timing.trail.classified(TICKET, 100, 128, now_s)
+    timing.trail.queued(now_s)
+    timing.trail.sent("r0", 0, now_s).first_s = now_s
+    timing.trail.left(now_s)
+    trace.end(HttpContext(now_s, "standard", timings=[timing]), 200, now_s)
+
+
 def measured(redis_url: str, endpoint: str, ratio: float | None, streams: int, tokens: int) -> float:
     os.environ.update(environment(endpoint, ratio))
     namespace = secrets.token_hex(4)
@@ -86,6 +126,8 @@ def main() -> None:
     found: dict[float | None, list[float]] = {ratio: [] for ratio in RATIOS}
     try:
         with receiver() as endpoint:
+            for share in (0.0, 1.0):
+                print(f"a request, {share:.0%} sampled: {request_cost_us(endpoint, share):.3g} us", flush=True)
             for repeat in tqdm(range(options.repeats)):
                 for ratio in RATIOS if repeat % 2 == 0 else reversed(RATIOS):
                     cost = measured(redis.url, endpoint, ratio, options.streams, options.tokens)
