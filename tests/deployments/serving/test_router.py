@@ -93,11 +93,12 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
     async def scale() -> str:
         return "Scaled to 1 data parallel engines"
 
-    async def start(client: object, resources: object) -> FastAPI:
+    async def start(client: object, resources: object, background: object) -> FastAPI:
         return app
 
+    metrics = RouterMetrics()
     router._front_ends = [
-        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free)
+        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free, metrics=metrics)
     ]
     served = await router.__serve_build_asgi_app__()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
@@ -109,14 +110,14 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
 async def test_a_router_told_to_leave_while_it_waits_for_engines_opens_nothing_more(router: Any) -> None:
     waits, opened = asyncio.Event(), []
 
-    async def start(client: object, resources: AsyncExitStack) -> FastAPI:
+    async def start(client: object, resources: AsyncExitStack, background: object) -> FastAPI:
         resources.callback(opened.append, "and closed")
         waits.set()
         await asyncio.sleep(0.2)
         opened.append("a connection that nobody closes")
         return vllms()
 
-    router._front_ends = [SimpleNamespace(start=start, names=("m",))]
+    router._front_ends = [SimpleNamespace(start=start, names=("m",), metrics=RouterMetrics())]
     starting = asyncio.create_task(router.__serve_build_asgi_app__())
     await waits.wait()
     await Router.__del__(router)
@@ -144,7 +145,7 @@ class Reconfigured(FrontEnd):
         self.told, self.metrics = told, RouterMetrics()
         self.in_force: list[AppConfig] = []
 
-    async def start(self, client: object, resources: object) -> FastAPI:
+    async def start(self, client: object, resources: object, background: object) -> FastAPI:
         return vllms()
 
     async def told_user_config(self) -> dict[str, Any] | None:
@@ -261,7 +262,7 @@ class Runner:
 class Completes(Reconfigured):
     """Answers completions with the key and class that they came under."""
 
-    async def start(self, client: object, resources: object) -> FastAPI:
+    async def start(self, client: object, resources: object, background: object) -> FastAPI:
         app = vllms()
 
         @app.post("/v1/completions")
