@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from deployments.responses.store import LEASE_S, Encoded, Place, ResponseStore
-from policies.errors import StateStoreError
+from policies.errors import SluiceError, StateStoreError
 from router.background import BackgroundTasks
 from router.clock import Clock
 from router.timing import HttpContext, current
@@ -112,10 +112,10 @@ class BackgroundResponses:
             await asyncio.sleep(BEAT_S)
 
     async def _fail(self, place: Place, making: _Making, error: Exception) -> None:
-        """Raises an error that is none of a client's, nor of an engine that was lost."""
-        refusal = making.context.refusal
-        await self.store.fail(place, str(refusal) if refusal else "the response could not be made: ask again")
-        if refusal is None:
+        """Raises an error that is not one of ours, of which its client is told no more than that."""
+        known = making.context.refusal or (error if isinstance(error, SluiceError) else None)
+        await self.store.fail(place, str(known) if known else "the response could not be made: ask again")
+        if known is None:
             raise error
 
     async def _beat(self) -> None:

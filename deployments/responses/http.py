@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.middleware import error_response, route_path
-from deployments.responses.store import ID, Place, ResponseStore, Stored
+from deployments.responses.store import Place, ResponseStore, Stored
 from policies.errors import StateStoreError
 from router.timing import current
 
@@ -61,12 +61,12 @@ class ResponsesApi:
         return await _answer(request, stored)
 
     async def _found(self, request: Request, call: Callable[[ResponseStore, Place], Awaitable[Any]]) -> Any:
-        """None where it cannot be there."""
-        response_id, context = request.path_params["id"], current.get()
-        if self._store is None or ID.fullmatch(response_id) is None:
+        """None where nothing is stored."""
+        if self._store is None:
             return None
+        context = current.get()
         tenant = context.tenant if context is not None else None
-        return await call(self._store, Place.of_key(tenant.name if tenant else None, response_id))
+        return await call(self._store, Place.of_key(tenant.name if tenant else None, request.path_params["id"]))
 
 
 async def _answer(request: Request, stored: Stored | None) -> Response:

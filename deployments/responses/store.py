@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis.asyncio as redis
+from prometheus_client import Counter
 
 from deployments.batches.files import NOBODY, owner_of
 from deployments.config.application import ResponsesSection
@@ -40,6 +41,11 @@ class Place(NamedTuple):
     def of_key(cls, key: str | None, response_id: str) -> "Place":
         """Of an API key by its name; None without one."""
         return cls(owner_of(key), response_id)
+
+    @property
+    def may_be(self) -> bool:
+        """Its id looks like one."""
+        return ID.fullmatch(self.response_id) is not None
 
     @property
     def member(self) -> str:
@@ -81,17 +87,17 @@ class Usage(NamedTuple):
 class ResponseStore:
     """Every call raises StateStoreError where Redis is away."""
 
-    def __init__(self, client: "redis.Redis", application: str, section: ResponsesSection, clock: Clock) -> None:
-        self._redis, self._clock, self._away_until_s = client, clock, 0.0
+    def __init__(
+        self, client: "redis.Redis", application: str, section: ResponsesSection, clock: Clock, unstored: Counter
+    ) -> None:
+        """Args:
+        unstored: counts what could not be stored, by why.
+        """
+        self._redis, self._clock, self._away_until_s, self._unstored = client, clock, 0.0, unstored
         self._prefix = f"{{sluice:{application}}}:responses:{VERSION}"
         self._keep_ms = int(section.keep_s * 1000)
         self._most, self._of_key = section.max_stored_bytes, section.max_key_share
         self._scripts = scripts_in(client, _LUA)
-
-    @property
-    def seems_away(self) -> bool:
-        """Redis did not answer a moment ago."""
-        return self._clock.now() < self._away_until_s
 
     def max_bytes(self, owner: str) -> int:
         """That one owner may fill: without a key nothing tells one client from another."""
@@ -101,10 +107,26 @@ class ResponseStore:
         """Before what would be made in vain."""
         await self._guarded(self._redis.ping)
 
-    async def keep(self, place: Place, encoded: Encoded) -> None:
-        """A response that has ended. Raises NoRoomError."""
-        if not await self._run("keep", place.member, *self._sized(encoded), *self._bounds(place)):
-            raise NoRoomError(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
+    def no_room(self, why: str) -> NoRoomError:
+        """To be raised: it is counted."""
+        self._unstored.labels("room").inc()
+        return NoRoomError(why)
+
+    async def keep(self, place: Place, encoded: Encoded, *, tries: bool = True) -> None:
+        """A response that has ended. Raises NoRoomError.
+
+        Args:
+            tries: also where Redis did not answer a moment ago.
+        """
+        try:
+            if not tries and self._clock.now() < self._away_until_s:
+                raise StateStoreError("Redis did not answer a moment ago")
+            kept = await self._run("keep", place.member, *self._sized(encoded), *self._bounds(place))
+        except StateStoreError:
+            self._unstored.labels("redis").inc()
+            raise
+        if not kept:
+            raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
 
     async def begin(self, place: Place, queued: Encoded) -> None:
         """A response that this router makes in the background: a lease on it, for LEASE_S from each `beat`.
@@ -118,7 +140,7 @@ class ResponseStore:
         if told == b"exists":
             raise TakenError(f"there is a response {place.response_id} already")
         if told == b"room":
-            raise NoRoomError("there is no room to store another response (responses.max_stored_bytes)")
+            raise self.no_room("there is no room to store another response (responses.max_stored_bytes)")
 
     async def beat(self, statuses: Mapping[Place, str]) -> set[Place]:
         """A sign of life for these, and what they have come to. Those that are not to be made any longer."""
@@ -127,8 +149,9 @@ class ResponseStore:
         return {place for place in statuses if place.member in unwanted}
 
     async def complete(self, place: Place, encoded: Encoded) -> None:
-        """One that was begun, unless nobody wants it any more."""
-        await self._run("complete", place.member, *self._sized(encoded), *self._bounds(place))
+        """One that was begun, unless nobody wants it any more. Raises NoRoomError: its client has been told."""
+        if await self._run("complete", place.member, *self._sized(encoded), *self._bounds(place)) == b"room":
+            raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
 
     async def fail(self, place: Place, why: str) -> None:
         """One that was begun, unless nobody wants it any more."""
@@ -136,15 +159,15 @@ class ResponseStore:
 
     async def get(self, place: Place, *, with_messages: bool = False) -> Stored | None:
         """None where the owner has none by this id."""
-        return _stored(await self._run("get", place.member, int(with_messages)))
+        return _stored(await self._run("get", place.member, int(with_messages))) if place.may_be else None
 
     async def cancel(self, place: Place) -> Stored | None:
         """As `get` afterwards: only what is being made in the background is cancelled, by its router's next beat."""
-        return _stored(await self._run("cancel", place.member))
+        return _stored(await self._run("cancel", place.member)) if place.may_be else None
 
     async def delete(self, place: Place) -> bool:
         """Whether there was one."""
-        return bool(await self._run("delete", place.member))
+        return place.may_be and bool(await self._run("delete", place.member))
 
     async def usage(self) -> Usage:
         return Usage(*await self._run("usage"))

@@ -134,8 +134,7 @@ class FrontEnd:
         log_causes(app)
         kept: KeptResponses | None = None
         if background is not None:
-            unstored = self.metrics.responses_unstored
-            kept = KeptResponses(background=background, max_bytes=self._max_body_bytes(), unstored=unstored)
+            kept = KeptResponses(background=background, max_bytes=self._max_body_bytes())
         with stored_responses(kept):
             await init_app_state(self._llm, app.state, args, tasks)
         vllm_logs_as_json()

@@ -126,7 +126,8 @@ class Router:
         section = self._config.responses
         if not section.store:
             return None
-        store = ResponseStore(self._redis, self._config.name, section, MonotonicClock())
+        unstored = self._front_ends[0].metrics.responses_unstored
+        store = ResponseStore(self._redis, self._config.name, section, MonotonicClock(), unstored)
         return BackgroundResponses(store, self._counted_tasks(), MonotonicClock())
 
     def _counted_tasks(self) -> BackgroundTasks:

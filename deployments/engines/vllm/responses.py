@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 from openai_harmony import Message
-from prometheus_client import Counter
+from pydantic import BaseModel
 from pydantic_core import to_json
 from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
@@ -46,13 +46,11 @@ class KeptResponses:
 
     Attributes:
         background: makes those for which nobody waits, and has the store of all.
-        max_bytes: of one with its conversation; a request that brought as much would be refused.
-        unstored: counts those that could not be stored, by why.
+        max_bytes: of one with its conversation; a request that brought more would be refused.
     """
 
     background: BackgroundResponses
     max_bytes: int
-    unstored: Counter
 
     @property
     def store(self) -> ResponseStore:
@@ -149,7 +147,7 @@ class StoredResponses(OpenAIServingResponses):
 
     def _begun(self, request: ResponsesRequest, raw_request: Any) -> _Turn:
         """Raises _RefusedError for what needs a store that is not there."""
-        store_asked = bool(request.store) and "store" in request.model_fields_set
+        store_asked = bool(request.store) and _says(request, "store")
         if raw_request is not None and TENANT in raw_request.scope:
             return self._of_batch(request)
         if self._kept is None:
@@ -164,11 +162,11 @@ class StoredResponses(OpenAIServingResponses):
         if request.background and request.stream:
             raise _bad("stream", "stream: a response in the background is not streamed, ask for it until it has ended")
         is_asked = store_asked or bool(request.background)
-        has_id = ID.fullmatch(request.request_id) is not None
-        if is_asked and not has_id:
+        place = Place.of_key(_key(), request.request_id)
+        if is_asked and not place.may_be:
             raise _bad("request_id", f"request_id of a stored response must match {ID.pattern}, or be left out")
-        place = Place.of_key(_key(), request.request_id) if request.store and has_id else None
-        turn = _Turn(place, is_asked, _body_bytes(raw_request))
+        stores = request.store and place.may_be
+        turn = _Turn(place if stores else None, is_asked, _body_bytes(raw_request))
         if request.background:
             turn.generation = asyncio.get_running_loop().create_future()
         return turn
@@ -217,14 +215,11 @@ class StoredResponses(OpenAIServingResponses):
     async def _stored(self, turn: _Turn, response: ResponsesResponse) -> ResponsesResponse:
         """The response, which says whether it is stored. It is not withheld where that fails in the end."""
         assert self._kept is not None and turn.place is not None
-        response.store = True
+        _note_store(response, True)
         try:
-            if self._kept.store.seems_away and not turn.is_asked:
-                raise StateStoreError("Redis did not answer a moment ago")
-            await self._kept.store.keep(turn.place, await self._encoded(turn, response))
+            await self._kept.store.keep(turn.place, await self._encoded(turn, response), tries=turn.is_asked)
         except (NoRoomError, StateStoreError) as error:
-            response.store = False
-            self._kept.unstored.labels("room" if isinstance(error, NoRoomError) else "redis").inc()
+            _note_store(response, False)
             if turn.is_asked:
                 logger.warning("%s is not stored: %s", turn.place.response_id, error)
         return response
@@ -242,7 +237,8 @@ class StoredResponses(OpenAIServingResponses):
         size = turn.size + _BYTES_PER_TOKEN * (response.usage.output_tokens if response.usage else 0)
         encoded: Encoded = await _by_size(size, _encoded, response, turn.messages)
         if encoded.size > self._kept.max_bytes:
-            raise NoRoomError(f"the conversation exceeds {self._kept.max_bytes} bytes (router.max_body_bytes)")
+            why = f"the conversation exceeds {self._kept.max_bytes} bytes (router.max_body_bytes)"
+            raise self._kept.store.no_room(why)
         return encoded
 
     async def _run_background_request(self, request: ResponsesRequest, *generation: Any) -> None:
@@ -258,17 +254,14 @@ class StoredResponses(OpenAIServingResponses):
         context = current.get()
         assert context is not None, "the middleware sets it"
         detached = context.detached()
-        queued.store = True
+        _note_store(queued, True)
         make = partial(self._made, turn, request, await turn.generation)
         first = Encoded(await _by_size(turn.size, _response_json, queued))
         try:
             await self._kept.background.start(place, first, detached, make)
         except TakenError as error:
             raise _bad("request_id", str(error)) from error
-        except NoRoomError as error:
-            self._kept.unstored.labels("room").inc()
-            raise _unavailable("background", error) from error
-        except StateStoreError as error:
+        except (NoRoomError, StateStoreError) as error:
             raise _unavailable("background", error) from error
         finally:
             context.refused = detached.refused
@@ -278,7 +271,7 @@ class StoredResponses(OpenAIServingResponses):
         response = await self.responses_full_generator(request, *generation)
         if isinstance(response, ErrorResponse):  # so vLLM says that its task was cancelled
             raise asyncio.CancelledError
-        response.store = True
+        _note_store(response, True)
         return await self._encoded(turn, response)
 
 
@@ -301,9 +294,18 @@ async def _by_size(size: int, call: Callable[..., Any], *args: Any) -> Any:
     return call(*args) if size < IN_A_THREAD_BYTES else await asyncio.to_thread(call, *args)
 
 
-def _response_json(response: ResponsesResponse) -> bytes:
-    text: str = response.model_dump_json(by_alias=True)
-    return text.encode()
+def _says(request: BaseModel, name: str) -> bool:
+    """The client has set it: it is not there by default."""
+    return name in request.model_fields_set
+
+
+def _note_store(response: Any, is_stored: bool) -> None:
+    """OpenAI's responses have this field; vLLM's take it as one that they do not know."""
+    response.store = is_stored
+
+
+def _response_json(response: BaseModel) -> bytes:
+    return response.model_dump_json(by_alias=True).encode()
 
 
 def _encoded(response: ResponsesResponse, messages: list[Any]) -> Encoded:

@@ -7,7 +7,7 @@ import pytest
 from deployments.process.environment import free_port
 from deployments.responses.store import RECORD_BYTES, NoRoomError, Place, ResponseStore, TakenError, Usage
 from policies.errors import StateStoreError
-from tests.deployments.responses.stores import MINE, YOURS, encoded, end_lease, stores
+from tests.deployments.responses.stores import MINE, YOURS, encoded, end_lease, stores, unstored
 from tests.waiting import until_async
 
 ONE = encoded().size
@@ -159,16 +159,18 @@ async def test_one_that_is_being_made_gives_way_to_none(redis_url: str, namespac
         await store.begin(others[0], encoded("queued"))
         with pytest.raises(NoRoomError, match="no room"):
             await store.begin(others[1], encoded("queued"))
-        await store.complete(MINE, encoded(size=RECORD_BYTES))
+        with pytest.raises(NoRoomError):
+            await store.complete(MINE, encoded(size=RECORD_BYTES))
+        assert unstored(store, "room") == 2
         stored = await store.get(MINE)
         assert stored is not None
         assert (stored.status, "room" in stored.error) == ("failed", True)
 
 
-async def test_a_redis_that_is_away_is_said_so_and_remembered_for_a_moment(namespace: str) -> None:
+async def test_a_redis_that_is_away_is_said_so_and_not_tried_for_a_moment_unasked(namespace: str) -> None:
     async with stores(f"redis://127.0.0.1:{free_port()}/0", namespace) as make:
         store = make()
-        assert not store.seems_away
-        with pytest.raises(StateStoreError):
-            await store.check()
-        assert store.seems_away
+        for tries, why in ((False, "Redis: "), (False, "a moment ago"), (True, "Redis: ")):
+            with pytest.raises(StateStoreError, match=why):
+                await store.keep(MINE, encoded(), tries=tries)
+        assert unstored(store, "redis") == 3

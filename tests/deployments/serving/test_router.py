@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from deployments.batches.metrics import BatchMetrics
-from deployments.config.application import AppConfig, BatchesSection
+from deployments.config.application import AppConfig, BatchesSection, ResponsesSection
 from deployments.http.keys import digest
 from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
@@ -105,6 +105,24 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
         response = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
     assert response.status_code == 501
     assert "engine.replicas" in response.json()["error"]["message"]
+
+
+async def test_a_router_that_stores_no_responses_tells_none(router: Any) -> None:
+    router._config = AppConfig(model="m", responses=ResponsesSection(store=False))
+    given: list[object] = []
+
+    async def start(client: object, resources: object, background: object) -> FastAPI:
+        given.append(background)
+        return vllms()
+
+    router._front_ends = [
+        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free)
+    ]
+    served = await router.__serve_build_asgi_app__()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+        asked = [await client.get("/v1/responses/resp_1"), await client.delete("/v1/responses/resp_1")]
+    assert [(each.status_code, each.json()["error"]["param"]) for each in asked] == [(404, "response_id")] * 2
+    assert given == [None]
 
 
 async def test_a_router_told_to_leave_while_it_waits_for_engines_opens_nothing_more(router: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prometheus_client import Counter
 
 from deployments import app
 from deployments.config.application import DEMO_ARGS, DEMO_MODEL
@@ -27,10 +26,9 @@ from policies.router.promise import NO_PROMISE
 from router.admission import Tenant
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
-from router.metrics import RouterMetrics
 from tests.deployments.bodies import free, request_bodies
 from tests.deployments.engines.vllm.routed import ROOM, Routed
-from tests.deployments.responses.stores import end_lease, stores
+from tests.deployments.responses.stores import end_lease, stores, unstored
 from tests.waiting import until, until_async
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -67,7 +65,6 @@ class OneRouter:
     background: BackgroundResponses
     store: ResponseStore
     failures: list[str]
-    unstored: Counter
 
     def client(self, key: str = "me") -> openai.AsyncOpenAI:
         transport = httpx.ASGITransport(self.served)
@@ -86,12 +83,11 @@ async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MA
     from deployments.engines.vllm.responses import KeptResponses, stored_responses
 
     failures: list[str] = []
-    unstored = RouterMetrics().responses_unstored
     kept = background = None
     if store is not None:
         background = BackgroundResponses(store, BackgroundTasks(failures.append), MonotonicClock())
         background.keep_alive()
-        kept = KeptResponses(background=background, max_bytes=max_bytes, unstored=unstored)
+        kept = KeptResponses(background=background, max_bytes=max_bytes)
     made = build_app(llm.args, ("generate",), llm.engine.model_config)
     with stored_responses(kept):
         await init_app_state(llm.engine, made.state, llm.args, ("generate",))
@@ -105,7 +101,7 @@ async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MA
         keys=keys,
         charge=free,
     )
-    return OneRouter(served, background, store, failures, unstored)  # type: ignore[arg-type]
+    return OneRouter(served, background, store, failures)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -358,7 +354,7 @@ async def test_a_conversation_that_no_request_may_bring_is_not_stored_and_says_s
         answer = await router.client().responses.create(model=MODEL, input="a " * 500)
         assert answer.to_dict()["store"] is False
         assert (await router.store.usage()).responses == 0
-        assert router.unstored.labels("room")._value.get() == 1
+        assert unstored(router.store, "room") == 1
         await router.background.close()
 
 
@@ -379,7 +375,7 @@ async def test_without_redis_plain_responses_go_on_and_what_needs_it_says_so(
                 await call("resp_1")
             assert caught.value.status_code == 503
         assert len(routed.asked) == 1
-        assert router.unstored.labels("redis")._value.get() == 1
+        assert unstored(router.store, "redis") == 1
         await router.background.close()
 
 
