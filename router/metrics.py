@@ -240,6 +240,11 @@ class RouterMetrics:
         self.block_gaps = self._counter(
             "cached_block_gaps", "Changes of a prefix cache that were missed, so that it was asked for as a whole."
         )
+        self.responses_unstored = self._counter(
+            "responses_unstored",
+            "Responses that could not be stored: no room for them or their conversation (room), Redis away (redis).",
+            "why",
+        )
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:

@@ -16,6 +16,7 @@ import msgspec
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, RedisError
 
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
@@ -230,6 +231,38 @@ def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
     return Refusal(reason.decode(), float(retry_after_s))
 
 
+async def guarded(client: "redis.Redis", call: Callable[[], Awaitable[Any]], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """What a call of this client brings.
+
+    Raises:
+        StateStoreError: Redis is away, or does not answer in time.
+        StateStoreAccessError: it refuses us.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call()
+    except AWAY as error:
+        # Up to Redis 6.2 the code stands in the words, where a script met it; later ones give it as their own.
+        if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+            await _look_for_the_primary(client)
+        if why := _why_refused(error):
+            raise StateStoreAccessError(why) from None  # its words may name the user
+        raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
+
+
+async def _look_for_the_primary(client: "redis.Redis") -> None:
+    """The old one may live on as a replica, with all its connections: new ones go where the name leads."""
+    with contextlib.suppress(*AWAY):  # of ends that are broken; the next call tells
+        await client.connection_pool.disconnect()
+
+
+def scripts_in(client: "redis.Redis", folder: Path) -> dict[str, AsyncScript]:
+    """The Lua scripts of a folder by their names, each behind its prelude."""
+    prelude = (folder / "prelude.lua").read_text()
+    paths = [path for path in folder.glob("*.lua") if path.stem != "prelude"]
+    return {path.stem: client.register_script(prelude + path.read_text()) for path in paths}
+
+
 class RedisStateStore:
     """Takes the client, does not build it; `namespace` keeps several applications apart in one database.
 
@@ -241,12 +274,7 @@ class RedisStateStore:
         application, *model = namespace.split(":", 1)
         self._application = f"{{sluice:{application}}}"  # the braces keep all of its keys in one slot of a cluster
         self._prefix = ":".join((self._application, *model))
-        prelude = (_LUA / "prelude.lua").read_text()
-        self._scripts = {
-            path.stem: client.register_script(prelude + path.read_text())
-            for path in _LUA.glob("*.lua")
-            if path.stem != "prelude"
-        }
+        self._scripts = scripts_in(client, _LUA)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -255,21 +283,7 @@ class RedisStateStore:
         return await self._guard(lambda: self._scripts[script](keys=[self._prefix, self._application], args=list(args)))
 
     async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await call()
-        except AWAY as error:
-            # Up to Redis 6.2 the code stands in the words, where a script met it; later ones give it as their own.
-            if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
-                await self._look_for_the_primary()
-            if why := _why_refused(error):
-                raise StateStoreAccessError(why) from None  # its words may name the user
-            raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
-
-    async def _look_for_the_primary(self) -> None:
-        """The old one may live on as a replica, with all its connections: new ones go where the name leads."""
-        with contextlib.suppress(*AWAY):  # of ends that are broken; the next call tells
-            await self._redis.connection_pool.disconnect()
+        return await guarded(self._redis, call)
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
         taken, *reply = await self._run("enqueue", *_asked(ticket, limits))

@@ -67,10 +67,10 @@ class HttpContext:
     `promise` is what each of those is promised, `service_tier` what its answer says of that, None where it did not ask
     for one. `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
-    not queue, `queued` that one could; no more than `max_engine_requests` of them may be unfinished. `abort` ends
-    engine requests by their ids, in the front end and on their replicas; `is_over` says that nobody is left to read
-    what another one would bring. `model` is that of the last one, "" before; `trace_id` is of the client's trace, or of
-    the one that began here. `trace` is None where it is not traced.
+    not queue, `queued` that one could, whereupon `on_queued` is called; no more than `max_engine_requests` of them may
+    be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
+    that nobody is left to read what another one would bring. `model` is that of the last one, "" before; `trace_id` is
+    of the client's trace, or of the one that began here. `trace` is None where it is not traced.
     """
 
     received_s: float
@@ -80,6 +80,7 @@ class HttpContext:
     service_tier: str | None = None
     refused: Refused | None = None
     queued: bool = False
+    on_queued: Callable[[], None] | None = None
     expected_tokens: int | None = None
     max_engine_requests: int | None = None
     asked: dict[str | None, Asked] = field(default_factory=dict)
@@ -103,6 +104,19 @@ class HttpContext:
         running = [timing.request_id for timing in self.timings if timing.request_id and timing.outcome is None]
         if running and self.abort is not None:
             await self.abort(running)
+
+    def detached(self) -> "HttpContext":
+        """Of the same client's request, for what goes on when its exchange is over."""
+        return HttpContext(
+            self.received_s,
+            self.slo_class,
+            self.tenant,
+            promise=self.promise,
+            expected_tokens=self.expected_tokens,
+            max_engine_requests=self.max_engine_requests,
+            asked=self.asked,
+            request_id=self.request_id,
+        )
 
     @property
     def refusal(self) -> Refused | None:

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from deployments.batches.metrics import BatchMetrics
+from deployments.responses.metrics import exposition as exposition_of_responses
+from deployments.responses.store import Usage
 from deployments.serving import engine_metrics
 from predictor.metrics import PredictorMetrics
 from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
@@ -28,8 +30,8 @@ HEAD = """\
 
 `GET /metrics` of any router has all of them, of all routers and replicas;
 [operate](../guides/operate.md#what-to-alert-on) says which are worth an alert, and [runbook](../guides/runbook.md) what
-to do then. All samples but those of batches have the label `model` besides those below,
-those of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
+to do then. All samples but those of batches and of stored responses have the label `model` besides those below, those
+of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
 With `engine.prefill` those of each router and those that are shared are there a second time for the replicas that only
 read prompts, as `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's
 or the process's.
@@ -82,6 +84,10 @@ def of_split() -> list[Row]:
 
 def of_batches() -> list[Row]:
     return _declared(vars(BatchMetrics()).values())
+
+
+def of_responses() -> list[Row]:
+    return _exposed(exposition_of_responses(Usage(responses=1, stored_bytes=1)))
 
 
 def shared() -> list[Row]:
@@ -149,6 +155,7 @@ def page() -> str:
         "Shared by all routers": shared(),
         "Of each engine replica": of_engines(),
         "Of batches, where there are any": of_batches(),
+        "Of stored responses": of_responses(),
     }
     tables = (line for title, rows in sections.items() for line in [f"\n## {title}\n\n", *_table(rows)])
     return HEAD + "".join(tables)

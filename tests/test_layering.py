@@ -33,7 +33,7 @@ NOT_IN_POLICIES = {
 }
 # Rooms of `deployments/`: each may import itself and those before it.
 ROOMS = (
-    *("process", "config", "http", "batches", "engines", "engines/vllm", "engines/transformers"),
+    *("process", "config", "http", "batches", "responses", "engines", "engines/vllm", "engines/transformers"),
     *("serving", "app", "command"),
 )
 OUTSIDE_ROOMS = {

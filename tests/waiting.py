@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 PATIENCE_S = 60.0  # a bound for waits that are short unless the machine is busy
@@ -28,3 +28,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any
             return result
         assert waited_s < timeout_s, f"not within {timeout_s} s: {what}"
         time.sleep(min(0.5, 0.05 + waited_s / 20))
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]]) -> None:
+    """As `until`, where to look takes a call."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.01)

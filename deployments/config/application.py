@@ -594,6 +594,22 @@ class BatchesSection(Section):
         return self
 
 
+class ResponsesSection(Section):
+    """What `/v1/responses` stores in Redis, so that any router can tell it, go on from it and cancel it."""
+
+    store: bool = True
+    """Whether anything is stored. Where not, requests that need it get 400: `store: true`, `background` and
+    `previous_response_id`."""
+    keep_s: Seconds = 86_400.0
+    """How long a response is kept after its end."""
+    max_stored_bytes: int = Field(default=64 << 20, ge=1)
+    """Of all stored responses, each with its whole conversation; for another the oldest go. It must fit what memory
+    Redis has besides its queue."""
+    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    """Of `max_stored_bytes`, how much one API key may fill before its own oldest go. Requests without a key have it
+    all."""
+
+
 class OrderSection(Section):
     """Order of waiting requests: whose first token is due earlier starts earlier."""
 
@@ -970,6 +986,7 @@ class AppConfig(ModelSection):
     logs: LogsSection = LogsSection()
     predictor: PredictorSection = PredictorSection()
     batches: BatchesSection = BatchesSection()
+    responses: ResponsesSection = ResponsesSection()
     classes: dict[str, ClassSection] = Field(default_factory=_default_classes)
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: str = "standard"

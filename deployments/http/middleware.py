@@ -72,9 +72,9 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN_PATHS or (path in PAGE_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
-def error_response(status: int, message: str, kind: str) -> JSONResponse:
-    """In the shape of OpenAI's errors."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+def error_response(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
+    """In the shape of OpenAI's errors; `param` is the field that is wrong."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
 
 
 def status_of(error: SluiceError) -> tuple[HTTPStatus, str]:

@@ -19,10 +19,12 @@ from ray.serve.handle import DeploymentHandle
 from deployments.config.application import AppConfig, ClassSection, PrefillSection, least_replicas
 from deployments.config.live import EngineTerms
 from deployments.engines.vllm.grammars import Grammars
+from deployments.http.limits import RequestLimits
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import log_of_vllm
 from deployments.process.stages import note_stage
+from deployments.responses.background import BackgroundResponses
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.in_words import now_in_words
 from deployments.serving.live_settings import LiveSettings
@@ -79,8 +81,13 @@ class FrontEnd:
         self._of_router = {**self._of_model, "router": self.router_id}
         self.metrics = RouterMetrics(labels=self._of_router, process=process)
 
-    async def start(self, client: "redis.Redis", resources: AsyncExitStack) -> FastAPI:
+    async def start(
+        self, client: "redis.Redis", resources: AsyncExitStack, background: BackgroundResponses | None
+    ) -> FastAPI:
         """vLLM's application, once a replica of this model is there.
+
+        Args:
+            background: makes and stores responses; None stores none.
 
         Raises:
             ReplicaLostError: none registers within the time that loading a model may take.
@@ -95,6 +102,7 @@ class FrontEnd:
             from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
             from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
+            from deployments.engines.vllm.responses import KeptResponses, stored_responses
 
         vllm_version = ENGINE_VERSION.removeprefix("vllm-")
         self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
@@ -130,10 +138,24 @@ class FrontEnd:
         args.enable_offline_docs = not args.disable_fastapi_docs
         app: FastAPI = build_app(args, tasks, self._llm.model_config)
         log_causes(app)
-        await init_app_state(self._llm, app.state, args, tasks)
+        kept: KeptResponses | None = None
+        if background is not None:
+            kept = KeptResponses(background=background, max_bytes=self._max_body_bytes())
+        with stored_responses(kept):
+            await init_app_state(self._llm, app.state, args, tasks)
         log_of_vllm()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
+
+    def _max_body_bytes(self) -> int:
+        section = self._config.router
+        limits = RequestLimits.of_context(
+            self.max_model_len,
+            takes_media=self.takes_media,
+            max_body_bytes=section.max_body_bytes,
+            max_engine_requests=section.max_engine_requests,
+        )
+        return limits.max_body_bytes
 
     def adopt(self, user_config: Any, config: AppConfig) -> None:
         """Go by a configuration with other live settings from now on; engines go by it once they are told.

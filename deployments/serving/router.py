@@ -36,6 +36,10 @@ from deployments.http.traces import HttpTraces
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from deployments.process.tracing import started_tracing
+from deployments.responses.background import BackgroundResponses
+from deployments.responses.http import ResponsesApi
+from deployments.responses.metrics import exposition
+from deployments.responses.store import ResponseStore
 from deployments.serving.autoscaling import CpuUse, Stats
 from deployments.serving.batch_runner import RemoteRunner, storage_of
 from deployments.serving.front_end import FrontEnd
@@ -86,6 +90,7 @@ class Router:
         self._user_config: object = None  # in force
         self._refused: str | None = None  # why the last one is not
         self._is_configured = False
+        self._responses: BackgroundResponses | None = None  # once the application is made, where they are stored
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve calls this in the replica, once, after __init__."""
@@ -98,19 +103,23 @@ class Router:
         await check_access(redis_url, ca_certs)
         self._redis = connect(redis_url, ca_certs)
         self._resources.push_async_callback(self._redis.aclose)
+        self._responses = self._stored_responses()
         apps: dict[str, FastAPI] = {}
         for front_end in self._front_ends:
-            app = await front_end.start(self._redis, self._resources)
+            app = await front_end.start(self._redis, self._resources, self._responses)
             apps |= dict.fromkeys(front_end.names, app)
             self._set_routes(app)
             if app.openapi_url:  # it is kept: who asks for it first would stop all streams for two seconds
                 await asyncio.to_thread(app.openapi)
+        if self._responses is not None:
+            self._resources.push_async_callback(self._responses.close)
+            self._responses.keep_alive()
         cors = [_without_cors(app) for app in dict.fromkeys(apps.values())]
         _keep_from_collections()
         self._bodies = RequestBodies(self._limits(self._config), **_of_bodies(self._config))
         self._keys = self._key_ring()
         self._served = SluiceMiddleware(
-            self._with_batches(ModelSwitch(apps) if len(self._front_ends) > 1 else app, apps.values()),
+            self._with_state(ModelSwitch(apps) if len(self._front_ends) > 1 else app, apps.values()),
             bodies=self._bodies,
             promises=_promises(self._config),
             keys=self._keys,
@@ -119,11 +128,28 @@ class Router:
         )
         return CORSMiddleware(self._served, **cors[0])
 
+    def _stored_responses(self) -> BackgroundResponses | None:
+        """None where none are stored."""
+        section = self._config.responses
+        if not section.store:
+            return None
+        unstored = self._front_ends[0].metrics.responses_unstored
+        store = ResponseStore(self._redis, self._config.name, section, MonotonicClock(), unstored)
+        return BackgroundResponses(store, self._counted_tasks(), MonotonicClock())
+
+    def _counted_tasks(self) -> BackgroundTasks:
+        failures = self._front_ends[0].metrics.task_failures
+        return BackgroundTasks(lambda task: failures.labels(task).inc())
+
+    def _with_state(self, app: ASGIApp, apps: Iterable[FastAPI]) -> ASGIApp:
+        """With the routes of what outlives a request."""
+        store = None if self._responses is None else self._responses.store
+        return ResponsesApi(self._with_batches(app, apps), store)
+
     def _with_batches(self, app: ASGIApp, apps: Iterable[FastAPI]) -> ASGIApp:
         if (runner := self._batch_runner) is None:
             return NoBatchApi(app)
-        failures = self._front_ends[0].metrics.task_failures
-        background = BackgroundTasks(lambda task: failures.labels(task).inc())
+        background = self._counted_tasks()
         self._resources.push_async_callback(background.close)
         section = self._config.batches
         served = {path for each in apps for route in each.routes if (path := getattr(route, "path", None))}
@@ -244,8 +270,7 @@ class Router:
         if self._is_configured:
             return
         if self._keys.required:
-            failures = self._front_ends[0].metrics.task_failures
-            background = BackgroundTasks(lambda task: failures.labels(task).inc())
+            background = self._counted_tasks()
             background.repeat(self._keys.reload, RELOAD_S, "keys")
             self._resources.push_async_callback(background.close)
         else:
@@ -261,7 +286,17 @@ class Router:
         """
         of_models = await asyncio.gather(*(front_end.metrics_pages() for front_end in self._front_ends))
         of_batches = [] if self._batch_runner is None else [await self._batch_runner.metrics()]
-        return merge(page for pages in (*of_models, of_batches) for page in pages)
+        of_responses = await self._page_of_responses()
+        return merge(page for pages in (*of_models, of_batches, of_responses) for page in pages)
+
+    async def _page_of_responses(self) -> list[bytes]:
+        """Nothing while Redis is away."""
+        if self._responses is None:
+            return []
+        try:
+            return [exposition(await self._responses.store.usage())]
+        except StateStoreError:
+            return []
 
     async def _status_page(self, request: Request) -> Response:
         """The first model's state, and under `more_models` that of the others."""

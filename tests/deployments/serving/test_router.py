@@ -18,7 +18,7 @@ from starlette.requests import Request
 from deployments.batches.files import owner_of
 from deployments.batches.metrics import BatchMetrics
 from deployments.batches.runner import OpenBatches
-from deployments.config.application import AppConfig, BatchesSection
+from deployments.config.application import AppConfig, BatchesSection, ResponsesSection
 from deployments.http.keys import digest
 from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
@@ -96,11 +96,12 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
     async def scale() -> str:
         return "Scaled to 1 data parallel engines"
 
-    async def start(client: object, resources: object) -> FastAPI:
+    async def start(client: object, resources: object, background: object) -> FastAPI:
         return app
 
+    metrics = RouterMetrics()
     router._front_ends = [
-        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free)
+        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free, metrics=metrics)
     ]
     served = await router.__serve_build_asgi_app__()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
@@ -109,17 +110,35 @@ async def test_no_request_scales_what_a_router_does_not_have(router: Any) -> Non
     assert "engine.replicas" in response.json()["error"]["message"]
 
 
+async def test_a_router_that_stores_no_responses_tells_none(router: Any) -> None:
+    router._config = AppConfig(model="m", responses=ResponsesSection(store=False))
+    given: list[object] = []
+
+    async def start(client: object, resources: object, background: object) -> FastAPI:
+        given.append(background)
+        return vllms()
+
+    router._front_ends = [
+        SimpleNamespace(start=start, names=("m",), max_model_len=2048, takes_media=False, charge=free)
+    ]
+    served = await router.__serve_build_asgi_app__()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+        asked = [await client.get("/v1/responses/resp_1"), await client.delete("/v1/responses/resp_1")]
+    assert [(each.status_code, each.json()["error"]["param"]) for each in asked] == [(404, "response_id")] * 2
+    assert given == [None]
+
+
 async def test_a_router_told_to_leave_while_it_waits_for_engines_opens_nothing_more(router: Any) -> None:
     waits, opened = asyncio.Event(), []
 
-    async def start(client: object, resources: AsyncExitStack) -> FastAPI:
+    async def start(client: object, resources: AsyncExitStack, background: object) -> FastAPI:
         resources.callback(opened.append, "and closed")
         waits.set()
         await asyncio.sleep(0.2)
         opened.append("a connection that nobody closes")
         return vllms()
 
-    router._front_ends = [SimpleNamespace(start=start, names=("m",))]
+    router._front_ends = [SimpleNamespace(start=start, names=("m",), metrics=RouterMetrics())]
     starting = asyncio.create_task(router.__serve_build_asgi_app__())
     await waits.wait()
     await Router.__del__(router)
@@ -147,7 +166,7 @@ class Reconfigured(FrontEnd):
         self.told, self.metrics = told, RouterMetrics()
         self.in_force: list[AppConfig] = []
 
-    async def start(self, client: object, resources: object) -> FastAPI:
+    async def start(self, client: object, resources: object, background: object) -> FastAPI:
         return vllms()
 
     async def told_user_config(self) -> dict[str, Any] | None:
@@ -267,7 +286,7 @@ class Runner:
 class Completes(Reconfigured):
     """Answers completions with the key and class that they came under."""
 
-    async def start(self, client: object, resources: object) -> FastAPI:
+    async def start(self, client: object, resources: object, background: object) -> FastAPI:
         app = vllms()
 
         @app.post("/v1/completions")

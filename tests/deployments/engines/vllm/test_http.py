@@ -25,10 +25,10 @@ from deployments.http.promises import Promises
 from deployments.serving.router import Router
 from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
 from policies.router.promise import NO_PROMISE
-from router.admission import Tenant
 from router.metrics import RouterMetrics
-from router.timing import HttpContext, RequestTiming, current
+from router.timing import HttpContext, current
 from tests.deployments.bodies import free, request_bodies
+from tests.deployments.engines.vllm.routed import ROOM, Routed
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -38,54 +38,6 @@ PAGE = "https://page.example"
 # One that makes vLLM's front end tell its engine of transfers, counts of cached tokens, and a page that may ask.
 OF_THE_OPERATOR = ["--kv-offloading-size", "1", "--enable-prompt-tokens-details", "--allowed-origins", f'["{PAGE}"]']
 MOST_LOGPROBS = 100
-ROOM = {"standard": 4096, "narrow": 50}
-
-
-class Routed:
-    """What it is told to raise, it raises for every request; else it answers with two tokens, or where it stalls with
-    one and never the next."""
-
-    def __init__(self) -> None:
-        self.raises: Exception | None = None
-        self.stalls = False
-        self.running: set[str] = set()
-        self.checks_until_cut_off: int | None = None
-        self.asked: list[Any] = []
-        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
-
-    def check_room(self, slo_class: str, requests: int, timing: RequestTiming, tenant: Tenant | None = None) -> None:
-        timing.key = tenant.name if tenant else ""
-        if self.checks_until_cut_off == 0:
-            timing.outcome = "error"
-            raise StateStoreError("Redis is away")
-        if self.checks_until_cut_off is not None:
-            self.checks_until_cut_off -= 1
-        if requests > ROOM[slo_class]:
-            timing.outcome = "refused"
-            raise AdmissionError("no room", retry_after_s=6.5)
-
-    async def submit(self, request: Any, **_: Any) -> None:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        from vllm.v1.metrics.stats import PrefillStats
-
-        if self.raises is not None:
-            raise self.raises
-        self.asked.append(request)
-        self.running.add(request.request_id)
-        output = EngineCoreOutput(request.request_id, [300], prefill_stats=PrefillStats(num_prompt_tokens=1))
-        if not self.stalls:
-            output.new_token_ids, output.finish_reason = [300, 301], FinishReason.STOP
-            self._end([request.request_id], "stop")
-        await self._outputs.put(EngineCoreOutputs(outputs=[output]))
-
-    async def cancel(self, request_ids: list[str], outcome: str) -> None:
-        self._end(request_ids, outcome)
-
-    def _end(self, request_ids: list[str], outcome: str) -> None:
-        self.running.difference_update(request_ids)
-
-    async def next_outputs(self) -> Any:
-        return await self._outputs.get()
 
 
 class Compiles:
@@ -484,7 +436,7 @@ WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
 async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     """Of a router that serves it under a prefix, to those who have a key."""
 
-    async def start(client: object, resources: object) -> FastAPI:
+    async def start(client: object, resources: object, background: object) -> FastAPI:
         return vllms
 
     monkeypatch.setattr("deployments.serving.router.log_by", lambda settings: None)

@@ -1,0 +1,10 @@
+-- A response that was begun, unless nobody wants it any more. "room" where there is none, of which it then tells.
+local _, member, bytes, response, messages, most, most_of_owner = unpack(ARGV)
+sweep()
+if not is_running(member) then return end
+if not makes_room(member, tonumber(bytes), tonumber(most), tonumber(most_of_owner)) then
+  close(member, "failed", "there is no room to store the response")
+  return "room"
+end
+put(member, tonumber(bytes), "status", "ended", "response", response, "messages", messages)
+finish(member)

@@ -1,0 +1,206 @@
+"""Responses in the Redis that all routers share: JSON, for some time, within a bound of bytes, each with an owner."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import redis.asyncio as redis
+from prometheus_client import Counter
+
+from deployments.batches.files import NOBODY, owner_of
+from deployments.config.application import ResponsesSection
+from policies.errors import SluiceError, StateStoreError
+from router.clock import Clock
+from router.redis_store import guarded, scripts_in
+
+LEASE_S = 20.0  # of a response in the background, from one sign of life of its router to the next: some calls' time
+CALL_TIMEOUT_S = 2.0  # a client waits for its answer meanwhile
+AWAY_S = 5.0  # for which nothing is stored unasked once Redis did not answer
+RECORD_BYTES = 1024  # that Redis needs for a response besides what it says, at most
+ID = re.compile(r"resp_[A-Za-z0-9_-]{1,96}", re.ASCII)
+VERSION = 1  # of the tables: routers of another one do not read them
+_LUA = Path(__file__).with_name("lua")
+
+
+class NoRoomError(SluiceError):
+    """A response does not fit into what may be stored."""
+
+
+class TakenError(SluiceError):
+    """There is a response by this id."""
+
+
+class Place(NamedTuple):
+    """Where a response is: its owner, in letters and digits, and its id."""
+
+    owner: str
+    response_id: str
+
+    @classmethod
+    def of_key(cls, key: str | None, response_id: str) -> "Place":
+        """Of an API key by its name; None without one."""
+        return cls(owner_of(key), response_id)
+
+    @property
+    def may_be(self) -> bool:
+        """Its id looks like one."""
+        return ID.fullmatch(self.response_id) is not None
+
+    @property
+    def member(self) -> str:
+        return f"{self.owner}:{self.response_id}"
+
+
+class Encoded(NamedTuple):
+    """JSON of a response as a client gets it, and of its conversation, with which another may go on."""
+
+    response: bytes
+    messages: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages) + RECORD_BYTES
+
+
+class Stored(NamedTuple):
+    """What is known of a response.
+
+    Attributes:
+        status: ended, where `response` is as it was answered; else what has become of it since.
+        error: why it failed.
+        messages: b"" where they were not asked for.
+    """
+
+    status: str
+    response: bytes
+    error: str
+    is_background: bool
+    messages: bytes = b""
+
+
+class Usage(NamedTuple):
+    responses: int
+    stored_bytes: int
+
+
+class ResponseStore:
+    """Every call raises StateStoreError where Redis is away."""
+
+    def __init__(
+        self, client: "redis.Redis", application: str, section: ResponsesSection, clock: Clock, unstored: Counter
+    ) -> None:
+        """Args:
+        unstored: counts what could not be stored, by why.
+        """
+        self._redis, self._clock, self._away_until_s, self._unstored = client, clock, 0.0, unstored
+        self._prefix = f"{{sluice:{application}}}:responses:{VERSION}"
+        self._keep_ms = int(section.keep_s * 1000)
+        self._most, self._of_key = section.max_stored_bytes, section.max_key_share
+        self._scripts = scripts_in(client, _LUA)
+
+    def max_bytes(self, owner: str) -> int:
+        """That one owner may fill: without a key nothing tells one client from another."""
+        return self._most if owner == NOBODY else int(self._most * self._of_key)
+
+    async def check(self) -> None:
+        """Before what would be made in vain."""
+        await self._guarded(self._redis.ping)
+
+    def no_room(self, why: str) -> NoRoomError:
+        """To be raised: it is counted."""
+        self._unstored.labels("room").inc()
+        return NoRoomError(why)
+
+    async def keep(self, place: Place, encoded: Encoded, *, tries: bool = True) -> None:
+        """A response that has ended. Raises NoRoomError.
+
+        Args:
+            tries: also where Redis did not answer a moment ago.
+        """
+        try:
+            if not tries and self._clock.now() < self._away_until_s:
+                raise StateStoreError("Redis did not answer a moment ago")
+            kept = await self._run("keep", place.member, *self._sized(encoded), *self._bounds(place))
+        except StateStoreError:
+            self._unstored.labels("redis").inc()
+            raise
+        if not kept:
+            raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
+
+    async def begin(self, place: Place, queued: Encoded) -> None:
+        """A response that this router makes in the background: a lease on it, for LEASE_S from each `beat`.
+
+        Raises:
+            TakenError: there is one by this id.
+            NoRoomError: it would not fit.
+        """
+        lease_ms = int(LEASE_S * 1000)
+        told = await self._run("begin", place.member, queued.size, queued.response, lease_ms, *self._bounds(place))
+        if told == b"exists":
+            raise TakenError(f"there is a response {place.response_id} already")
+        if told == b"room":
+            raise self.no_room("there is no room to store another response (responses.max_stored_bytes)")
+
+    async def beat(self, statuses: Mapping[Place, str]) -> set[Place]:
+        """A sign of life for these, and what they have come to. Those that are not to be made any longer."""
+        pairs = [each for place, status in statuses.items() for each in (place.member, status)]
+        unwanted = {member.decode() for member in await self._run("beat", int(LEASE_S * 1000), *pairs)}
+        return {place for place in statuses if place.member in unwanted}
+
+    async def complete(self, place: Place, encoded: Encoded) -> None:
+        """One that was begun, unless nobody wants it any more. Raises NoRoomError: its client has been told."""
+        if await self._run("complete", place.member, *self._sized(encoded), *self._bounds(place)) == b"room":
+            raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
+
+    async def fail(self, place: Place, why: str) -> None:
+        """One that was begun, unless nobody wants it any more."""
+        await self._run("fail", place.member, why)
+
+    async def get(self, place: Place, *, with_messages: bool = False) -> Stored | None:
+        """None where the owner has none by this id."""
+        return _stored(await self._run("get", place.member, int(with_messages))) if place.may_be else None
+
+    async def cancel(self, place: Place) -> Stored | None:
+        """As `get` afterwards: only what is being made in the background is cancelled, by its router's next beat."""
+        return _stored(await self._run("cancel", place.member)) if place.may_be else None
+
+    async def delete(self, place: Place) -> bool:
+        """Whether there was one."""
+        return place.may_be and bool(await self._run("delete", place.member))
+
+    async def usage(self) -> Usage:
+        return Usage(*await self._run("usage"))
+
+    def _sized(self, encoded: Encoded) -> tuple[int, bytes, bytes]:
+        return encoded.size, encoded.response, encoded.messages
+
+    def _bounds(self, place: Place) -> tuple[int, int]:
+        return self._most, self.max_bytes(place.owner)
+
+    async def _run(self, script: str, *args: str | bytes | int) -> Any:
+        call = self._scripts[script]
+        return await self._guarded(lambda: call(keys=[self._prefix], args=[self._keep_ms, *args]))
+
+    async def _guarded(self, call: Any) -> Any:
+        try:
+            reply = await guarded(self._redis, call, CALL_TIMEOUT_S)
+        except StateStoreError:
+            self._away_until_s = self._clock.now() + AWAY_S
+            raise
+        self._away_until_s = 0.0
+        return reply
+
+
+def _stored(found: list[bytes | None]) -> Stored | None:
+    """What get.lua tells."""
+    status, response, error, background, *messages = found
+    if status is None or response is None:
+        return None
+    return Stored(
+        status.decode(),
+        response,
+        (error or b"").decode(),
+        background is not None,
+        (messages[0] or b"") if messages else b"",
+    )
