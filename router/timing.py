@@ -116,6 +116,7 @@ class HttpContext:
             max_engine_requests=self.max_engine_requests,
             asked=self.asked,
             request_id=self.request_id,
+            trace_id=self.trace_id,
         )
 
     @property
