@@ -145,6 +145,45 @@ def capacity_of(kept_at: Callable[[float], float], start: float) -> float:
     return below
 
 
+def full_step_s(url: str, slots: int, on_end: Callable[[], object]) -> float:
+    """The median gap between tokens while all slots decode. Raises: ServerUnusable: nothing was answered."""
+    short = Lengths(tight_prompt=16, loose_prompt=16, answer=FULL_TOKENS)
+    requests = draw_requests(4 * slots, 1e6, short, seed=0)  # all at once
+    outcomes = uvloop.run(run_open_loop(url, first_model(url), requests, TIMEOUT_S, on_end))
+    gaps_s = [gap_s for each in outcomes if each.answer is not None for gap_s in each.answer.itl_s]
+    if not gaps_s:
+        raise ServerUnusable(f"{url} answered nothing: {outcomes[0].error}")
+    return statistics.median(gaps_s)
+
+
+def prompt_reading_s(url: str, lengths: Lengths) -> float:
+    """The median time to the first token of a prompt of mean length, alone. Raises: RequestFailed."""
+    mean = round(lengths.mean_prompt)
+    alone = Lengths(tight_prompt=mean, loose_prompt=mean, answer=2)
+    model = first_model(url)
+
+    async def ask_all() -> list[Answer]:
+        client = ChatClient(url, TIMEOUT_S, TEXT_PATH)
+        answers = [await client.ask(each.body(model)) for each in draw_requests(ALONE, 1.0, alone, seed=3)]
+        client.close()
+        return answers
+
+    return statistics.median(answer.ttft_s for answer in uvloop.run(ask_all()))
+
+
+def targets_of(step_s: float, reading_s: float) -> dict[str, Targets]:
+    """Of each class, by what a full decode step and reading a mean prompt take."""
+    return {
+        slo_class: Targets(ttft_s=IN_READINGS[slo_class] * reading_s, tpot_s=IN_STEPS[slo_class] * step_s)
+        for slo_class in (TIGHT, LOOSE)
+    }
+
+
+def busy_rate(slots: int, lengths: Lengths, step_s: float, reading_s: float) -> float:
+    """Requests a second at which all slots would be busy with reading and decoding."""
+    return slots / (lengths.answer * step_s + slots * reading_s)
+
+
 class Bench:
     """One whole measurement on servers that share this machine."""
 
@@ -165,11 +204,10 @@ class Bench:
     def run(self) -> Measured:
         """Raises: ServerFailed, ServerUnusable, RequestFailed."""
         plain = self._started(self._plain(PLAIN, self._options.first_port))
-        step_s, reading_s = self._full_step_s(plain), self._reading_s(plain)
-        targets = {
-            slo_class: Targets(ttft_s=IN_READINGS[slo_class] * reading_s, tpot_s=IN_STEPS[slo_class] * step_s)
-            for slo_class in (TIGHT, LOOSE)
-        }
+        self._bar.set_description("a full decode step, and reading a prompt")
+        step_s = full_step_s(plain.spec.url, self._options.slots, self._bar.update)
+        reading_s = prompt_reading_s(plain.spec.url, self._lengths)
+        targets = targets_of(step_s, reading_s)
         self._say(f"a full decode step takes {1e3 * step_s:.1f} ms, reading a mean prompt {1e3 * reading_s:.0f} ms")
         capacity = self._options.capacity or self._capacity(plain, targets, step_s, reading_s)
         cap = self._best_cap(capacity, targets)
@@ -211,8 +249,7 @@ class Bench:
         return uvloop.run(run_open_loop(url, first_model(url), requests, TIMEOUT_S, self._bar.update))
 
     def _capacity(self, plain: Server, targets: Mapping[str, Targets], step_s: float, reading_s: float) -> float:
-        """Searched from the rate at which all slots would be busy with reading and decoding."""
-        start = self._options.slots / (self._lengths.answer * step_s + self._options.slots * reading_s)
+        start = busy_rate(self._options.slots, self._lengths, step_s, reading_s)
         found = capacity_of(lambda rate: self._kept_at(plain, rate, targets), start)
         self._say(f"{PLAIN} keeps {KEPT_AT_CAPACITY:.0%} at up to {found:.2f} requests a second")
         return found
@@ -240,35 +277,6 @@ class Bench:
             kept[cap] = Run.of(CAPPED, 1.0, outcomes, targets).in_time
             self._say(f"{spec.name}: {kept[cap]:.3f} in time")
         return max(kept, key=lambda each: kept[each])
-
-    def _full_step_s(self, server: Server) -> float:
-        """The median gap between tokens while all slots decode."""
-        short = Lengths(tight_prompt=16, loose_prompt=16, answer=FULL_TOKENS)
-        self._bar.set_description("a full decode step")
-        requests = draw_requests(4 * self._options.slots, 1e6, short, seed=0)  # all at once
-        outcomes = uvloop.run(
-            run_open_loop(server.spec.url, first_model(server.spec.url), requests, TIMEOUT_S, self._bar.update)
-        )
-        gaps_s = [gap_s for each in outcomes if each.answer is not None for gap_s in each.answer.itl_s]
-        if not gaps_s:
-            raise ServerUnusable(f"{server.spec.name} answered nothing: {outcomes[0].error}")
-        return statistics.median(gaps_s)
-
-    def _reading_s(self, server: Server) -> float:
-        """The median time to the first token of a prompt of mean length, alone."""
-        self._bar.set_description("reading a prompt")
-        mean = round(self._lengths.mean_prompt)
-        lengths = Lengths(tight_prompt=mean, loose_prompt=mean, answer=2)
-        model = first_model(server.spec.url)
-
-        async def ask_all() -> list[Answer]:
-            client = ChatClient(server.spec.url, TIMEOUT_S, TEXT_PATH)
-            requests = draw_requests(ALONE, 1.0, lengths, seed=3)
-            answers = [await client.ask(each.body(model)) for each in requests]
-            client.close()
-            return answers
-
-        return statistics.median(answer.ttft_s for answer in uvloop.run(ask_all()))
 
     def _plain(self, name: str, port: int, *more: str) -> ServerSpec:
         return plain_vllm(name, self._model, port, (*self._arguments, *more))

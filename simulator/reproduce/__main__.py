@@ -7,7 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from policies.errors import SluiceError
-from simulator.reproduce import goodput, paper_000, paper_001, paper_002, paper_003, paper_004, prefixes, what_pays
+from simulator.reproduce import (
+    batches,
+    goodput,
+    paper_000,
+    paper_001,
+    paper_002,
+    paper_003,
+    paper_004,
+    prefixes,
+    what_pays,
+)
 from simulator.reproduce.common import SOURCES, Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
@@ -51,6 +61,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "goodput-features": goodput.leave_out,
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
+    "batches": batches.batches,
 }
 # Repetitions of those that need more than the others, whose requests are all at once or many.
 _RUNS = {"goodput": goodput.RUNS, "goodput-features": goodput.RUNS, "goodput-long-prompts": goodput.RUNS}

@@ -33,6 +33,7 @@ SOURCES = {
     "gsm8k": ("gsm8k_models_train.jsonl.gz", "openai/grade-school-math (MIT), lm-sys/RouteLLM (Apache-2.0)"),
     "agents": ("agentic_coding_sessions.csv.gz", "callanjfox/kv-cache-tester, agent sessions (Apache-2.0)"),
     "mooncake": ("mooncake_conversation.csv.gz", "kvcache-ai/Mooncake, conversation trace (Apache-2.0)"),
+    "servegen_rates": ("servegen_rates_10min.csv.gz", "alibaba/ServeGen, rates by ten minutes (Apache-2.0)"),
     "deepseek_r1": ("servegen_deepseek_r1_1h.csv.gz", "alibaba/ServeGen, deepseek-r1 (Apache-2.0)"),
 }
 
