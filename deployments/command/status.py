@@ -214,7 +214,8 @@ def _table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    looks: Any = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
+    made = Table(title=f"\n{title}", pad_edge=False, show_edge=False, **looks)
     for head in heads:
         made.add_column(head)
     for row in rows:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
 _TAIL_BYTES = 64 << 10
 _QUOTED = re.compile(r'[\s"=]')
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of vLLM's own lines, which Ray Serve takes for its
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 LOG_LEVEL_ENV = "SLUICE_LOG_LEVEL"
 
@@ -134,7 +135,7 @@ class _HumanFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         extra = ((name, value) for name, value in vars(record).items() if name not in _OF_EVERY_RECORD)
         told = [f"{name}={_shown(value)}" for name, value in extra if name[0] != "_" and value not in (None, "", [])]
-        return " ".join([super().formatMessage(record), *told])
+        return " ".join([_COLOUR.sub("", super().formatMessage(record)), *told])
 
 
 _OF_EVERY_RECORD = frozenset({*RESERVED_ATTRS, "asctime", "message", "taskName", "color_message"})
@@ -143,6 +144,8 @@ _OF_EVERY_RECORD = frozenset({*RESERVED_ATTRS, "asctime", "message", "taskName",
 def _shown(value: object) -> str:
     """On one line, whatever a client has put into it."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not text.isprintable():
+        return json.dumps(text)
     return json.dumps(text, ensure_ascii=False) if _QUOTED.search(text) else text
 
 

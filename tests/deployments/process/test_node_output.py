@@ -65,10 +65,13 @@ def test_a_line_arrives_on_the_output_of_what_started_ray_and_in_the_file(tmp_pa
 
 
 def test_lines_for_people_hold_all_on_one_line(tmp_path: Path) -> None:
-    said = 'log("request", extra={"request_id": "q7", "error": "no\\nline=2", "replicas": ["a", "b"], "model": None})'
+    extra = {"request_id": "q7", "error": "no\nline=2", "model": "\x1b[31m", "replicas": ["a", "b"], "moves": None}
+    said = f'log("\\x1b[36mrequest\\x1b[0m", extra={extra!r})'
     with node(tmp_path, said, log_format="human") as started:
         (line,) = read(started)
-    told = r'.* INFO    router\.routed_client: request request_id=q7 error="no\\nline=2" replicas=a,b'
+    told = (
+        r'.* INFO    router\.routed_client: request request_id=q7 error="no\\nline=2" model="\\u001b\[31m" replicas=a,b'
+    )
     assert re.fullmatch(told, line), line
 
 
