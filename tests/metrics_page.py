@@ -117,7 +117,8 @@ def of_engines() -> list[Row]:
 
 def rows() -> list[Row]:
     """All that the page has."""
-    return [*of_router(), *of_keys(), *of_predictor(), *of_split(), *shared(), *of_engines(), *of_batches()]
+    beside = [*of_keys(), *of_predictor(), *of_split(), *of_batches(), *of_responses()]
+    return [*of_router(), *shared(), *of_engines(), *beside]
 
 
 def names() -> set[str]:
