@@ -30,6 +30,7 @@ An API key is read from OPENAI_API_KEY."""
 
 PATH = "/sluice/status"
 TIMEOUT_S = 10.0
+BATCH_METRIC = "sluice_batches_open"  # without a Batch API it is not there, and every look would be refused
 SHOWN_REQUESTS, SHOWN_BATCHES = 10, 10
 _WIDTH = 200  # of lines that go to no terminal
 NONE = "–"
@@ -143,7 +144,9 @@ def look(options: argparse.Namespace) -> Looked:
     status = look_at_status(options)
     with api_client(options, TIMEOUT_S) as client:
         page = client.get(f"{root(options.url)}/metrics", cast_to=str)
-        return Looked(status=status, metrics=list(_samples(page)), batches=_batches(client))
+        metrics = list(_samples(page))
+        has_batches = any(name == BATCH_METRIC for name, _, _ in metrics)
+        return Looked(status=status, metrics=metrics, batches=_batches(client) if has_batches else None)
 
 
 def look_at_status(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def _batches(client: "openai.OpenAI") -> Sequence["openai.types.Batch"] | None:
 
     try:
         return client.batches.list(limit=SHOWN_BATCHES).data
-    except openai.APIStatusError:  # there is no Batch API, or it is not for this key
+    except openai.APIStatusError:  # where files are kept may be away; the rest is worth showing
         return None
 
 
