@@ -86,33 +86,6 @@ def test_a_killed_haproxy_is_back_soon_and_says_to_nobody_that_there_is_nothing(
     assert {probe.retry_after for probe in traffic.probes if probe.answer == 503} <= {"5"}
 
 
-def test_routers_that_die_leave_no_response_in_progress_and_every_stored_one(mortal: Sluice) -> None:
-    client, cores = mortal.client(), mortal.engine_cores()
-    kept = client.responses.create(model="sluice-demo", input="Rivers?", max_output_tokens=8)
-    for core in cores:  # so that it cannot end before
-        core.suspend()
-    try:
-        begun = client.responses.create(model="sluice-demo", input="Rivers?", background=True)
-        kill_all(mortal.routers())
-    finally:
-        for core in cores:
-            core.resume()
-
-    def answered() -> str | None:
-        with contextlib.suppress(openai.APIError):  # nobody is there yet
-            return mortal.client().responses.retrieve(begun.id).status
-        return None
-
-    in_progress = (None, "queued", "in_progress")
-    wait_until(lambda: answered() not in in_progress, START_TIMEOUT_S, "a new router tells that it has failed")
-    lost = mortal.client().responses.retrieve(begun.id)
-    assert (lost.status, lost.error and "router" in lost.error.message) == ("failed", True)
-    again = mortal.client().responses.create(
-        model="sluice-demo", input="And?", previous_response_id=kept.id, max_output_tokens=8
-    )
-    assert again.output_text
-
-
 def fill(client: "redis.Redis") -> None:
     client.config_set("maxmemory", 1)
 
@@ -182,3 +155,30 @@ def lines_about(logs: Path, request_id: str) -> list[dict[str, str]]:
     lines = [line for log in logs.glob("worker-*.err") for line in log.read_text().splitlines() if request_id in line]
     found = [json.loads(line) for line in lines]
     return found if any(line["message"] == "request" for line in found) else []
+
+
+def test_routers_that_die_leave_no_response_in_progress_and_every_stored_one(mortal: Sluice) -> None:
+    client, cores = mortal.client(), mortal.engine_cores()
+    kept = client.responses.create(model="sluice-demo", input="Rivers?", max_output_tokens=8)
+    for core in cores:  # so that it cannot end before
+        core.suspend()
+    try:
+        begun = client.responses.create(model="sluice-demo", input="Rivers?", background=True)
+        kill_all(mortal.routers())
+    finally:
+        for core in cores:
+            core.resume()
+
+    def answered() -> str | None:
+        with contextlib.suppress(openai.APIError):  # nobody is there yet
+            return mortal.client().responses.retrieve(begun.id).status
+        return None
+
+    in_progress = (None, "queued", "in_progress")
+    wait_until(lambda: answered() not in in_progress, START_TIMEOUT_S, "a new router tells that it has failed")
+    lost = mortal.client().responses.retrieve(begun.id)
+    assert (lost.status, lost.error and "router" in lost.error.message) == ("failed", True)
+    again = mortal.client().responses.create(
+        model="sluice-demo", input="And?", previous_response_id=kept.id, max_output_tokens=8
+    )
+    assert again.output_text
