@@ -219,16 +219,16 @@ class Bench:
         for number, load in product(range(options.rounds), options.loads):
             requests = drawn(load, capacity, options.seconds, self._lengths, seed=1000 * (number + 1))
             for has_batch in (False, True) if number % 2 == 0 else (True, False):
-                beside = "with a batch" if has_batch else "alone"
-                self._bar.set_description(f"round {number + 1}/{options.rounds}, load {load}, {beside}")
+                way = "with a batch" if has_batch else "alone"
+                self._bar.set_description(f"round {number + 1}/{options.rounds}, load {load}, {way}")
                 runs.append(self._run(load, requests, client, file.id if has_batch else None))
                 run = runs[-1]
                 shown = f"{run.share:.3f} of {run.requests} in time, {run.tokens_per_s:.0f} tokens/s"
-                self._say(f"round {number + 1}, load {load}, {beside}: {shown}")
+                self._say(f"round {number + 1}, load {load}, {way}: {shown}")
         return runs
 
     def _run(self, load: str, requests: Sequence[Request], client: openai.OpenAI, file_id: str | None) -> Run:
-        with _batch(client, file_id) as batch:
+        with running_batch(client, file_id) as batch:
             before, began_s = batch.tokens() if batch else 0, time.monotonic()
             outcomes = self._loaded(requests)
             seconds = time.monotonic() - began_s
@@ -275,7 +275,7 @@ class Bench:
 
 
 @contextmanager
-def _batch(client: openai.OpenAI, file_id: str | None) -> Iterator[RunningBatch | None]:
+def running_batch(client: openai.OpenAI, file_id: str | None) -> Iterator[RunningBatch | None]:
     """Of that file, under way, and cancelled at the end; none without a file."""
     if file_id is None:
         yield None

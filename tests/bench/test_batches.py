@@ -2,16 +2,25 @@
 
 import json
 import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from bench import batches
-from bench.batches import SWING, Run, RunningBatch, as_markdown, batch_lines, drawn, main
+from bench.batches import SWING, Run, RunningBatch, as_markdown, batch_lines, drawn, main, running_batch
 from bench.load import ServerUnusable
 from bench.open_loop import Lengths
+from deployments.batches.http import BatchApi
+from deployments.batches.runner import Runner
+from deployments.batches.storage import Storage
+from deployments.config.application import BatchesSection
+from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
 
 LENGTHS = Lengths(tight_prompt=8, loose_prompt=16, answer=4)
 
@@ -61,6 +70,35 @@ def test_the_table_has_medians_and_pairs_of_the_same_round() -> None:
         "×1.75 [1.50, 2.00]",
     ]
     assert "Of all 300 requests 0.953 were in time alone, 0.907 with a batch: -4.7 points." in page
+
+
+@contextmanager
+def application(folder: Path) -> Iterator[openai.OpenAI]:
+    """The real Batch API and its runner, before small routers."""
+    storage, section = Storage(str(folder)), BatchesSection(segment_s=0.02)
+    runner = Runner(section, storage, Routers(pause_s=0.02))
+
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        await runner.close()
+
+    api = BatchApi(FastAPI(lifespan=running), section, storage, {COMPLETIONS}, runner.look)
+    with TestClient(api, base_url="http://127.0.0.1") as http:
+        yield openai.OpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http, max_retries=0)
+
+
+def test_a_batch_counts_its_tokens_while_it_runs_and_nothing_of_it_runs_once_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "LEAD_S", 0.0)
+    with application(tmp_path) as client:
+        file = client.files.create(file=("batch.jsonl", lines(map(str, range(5000)))), purpose="batch")
+        with running_batch(client, file.id) as batch:
+            assert batch is not None and batch.tokens() > 0
+        (ended,) = client.batches.list()
+        assert ended.status == "cancelled"
 
 
 def client_of(*statuses: str) -> openai.OpenAI:
