@@ -10,7 +10,7 @@ STAGE  := sh tests/stage.sh
 # Tests of whole applications, in the order in which one starts while the tests of another wait: they have the machine to
 # themselves. Two that are mostly waited for share it: one with DEPLOYED, one with MANIFEST. All others run in two
 # processes; unit tests, which wait more than they compute, in four.
-APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py test_bins.py test_papers.py)
+APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py test_bins.py test_papers.py test_traces.py)
 DEPLOYED := $(addprefix tests/integration/,test_serve_deploy.py test_redeploy.py test_two_nodes.py test_refused_start.py)
 MANIFEST := tests/k8s/test_semantic.py
 DEATHS   := tests/integration/test_deaths.py
