@@ -15,7 +15,8 @@ _MOST_ROUTERS = 64  # whose counts are remembered: those that are gone do not co
 class InFlightConfig:
     """
     Attributes:
-        most: requests, however idle the engines are.
+        most: requests, however idle the engines are. They are never more than the slots: further ones would only wait
+            in the engines, and cost those beside them what reading them costs.
         growth: by how much of itself the number grows at each look, once it has been too large. A promise of seconds
             per token is seen to be missed when its answer ends, so what is added until then must be little.
         backoff: what remains of the number when other classes wait or miss their promises.
@@ -78,7 +79,7 @@ class InFlight:
             self._limit = max(1.0, self._config.backoff * self._limit)
         elif 0 < self.limit <= in_flight and not load.waiting_idle:
             growth = self._config.growth if self._was_too_large else 1.0
-            self._limit = min(self._config.most, (1.0 + growth) * self._limit)
+            self._limit = min(self._config.most, load.slots, (1.0 + growth) * self._limit)
 
     def _newly_missed(self, load: Load) -> bool:
         before = self._missed.pop(load.router_id, load.missed)

@@ -20,8 +20,13 @@ def after(*loads: Load, config: InFlightConfig | None = None) -> int:
 
 def test_it_doubles_until_it_was_too_large_for_the_first_time_then_it_grows_slowly() -> None:
     assert after(IDLE, IDLE, IDLE) == 8
-    assert after(*[IDLE] * 7, BUSY) == 64
-    assert after(*[IDLE] * 7, BUSY, *[IDLE] * 70) == int(64 * 1.01**70) == 128
+    assert after(*[IDLE] * 6, BUSY) == 32
+    assert after(*[IDLE] * 6, BUSY, *[IDLE] * 60) == int(32 * 1.01**60) == 58
+
+
+def test_it_is_never_more_than_there_are_slots() -> None:
+    assert after(*[IDLE] * 20) == 64
+    assert after(*[IDLE] * 20, config=InFlightConfig(most=50)) == 50
 
 
 def test_it_stays_while_what_was_sent_waits() -> None:
