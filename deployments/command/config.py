@@ -87,11 +87,14 @@ def _applications(path: Path) -> Iterator[AppConfig]:
 
 
 def _application(found: dict[str, Any]) -> AppConfig:
-    """By its `args`, and what lies over them."""
+    """By its `args`, and what lies over them. Raises ConfigError for a `user_config` that nothing would read."""
     config = checked(found.get("args") or {})
     for deployment in found.get("deployments") or ():
-        if isinstance(deployment, dict) and deployment.get("name") == ROUTER:
-            config = with_live(config, deployment.get("user_config"))
+        if not isinstance(deployment, dict) or "user_config" not in deployment:
+            continue
+        if (name := deployment.get("name")) != ROUTER:
+            raise ConfigError(f"deployments: {name} takes no user_config, only {ROUTER} does")
+        config = with_live(config, deployment["user_config"])
     return config
 
 

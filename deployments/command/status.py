@@ -181,8 +181,11 @@ def _batches(client: "openai.OpenAI") -> Sequence["openai.types.Batch"] | None:
     import openai
 
     try:
-        return client.batches.list(limit=SHOWN_BATCHES).data
-    except openai.APIStatusError:  # where files are kept may be away; the rest is worth showing
+        return client.with_options(max_retries=0).batches.list(limit=SHOWN_BATCHES).data
+    except (
+        openai.APIStatusError,
+        openai.APIConnectionError,
+    ):  # where files are kept may be away; the rest is worth showing
         return None
 
 

@@ -475,7 +475,7 @@ class ClassSection(Section):
 
     ttft_s: Seconds | None = 1.0
     """Target for the first token, from the arrival of the HTTP request; the earliest deadline starts first. None has no
-    target, and goes behind all that have one."""
+    target: it goes behind those that can be in time, and before late ones."""
     tpot_s: Seconds | None = None
     """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
     what it runs. None has no target."""

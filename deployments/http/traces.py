@@ -103,11 +103,7 @@ class HttpTrace:
         """Without what clients put into the path; None where nothing of the application answered."""
         if "endpoint" not in self._scope:
             return None
-        route = self._path
-        for name, value in self._scope.get("path_params", {}).items():
-            if value:  # a rest of a path may be empty
-                route = route.replace(str(value), f"{{{name}}}")
-        return route
+        return path_template(self._path, self._scope.get("path_params", {}))
 
     def _end_request(self, span: "OpenSpan", timing: RequestTiming, model: str, now_s: float) -> None:
         trail, outcome = timing.trail, timing.outcome or "refused"
@@ -133,6 +129,17 @@ class HttpTrace:
         }
         error = None if outcome in WHOLE or outcome == "cancelled" else outcome
         span.end(ended_s, attributes, error=error)
+
+
+def path_template(path: str, parameters: Mapping[str, object]) -> str:
+    """The path with names in the place of what clients put there: whole segments, the last that fit."""
+    segments = path.split("/")
+    for name, value in reversed([*parameters.items()]):
+        given = str(value).split("/")
+        fits = (at for at in reversed(range(len(segments))) if segments[at : at + len(given)] == given)
+        if value and (at := next(fits, None)) is not None:  # a rest of a path may be empty
+            segments[at : at + len(given)] = [f"{{{name}}}"]
+    return "/".join(segments)
 
 
 def _add_stages(span: "OpenSpan", timing: RequestTiming, trail: Trail, ended_s: float) -> None:

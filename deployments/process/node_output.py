@@ -6,6 +6,7 @@ Container runtimes give theirs to the user of the container (runc: fixStdioPermi
 """
 
 import atexit
+import errno
 import fcntl
 import logging
 import os
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 RAYLET_ENV = "RAY_RAYLET_PID"  # Ray sets it in each worker
 MOST_WAITING_BYTES = 4 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 END_S = 1.0  # for what waits when the process ends
 
 
@@ -44,7 +46,7 @@ def open_node_output() -> int:
 class NodeOutput:
     """Whole lines from a thread of its own: whoever logs never waits for a reader that stands still.
 
-    Beyond MOST_WAITING_BYTES lines are left out, and when the reader goes on a line says how many.
+    Beyond MOST_WAITING_BYTES, and on a full disk, lines are left out, and when it goes on a line says how many.
     """
 
     def __init__(self, output: int) -> None:
@@ -78,14 +80,15 @@ class NodeOutput:
                 with self._changed:
                     self._changed.wait_for(lambda: self._waiting)
                     line = self._waiting[0]
-                self._write_whole(line)
+                is_written = self._is_written(line)
                 with self._changed:
                     self._waiting_bytes -= len(self._waiting.popleft())
-                    left_out, self._left_out = self._left_out, 0
+                    self._left_out += not is_written
+                    left_out, self._left_out = (self._left_out, 0) if is_written else (0, self._left_out)
                     self._changed.notify_all()
                 if left_out:
                     logger.warning(
-                        "%d lines are missing in standard output, which stood still: see Ray's log", left_out
+                        "%d lines are missing in standard output, which took no more: see Ray's log", left_out
                     )
         except OSError as error:
             with self._changed:
@@ -93,6 +96,16 @@ class NodeOutput:
                 self._waiting.clear()
                 self._changed.notify_all()
             logger.warning("standard output takes no more lines, see Ray's log: %s", error)
+
+    def _is_written(self, line: bytes) -> bool:
+        """Not on a full disk. Raises OSError: nothing can be written any more."""
+        try:
+            self._write_whole(line)
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            raise
+        return True
 
     def _write_whole(self, line: bytes) -> None:
         """A pipe takes 4096 bytes at once, and a longer line in pieces: other processes of ours wait meanwhile."""

@@ -22,6 +22,7 @@ from router.trail import TraceHeaders
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # that a process which ends gives to what was not sent yet
+END_S = 1.0  # and then to the thread that sends it
 MAX_STATE_CHARS = 512  # of a client's `tracestate`, as W3C advises; it goes with every span
 DEFAULT_SERVICE_NAME = "sluice"
 # They write a line or more for each batch that cannot be sent.
@@ -133,8 +134,10 @@ class Tracing:
         await asyncio.wait([closing], timeout=FLUSH_S)
         if not closing.done():
             logger.warning("the last spans could not be sent within %g s", FLUSH_S)
-            self._exporter.shutdown()  # ends the try that goes on
-        await closing
+            self._exporter.shutdown()  # ends the try that goes on, unless it waits for an answer by HTTP
+            await asyncio.wait([closing], timeout=END_S)
+        if closing.done():
+            closing.result()
 
 
 class _LoggedOnce(SpanExporter):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from deployments.responses.store import LEASE_S, Encoded, Place, ResponseStore
+from deployments.responses.store import LEASE_S, Encoded, Lease, NoRoomError, Place, ResponseStore, TakenError
 from policies.errors import SluiceError, StateStoreError
 from router.background import BackgroundTasks
 from router.clock import Clock
@@ -22,11 +22,14 @@ class _Making:
     """One that is being made.
 
     Attributes:
+        size: bytes of what it was asked with, which stay in memory until its end.
         context: of its requests to engines, as if a client waited for them.
         queued: done once an engine has it before it, or with the error that kept it from there.
         unwanted: nobody is told of its end.
     """
 
+    lease: Lease
+    size: int
     context: HttpContext
     queued: "asyncio.Future[None]"
     task: "asyncio.Task[None] | None" = None
@@ -55,16 +58,25 @@ class BackgroundResponses:
         store: where they are told.
     """
 
-    def __init__(self, store: ResponseStore, tasks: BackgroundTasks, clock: Clock) -> None:
-        self.store, self._tasks, self._clock = store, tasks, clock
-        self._making: dict[Place, _Making] = {}
+    def __init__(self, store: ResponseStore, tasks: BackgroundTasks, clock: Clock, *, max_bytes: int) -> None:
+        """Args:
+        max_bytes: of what all of them were asked with.
+        """
+        self.store, self._tasks, self._clock, self._max_bytes = store, tasks, clock, max_bytes
+        self._making: set[_Making] = set()
 
     def keep_alive(self) -> None:
         """Tell from now on that they are being made."""
         self._tasks.repeat(self._beat, BEAT_S, "background responses")
 
     async def start(
-        self, place: Place, queued: Encoded, context: HttpContext, make: Callable[[], Awaitable[Encoded]]
+        self,
+        place: Place,
+        queued: Encoded,
+        context: HttpContext,
+        make: Callable[[], Awaitable[Encoded]],
+        *,
+        size: int = 0,
     ) -> None:
         """Returns once it is in the queue of the engines. It is made in a task of its own, in this context.
 
@@ -72,68 +84,79 @@ class BackgroundResponses:
             TakenError, NoRoomError, StateStoreError: it cannot be stored.
             Exception: whatever kept `make` from the queue.
         """
-        await self.store.begin(place, queued)
-        making = _Making(context, asyncio.get_running_loop().create_future())
-        context.on_queued = making.note_queued
-        self._making[place] = making
-        making.task = self._tasks.spawn(self._run(place, making, make), _TASK)
+        if sum(making.size for making in self._making) + size > self._max_bytes:
+            raise self.store.no_room("no room for another response in the background (router.max_buffered_bytes)")
+        making = _Making(Lease.of(place), size, context, asyncio.get_running_loop().create_future())
+        self._making.add(making)
         try:
+            await self.store.begin(making.lease, queued)
+            context.on_queued = making.note_queued
+            making.task = self._tasks.spawn(self._run(making, make), _TASK)
             await making.queued
+        except (TakenError, NoRoomError):
+            self._making.discard(making)
+            raise
         except BaseException:  # refused, or its client has left without its id
-            making.stop()
-            await self.store.delete(place)
+            await self._withdraw(making)
             raise
 
-    async def _run(self, place: Place, making: _Making, make: Callable[[], Awaitable[Encoded]]) -> None:
+    async def _withdraw(self, making: _Making) -> None:
+        making.stop()
+        self._making.discard(making)
+        try:
+            await self.store.withdraw(making.lease)
+        except StateStoreError as error:
+            logger.warning("%s fails when its lease ends: %s", making.lease.place.response_id, error)
+
+    async def _run(self, making: _Making, make: Callable[[], Awaitable[Encoded]]) -> None:
         current.set(making.context)
         try:
-            await self._complete(place, await make())
+            await self._complete(making.lease, await make())
             making.note_queued()  # where no engine was asked
         except Exception as error:
             if not making.queued.done():
                 making.queued.set_exception(error)
             elif not making.unwanted:
-                await self._fail(place, making, error)
+                await self._fail(making, error)
         finally:
-            del self._making[place]
+            self._making.discard(making)
             making.queued.cancel()
             await making.context.end()
 
-    async def _complete(self, place: Place, encoded: Encoded) -> None:
+    async def _complete(self, lease: Lease, encoded: Encoded) -> None:
         """Redis may be away for as long as the lease lasts."""
         give_up_s = self._clock.now() + LEASE_S
         while True:
             try:
-                await self.store.complete(place, encoded)
+                await self.store.complete(lease, encoded)
                 return
             except StateStoreError:
                 if self._clock.now() > give_up_s:
                     raise
             await asyncio.sleep(BEAT_S)
 
-    async def _fail(self, place: Place, making: _Making, error: Exception) -> None:
+    async def _fail(self, making: _Making, error: Exception) -> None:
         """Raises an error that is not one of ours, of which its client is told no more than that."""
         known = making.context.refusal or (error if isinstance(error, SluiceError) else None)
-        await self.store.fail(place, str(known) if known else "the response could not be made: ask again")
+        await self.store.fail(making.lease, str(known) if known else "the response could not be made: ask again")
         if known is None:
             raise error
 
     async def _beat(self) -> None:
-        if not self._making:
-            return
-        statuses = {place: making.status for place, making in self._making.items()}
-        for place in await self.store.beat(statuses):
-            if (making := self._making.get(place)) is not None:
-                making.stop()
+        begun = {making.lease: making for making in self._making if making.task is not None}
+        if begun:
+            for lease in await self.store.beat({lease: making.status for lease, making in begun.items()}):
+                begun[lease].stop()
 
     async def close(self) -> None:
         """None of them is completed: they end as failed, and say why."""
         left = list(self._making)
-        for making in self._making.values():
+        for making in left:
             making.stop()
         await self._tasks.close()
-        for place in left:
-            try:
-                await self.store.fail(place, "the router that made this response was stopped: ask again")
-            except StateStoreError as error:
-                logger.warning("%s fails when its lease ends: %s", place.response_id, error)
+        told = await asyncio.gather(*(self._tell_stopped(making.lease) for making in left), return_exceptions=True)
+        if lost := [each for each in told if each is not None]:
+            logger.warning("%d responses in the background fail when their leases end: %r", len(lost), lost[0])
+
+    async def _tell_stopped(self, lease: Lease) -> None:
+        await self.store.fail(lease, "the router that made this response was stopped: ask again")

@@ -1,6 +1,7 @@
 """Responses in the Redis that all routers share: JSON, for some time, within a bound of bytes, each with an owner."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,21 @@ class Place(NamedTuple):
     @property
     def member(self) -> str:
         return f"{self.owner}:{self.response_id}"
+
+
+class Lease(NamedTuple):
+    """On a response that is being made in the background.
+
+    Attributes:
+        maker: tells it from one that is begun under the same id once this is deleted.
+    """
+
+    place: Place
+    maker: str
+
+    @classmethod
+    def of(cls, place: Place) -> "Lease":
+        return cls(place, secrets.token_hex(8))
 
 
 class Encoded(NamedTuple):
@@ -128,34 +144,41 @@ class ResponseStore:
         if not kept:
             raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
 
-    async def begin(self, place: Place, queued: Encoded) -> None:
-        """A response that this router makes in the background: a lease on it, for LEASE_S from each `beat`.
+    async def begin(self, lease: Lease, queued: Encoded) -> None:
+        """A response that this router makes in the background. The lease is for LEASE_S from each `beat`.
 
         Raises:
             TakenError: there is one by this id.
             NoRoomError: it would not fit.
         """
         lease_ms = int(LEASE_S * 1000)
-        told = await self._run("begin", place.member, queued.size, queued.response, lease_ms, *self._bounds(place))
+        sized = queued.size, queued.response, lease_ms
+        told = await self._run("begin", lease.place.member, lease.maker, *sized, *self._bounds(lease.place))
         if told == b"exists":
-            raise TakenError(f"there is a response {place.response_id} already")
+            raise TakenError(f"there is a response {lease.place.response_id} already")
         if told == b"room":
             raise self.no_room("there is no room to store another response (responses.max_stored_bytes)")
 
-    async def beat(self, statuses: Mapping[Place, str]) -> set[Place]:
+    async def beat(self, statuses: Mapping[Lease, str]) -> set[Lease]:
         """A sign of life for these, and what they have come to. Those that are not to be made any longer."""
-        pairs = [each for place, status in statuses.items() for each in (place.member, status)]
-        unwanted = {member.decode() for member in await self._run("beat", int(LEASE_S * 1000), *pairs)}
-        return {place for place in statuses if place.member in unwanted}
+        told = [each for lease, status in statuses.items() for each in (lease.place.member, lease.maker, status)]
+        unwanted = {maker.decode() for maker in await self._run("beat", int(LEASE_S * 1000), *told)}
+        return {lease for lease in statuses if lease.maker in unwanted}
 
-    async def complete(self, place: Place, encoded: Encoded) -> None:
+    async def complete(self, lease: Lease, encoded: Encoded) -> None:
         """One that was begun, unless nobody wants it any more. Raises NoRoomError: its client has been told."""
-        if await self._run("complete", place.member, *self._sized(encoded), *self._bounds(place)) == b"room":
+        sized = self._sized(encoded)
+        told = await self._run("complete", lease.place.member, lease.maker, *sized, *self._bounds(lease.place))
+        if told == b"room":
             raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
 
-    async def fail(self, place: Place, why: str) -> None:
+    async def fail(self, lease: Lease, why: str) -> None:
         """One that was begun, unless nobody wants it any more."""
-        await self._run("fail", place.member, why)
+        await self._run("fail", lease.place.member, lease.maker, why)
+
+    async def withdraw(self, lease: Lease) -> None:
+        """One that was begun, and of which its client has not heard."""
+        await self._run("withdraw", lease.place.member, lease.maker)
 
     async def get(self, place: Place, *, with_messages: bool = False) -> Stored | None:
         """None where the owner has none by this id."""

@@ -135,7 +135,8 @@ class Router:
             return None
         unstored = self._front_ends[0].metrics.responses_unstored
         store = ResponseStore(self._redis, self._config.name, section, MonotonicClock(), unstored)
-        return BackgroundResponses(store, self._counted_tasks(), MonotonicClock())
+        most = self._config.router.max_buffered_bytes
+        return BackgroundResponses(store, self._counted_tasks(), MonotonicClock(), max_bytes=most)
 
     def _counted_tasks(self) -> BackgroundTasks:
         failures = self._front_ends[0].metrics.task_failures

@@ -78,10 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("name", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="NAME", help="experiment, or all")
     parser.add_argument("--data", type=Path, help="folder with traces; many experiments need none")
-    parser.add_argument("--figures", type=Path, help="folder for plots")
+    parser.add_argument("--figures", type=Path, help="folder for plots, made if it is not there")
     parser.add_argument("--runs", "--seeds", type=int, help="repetitions (default: 3; goodput 5)")
     parser.add_argument("--processes", type=int, default=1, help="at once (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if options.figures is not None:  # before what takes minutes
+        try:
+            options.figures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--figures: {error}")
     setting = Setting(data=options.data, figures=options.figures, processes=options.processes)
     try:
         for name in EXPERIMENTS if "all" in options.name else options.name:

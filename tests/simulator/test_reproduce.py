@@ -43,6 +43,18 @@ def test_an_experiment_without_its_data_says_where_they_come_from(tmp_path: Path
         main(["004-packing"])
 
 
+def test_a_folder_for_figures_is_made_or_refused_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["004-packing", "--figures", str(tmp_path / "file")])
+    assert "--figures" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="needs halueval"):
+        main(["004-packing", "--figures", str(tmp_path / "a" / "b")])
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 def test_data_are_found_in_any_folder_below(tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b"
     deep.mkdir(parents=True)

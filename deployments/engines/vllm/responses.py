@@ -201,6 +201,8 @@ class StoredResponses(OpenAIServingResponses):
             raise _bad(param, f"{response_id} is {stored.status}: a conversation goes on from one that was completed")
         turn.size += len(stored.messages)
         previous = await _by_size(len(stored.messages), _decoded, response_id, stored.messages)
+        if any(isinstance(message, Message) for message in previous.messages) != self.use_harmony:
+            raise _bad(param, f"{response_id} is of a model whose conversations this one cannot go on with")
         if len(previous.messages) > MAX_MESSAGES:
             raise _bad(param, f"the conversation has {len(previous.messages)} messages, and {MAX_MESSAGES} is the most")
         return previous
@@ -215,6 +217,8 @@ class StoredResponses(OpenAIServingResponses):
     async def _stored(self, turn: _Turn, response: ResponsesResponse) -> ResponsesResponse:
         """The response, which says whether it is stored. It is not withheld where that fails in the end."""
         assert self._kept is not None and turn.place is not None
+        if (context := current.get()) is not None and context.is_over:
+            return response  # cut off, whatever vLLM makes of that
         _note_store(response, True)
         try:
             await self._kept.store.keep(turn.place, await self._encoded(turn, response), tries=turn.is_asked)
@@ -258,7 +262,7 @@ class StoredResponses(OpenAIServingResponses):
         make = partial(self._made, turn, request, await turn.generation)
         first = Encoded(await _by_size(turn.size, _response_json, queued))
         try:
-            await self._kept.background.start(place, first, detached, make)
+            await self._kept.background.start(place, first, detached, make, size=turn.size)
         except TakenError as error:
             raise _bad("request_id", str(error)) from error
         except (NoRoomError, StateStoreError) as error:

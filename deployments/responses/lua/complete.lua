@@ -1,7 +1,7 @@
 -- A response that was begun, unless nobody wants it any more. "room" where there is none, of which it then tells.
-local _, member, bytes, response, messages, most, most_of_owner = unpack(ARGV)
+local _, member, maker, bytes, response, messages, most, most_of_owner = unpack(ARGV)
 sweep()
-if not is_running(member) then return end
+if not is_made_by(member, maker) then return end
 if not makes_room(member, tonumber(bytes), tonumber(most), tonumber(most_of_owner)) then
   close(member, "failed", "there is no room to store the response")
   return "room"

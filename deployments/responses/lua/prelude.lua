@@ -1,5 +1,5 @@
 -- Stored responses of an application. KEYS[1] begins all of its keys:
---   :record:OWNER:ID  hash: status, response, messages, error, background
+--   :record:OWNER:ID  hash: status, response, messages, error, and of one in the background: background, maker
 --   :bytes            hash: OWNER:ID -> bytes that count for it
 --   :used             hash: OWNER -> bytes, and * -> bytes of all owners
 --   :running          sorted set: OWNER:ID of those that a router makes in the background, by the end of its lease, ms
@@ -44,6 +44,11 @@ local function drop(member)
 end
 
 local function is_running(member) return redis.call("ZSCORE", key("running"), member) end
+
+-- Whether it is being made, and by the one that asks: another may have been begun under an id that was deleted.
+local function is_made_by(member, maker)
+  return is_running(member) and redis.call("HGET", record(member), "maker") == maker
+end
 
 local function put(member, bytes, ...)
   count(member, bytes)

@@ -73,6 +73,7 @@ def test_a_key_that_is_none_gets_the_nearest() -> None:
 
 
 FIXED = {"name": "Router", "user_config": {"router": {"replicas": 2}}}
+MISSPELLED = {"name": "Routr", "user_config": {"default_class": "interactive"}}
 
 
 def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +84,10 @@ def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch
         ({"applications": [ours | {"args": {"model": "m", "ttft_ms": 1}}]}, "classes.NAME.ttft_s"),
         ({"applications": [ours]}, "model: is needed"),
         ({"applications": [ours | {"args": {"model": "m"}, "deployments": [FIXED]}]}, "router.replicas: cannot change"),
+        (
+            {"applications": [ours | {"args": {"model": "m"}, "deployments": [MISSPELLED]}]},
+            "Routr takes no user_config",
+        ),
         ({"applications": [{"import_path": "mine:app"}]}, "none of its applications"),
         ({"applications": None}, "none of its applications"),
         ([1], "must hold a mapping"),

@@ -16,7 +16,7 @@ from deployments.engines.traces import ReplicaTraces
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises
-from deployments.http.traces import MOST_FOLLOWED, HttpTraces
+from deployments.http.traces import MOST_FOLLOWED, HttpTraces, path_template
 from deployments.process.spans import Tracing
 from policies.router.promise import Promise
 from router.state_store import Ticket
@@ -330,3 +330,19 @@ async def test_a_request_that_was_late_when_it_was_sent_says_so(receiver: Receiv
     waited = {"sluice.class": "fast", "sluice.bin": 3, "sluice.replica": "r0", "sluice.late": True}
     assert receiver.one("queue").attributes == waited
     assert waited.items() <= receiver.one("chat demo").attributes.items()
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "template"),
+    [
+        ("/v1/responses/v1", {"id": "v1"}, "/v1/responses/{id}"),
+        ("/v1/responses/s/cancel", {"id": "s"}, "/v1/responses/{id}/cancel"),
+        ("/v1/a/b/a", {"one": "a", "two": "b", "three": "a"}, "/v1/{one}/{two}/{three}"),
+        ("/files/a/b/c", {"rest": "a/b/c"}, "/files/{rest}"),
+        ("/files/", {"rest": ""}, "/files/"),
+    ],
+)
+def test_a_route_has_names_in_the_place_of_what_clients_wrote(
+    path: str, parameters: dict[str, str], template: str
+) -> None:
+    assert path_template(path, parameters) == template

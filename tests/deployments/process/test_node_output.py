@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.process.node_output import MOST_WAITING_BYTES
+from deployments.process.node_output import MOST_WAITING_BYTES, NodeOutput
 from tests.integration.application import REPOSITORY
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -126,3 +126,16 @@ def test_where_there_is_nothing_to_write_to_the_file_says_so(raylet: str | None)
     why, line = map(json.loads, done.stderr.splitlines())
     assert why["levelname"] == "WARNING" and "logs.to: stdout has nothing to write to" in why["message"]
     assert line["message"] == "served"
+
+
+def test_after_a_full_disk_it_goes_on_and_says_how_many_lines_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    output, (readable, writable) = os.open("/dev/full", os.O_WRONLY), os.pipe()
+    node_output = NodeOutput(output)
+    for number in range(3):
+        node_output.write(f"lost {number}")
+    wait_until(lambda: not node_output._waiting, PATIENCE_S, "they are tried")
+    os.dup2(writable, output)
+    node_output.write("there is room again")
+    assert os.read(readable, 1000) == b"there is room again\n"
+    wait_until(lambda: caplog.records, PATIENCE_S, "it is said")
+    assert caplog.records[-1].getMessage().startswith("3 lines are missing")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from deployments.process.environment import free_port
-from deployments.responses.store import RECORD_BYTES, NoRoomError, Place, ResponseStore, TakenError, Usage
+from deployments.responses.store import RECORD_BYTES, Lease, NoRoomError, Place, ResponseStore, TakenError, Usage
 from policies.errors import StateStoreError
 from tests.deployments.responses.stores import MINE, YOURS, encoded, end_lease, stores, unstored
 from tests.waiting import until_async
@@ -94,13 +94,14 @@ async def test_one_in_the_background_is_told_until_its_end(new: Callable[[], Res
         stored = await other.get(MINE)
         return stored and stored.status
 
-    await one.begin(MINE, encoded("queued"))
+    lease = Lease.of(MINE)
+    await one.begin(lease, encoded("queued"))
     assert await status() == "queued"
     with pytest.raises(TakenError, match="resp_1"):
-        await other.begin(MINE, encoded("queued"))
-    assert await one.beat({MINE: "in_progress"}) == set()
+        await other.begin(Lease.of(MINE), encoded("queued"))
+    assert await one.beat({lease: "in_progress"}) == set()
     assert await status() == "in_progress"
-    await one.complete(MINE, encoded(size=5))
+    await one.complete(lease, encoded(size=5))
     stored = await other.get(MINE, with_messages=True)
     assert stored is not None
     assert (stored.status, stored.response, stored.is_background) == ("ended", encoded(size=5).response, True)
@@ -111,36 +112,52 @@ async def test_one_that_is_cancelled_or_deleted_is_stopped_and_never_comes_back(
     new: Callable[[], ResponseStore],
 ) -> None:
     one, other, second = new(), new(), Place.of_key("me", "resp_2")
-    for place in (MINE, second):
-        await one.begin(place, encoded("queued"))
+    leases = [Lease.of(place) for place in (MINE, second)]
+    for lease in leases:
+        await one.begin(lease, encoded("queued"))
     stored = await other.cancel(MINE)
     assert stored is not None and stored.status == "cancelled"
     assert await other.delete(second)
-    assert await one.beat({MINE: "in_progress", second: "in_progress"}) == {MINE, second}
-    for place in (MINE, second):
-        await one.complete(place, encoded())
-        await one.fail(place, "too late")
+    assert await one.beat(dict.fromkeys(leases, "in_progress")) == {*leases}
+    for lease in leases:
+        await one.complete(lease, encoded())
+        await one.fail(lease, "too late")
     stored = await other.cancel(MINE)  # once more says the same
     assert stored is not None and stored.status == "cancelled"
     assert await other.get(second) is None
 
 
+async def test_one_that_is_begun_under_an_id_that_was_deleted_is_another(new: Callable[[], ResponseStore]) -> None:
+    store, first, second = new(), Lease.of(MINE), Lease.of(MINE)
+    await store.begin(first, encoded("queued"))
+    await store.delete(MINE)
+    await store.begin(second, encoded("queued"))
+    assert await store.beat({first: "in_progress", second: "queued"}) == {first}
+    await store.complete(first, encoded(size=1))
+    await store.fail(first, "it failed")
+    await store.withdraw(first)
+    stored = await store.get(MINE)
+    assert stored is not None and (stored.status, stored.error) == ("queued", "")
+    await store.withdraw(second)
+    assert await store.get(MINE) is None and await store.usage() == Usage(0, 0)
+
+
 async def test_one_whose_router_was_lost_has_failed_and_says_so(new: Callable[[], ResponseStore]) -> None:
-    one, other = new(), new()
-    await one.begin(MINE, encoded("queued"))
+    one, other, lease = new(), new(), Lease.of(MINE)
+    await one.begin(lease, encoded("queued"))
     await end_lease(one, MINE)
     stored = await other.get(MINE)
     assert stored is not None
     assert (stored.status, "router" in stored.error) == ("failed", True)
-    await one.complete(MINE, encoded())  # it was not dead: its client has read that it was
+    await one.complete(lease, encoded())  # it was not dead: its client has read that it was
     assert await other.get(MINE) == stored
-    assert await one.beat({MINE: "in_progress"}) == {MINE}
+    assert await one.beat({lease: "in_progress"}) == {lease}
 
 
 async def test_lost_ones_that_nobody_asks_for_expire_too(redis_url: str, namespace: str) -> None:
     async with stores(redis_url, namespace, keep_s=0.05) as make:
         store = make()
-        await store.begin(MINE, encoded("queued"))
+        await store.begin(Lease.of(MINE), encoded("queued"))
         await end_lease(store, MINE)
 
         async def is_gone() -> bool:
@@ -152,15 +169,16 @@ async def test_lost_ones_that_nobody_asks_for_expire_too(redis_url: str, namespa
 async def test_one_that_is_being_made_gives_way_to_none(redis_url: str, namespace: str) -> None:
     async with stores(redis_url, namespace, max_stored_bytes=2 * ONE, max_key_share=1.0) as make:
         store, others = make(), [Place.of_key("me", f"resp_{number}") for number in range(2, 5)]
-        await store.begin(MINE, encoded("queued"))
+        lease = Lease.of(MINE)
+        await store.begin(lease, encoded("queued"))
         for place in others:
             await store.keep(place, encoded())
         assert [await store.get(place) is not None for place in (MINE, *others)] == [True, False, False, True]
-        await store.begin(others[0], encoded("queued"))
+        await store.begin(Lease.of(others[0]), encoded("queued"))
         with pytest.raises(NoRoomError, match="no room"):
-            await store.begin(others[1], encoded("queued"))
+            await store.begin(Lease.of(others[1]), encoded("queued"))
         with pytest.raises(NoRoomError):
-            await store.complete(MINE, encoded(size=RECORD_BYTES))
+            await store.complete(lease, encoded(size=RECORD_BYTES))
         assert unstored(store, "room") == 2
         stored = await store.get(MINE)
         assert stored is not None

@@ -27,6 +27,7 @@ def test_it_doubles_until_it_was_too_large_for_the_first_time_then_it_grows_slow
 def test_it_is_never_more_than_there_are_slots() -> None:
     assert after(*[IDLE] * 20) == 64
     assert after(*[IDLE] * 20, config=InFlightConfig(most=50)) == 50
+    assert after(*[IDLE] * 20, Load(slots=0), Load(slots=16, waiting_idle=5)) == 16
 
 
 def test_it_stays_while_what_was_sent_waits() -> None:

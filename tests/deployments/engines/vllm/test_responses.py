@@ -85,7 +85,7 @@ async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MA
     failures: list[str] = []
     kept = background = None
     if store is not None:
-        background = BackgroundResponses(store, BackgroundTasks(failures.append), MonotonicClock())
+        background = BackgroundResponses(store, BackgroundTasks(failures.append), MonotonicClock(), max_bytes=max_bytes)
         background.keep_alive()
         kept = KeptResponses(background=background, max_bytes=max_bytes)
     made = build_app(llm.args, ("generate",), llm.engine.model_config)
@@ -313,6 +313,36 @@ async def test_an_id_of_ones_own_is_kept_and_may_not_be_begun_twice(routers: lis
     with pytest.raises(openai.BadRequestError, match="already"):
         await other.responses.create(model=MODEL, input="a", background=True, extra_body=own)
     assert (await other.responses.cancel(begun.id)).status == "cancelled"
+
+
+async def test_one_that_is_begun_anew_after_its_deletion_is_the_one_that_is_told(
+    routers: list[OneRouter], routed: Routed
+) -> None:
+    routed.stalls = True
+    client, own = routers[0].client(), {"request_id": "resp_my-own"}
+    await client.responses.create(model=MODEL, input="a", background=True, extra_body=own)
+    await client.responses.delete("resp_my-own")
+    await client.responses.create(model=MODEL, input="b", background=True, extra_body=own)
+    await until(lambda: len(routers[0].background._making) == 1)  # the first has been stopped
+    assert (await client.responses.retrieve("resp_my-own")).status in ("queued", "in_progress")
+    assert (await client.responses.cancel("resp_my-own")).status == "cancelled"
+    await until(lambda: not routers[0].background._making)
+
+
+async def test_what_is_made_in_the_background_is_bounded_in_bytes(
+    llm: Any, routed: Routed, redis_url: str, namespace: str
+) -> None:
+    routed.stalls = True
+    async with stores(redis_url, namespace) as make:
+        router = await made_router(llm, make(), max_bytes=2000)
+        client = router.client()
+        begun = await client.responses.create(model=MODEL, input="a" * 800, background=True)
+        with pytest.raises(openai.InternalServerError, match="max_buffered_bytes") as caught:
+            await client.responses.create(model=MODEL, input="a" * 1600, background=True)
+        assert caught.value.status_code == 503
+        await client.responses.cancel(begun.id)
+        await until(lambda: not router.background._making)
+        await router.background.close()
 
 
 def test_calls_of_tools_stand_before_their_outputs() -> None:
