@@ -947,7 +947,7 @@ async def test_a_request_for_a_connection_that_broke_a_moment_ago_goes_on(servic
     await until(lambda: replica.engine.held == 1)
     entry = front_end.client._entries[answer.asked.request_id]
     await just_lost(front_end)
-    front_end.client._unplace(entry)
+    front_end.client._unplace(entry, "lost")
     front_end.client._place(Assignment(entry.request_id, "r0"))
     replica.engine.resume()
     await service.finish([answer])

@@ -124,7 +124,7 @@ async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_
         )
         await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
         front_end = FrontEnd(config, None)
-        await front_end.start(redis, resources)
+        await front_end.start(redis, resources, None)
         assert front_end.routed.policy.config.max_batch_tokens == 300
 
 
