@@ -11,6 +11,8 @@ import time
 
 from tests.integration.application import SLUICE, Sluice
 
+WITH_CTRL_C = ("env", "--default-signal=INT")  # where a shell runs the tests in the background, they ignore it
+
 
 def asked(sluice: Sluice, *options: str) -> str:
     command = [SLUICE, "status", "--url", sluice.url, *options]
@@ -39,7 +41,7 @@ def test_its_json_is_what_the_address_says(sluice: Sluice) -> None:
 
 
 def test_it_looks_again_until_ctrl_c_without_a_terminal(sluice: Sluice) -> None:
-    command = [SLUICE, "status", "--url", sluice.url, "--json", "--watch", "0.1"]
+    command = [*WITH_CTRL_C, SLUICE, "status", "--url", sluice.url, "--json", "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
@@ -51,14 +53,15 @@ def test_it_looks_again_until_ctrl_c_without_a_terminal(sluice: Sluice) -> None:
 def test_a_terminal_is_drawn_anew_and_is_as_before_in_the_end(sluice: Sluice) -> None:
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "60"}
-    command = [SLUICE, "status", "--url", sluice.url, "--watch", "0.1"]
+    command = [*WITH_CTRL_C, SLUICE, "status", "--url", sluice.url, "--watch", "0.1"]
     with subprocess.Popen(command, stdout=theirs, stdin=theirs, env=env) as watching:
         os.close(theirs)
         shown, give_up_s = "", time.monotonic() + 300
         while shown.count("2 replicas") < 3 and time.monotonic() < give_up_s:
             shown += os.read(ours, 65536).decode(errors="replace")
         watching.send_signal(signal.SIGINT)
-        while select.select([ours], [], [], 60)[0]:
+        give_up_s = time.monotonic() + 60
+        while time.monotonic() < give_up_s and select.select([ours], [], [], 60)[0]:
             try:
                 shown += os.read(ours, 65536).decode(errors="replace")
             except OSError:  # as Linux says that nobody writes any more
