@@ -160,8 +160,16 @@ def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -
     names = ("hand_overs", "prefill_predicted_hit_tokens", "prefill_hit_tokens", "prefill_wrong_hit_tokens")
     before = [count(split, name) for name in names]
     asyncio.run(grow())
-    wait_until(lambda: count(split, "prefill_hit_tokens") > before[2], 60, "the router has published what was found")
-    hand_overs, predicted, found, wrong = (count(split, name) - old for name, old in zip(names, before, strict=True))
+
+    def counted() -> list[float]:
+        return [count(split, name) - old for name, old in zip(names, before, strict=True)]
+
+    def all_are_published() -> bool:  # each pool has heartbeats of its own
+        hand_overs, _, found, _ = counted()
+        return hand_overs == 2 and found > 0
+
+    wait_until(all_are_published, 60, "the router has published what was found")
+    hand_overs, predicted, found, wrong = counted()
     assert (hand_overs, wrong) == (2, 0)
     assert predicted == found and found % 128 == 0
 
