@@ -166,12 +166,11 @@ def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -
 
     def all_are_published() -> bool:  # each pool has heartbeats of its own
         hand_overs, _, found, _ = counted()
-        return hand_overs == 2 and found > 0
+        return hand_overs >= 2 and found > 0
 
     wait_until(all_are_published, 60, "the router has published what was found")
-    hand_overs, predicted, found, wrong = counted()
-    assert (hand_overs, wrong) == (2, 0)
-    assert predicted == found and found % 128 == 0
+    _, predicted, found, wrong = counted()  # of tests before also what had not been published
+    assert (wrong, predicted) == (0, found) and found % 128 == 0
 
 
 def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[str]) -> None:

@@ -59,6 +59,6 @@ def test_with_a_small_cache_requests_wait_in_their_bins(models: Sluice) -> None:
         preempted += _look(models)["preemptions"] - before
         rounds += 1
     assert len(busy) >= LOOKS, f"nobody had to wait, so this shows nothing: {busy}"
-    assert statistics.median(look["slots"] for look in busy) < TIGHT_SLOTS // 2, f"memory limits the offer: {busy}"
+    assert statistics.median(look["slots"] for look in busy) < 3 * TIGHT_SLOTS // 4, f"memory limits the offer: {busy}"
     assert statistics.median(look["waiting"] for look in busy) < TIGHT_SLOTS // 4, f"few wait in the engine: {busy}"
     assert preempted < rounds * STREAMS // 4, f"who knows the lengths admits what fits: {busy}"
