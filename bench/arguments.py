@@ -21,6 +21,13 @@ def writable_file(text: str) -> Path:
     return Path(text)
 
 
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
+    return value
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:

@@ -12,7 +12,6 @@ What is done, in this order:
 import argparse
 import io
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -28,8 +27,9 @@ import openai
 import uvloop
 from tqdm import tqdm
 
-from bench.arguments import folder, positive, writable_file
-from bench.chat_client import TEXT_PATH, RequestFailed
+from bench.arguments import folder, positive, positive_number, writable_file
+from bench.chat_client import TEXT_PATH
+from bench.ending import exit_status
 from bench.goodput import (
     KEPT_AT_CAPACITY,
     TIMEOUT_S,
@@ -46,7 +46,6 @@ from bench.report import markdown_table
 from bench.servers import (
     HOST,
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
@@ -325,34 +324,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     engine_arguments = shared_arguments((f"--max-num-seqs={options.slots}", "--no-enable-prefix-caching", *more))
-    try:
-        with ExitStack() as stack:
-            # As Ctrl-C: the servers are stopped in either case.
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-            runs = Bench(options, engine_arguments, stack).run()
-    except (ServerFailed, ServerUnusable, RequestFailed, openai.OpenAIError, OSError, ValueError) as error:
-        print(f"bench.batches: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.batches: interrupted; every server that it started has been stopped", file=sys.stderr)
-        return 130
-    print(as_markdown(runs))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
-    return 0
+
+    def measure(stack: ExitStack) -> None:
+        runs = Bench(options, engine_arguments, stack).run()
+        print(as_markdown(runs))
+        if options.json is not None:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
+
+    return exit_status("bench.batches", measure, (openai.OpenAIError,))
 
 
 def _load(text: str) -> str:
     if text != SWING and not float(text) > 0:
         raise argparse.ArgumentTypeError(f"must be above 0 or {SWING}, got {text}")
     return text
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -368,8 +353,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--slots", type=positive, default=16, help="requests that run at once, --max-num-seqs (default: %(default)s)")
     swings = f"of capacity, or {SWING}: {SWING_LOADS[0]:g} and {SWING_LOADS[1]:g} in turns (default: 0.5 0.9 {SWING})"
     add("--loads", type=_load, nargs="+", default=["0.5", "0.9", SWING], metavar="X", help=swings)
-    add("--capacity", type=_positive_number, metavar="RATE", help="requests a second (default: searched for)")
-    add("--seconds", type=_positive_number, default=25.0, help="of arrivals in a run (default: %(default)g)")
+    add("--capacity", type=positive_number, metavar="RATE", help="requests a second (default: searched for)")
+    add("--seconds", type=positive_number, default=25.0, help="of arrivals in a run (default: %(default)g)")
     add("--rounds", type=positive, default=3, help="runs of each load, alone and with a batch (default: %(default)s)")
     add("--tight-prompt", type=int, default=32, metavar="TOKENS", help="mean length (default: %(default)s)")
     add("--loose-prompt", type=int, default=128, metavar="TOKENS", help="mean length (default: %(default)s)")

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,13 @@ import psutil
 from tqdm import tqdm
 
 from bench.arguments import file, folder, writable_file
-from bench.load import ServerUnusable
+from bench.ending import exit_status
 from bench.pairing import Pairing, Plan, measure_pairing
 from bench.report import Comparison, as_markdown
 from bench.servers import (
     ENGINE_ARGUMENTS,
     GPU_ARGUMENTS,
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
@@ -85,20 +83,17 @@ class Progress:
         self._bar.close()
 
 
-def compare(options: argparse.Namespace, plan: Plan, engine_arguments: Sequence[str]) -> Comparison:
+def compare(options: argparse.Namespace, plan: Plan, engine_arguments: Sequence[str], stack: ExitStack) -> Comparison:
     """Raises: ServerFailed, ServerUnusable."""
     baseline, *contenders = _specs(options, engine_arguments)
-    with ExitStack() as stack:
-        # As Ctrl-C: the servers are stopped in either case.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        progress = Progress(plan.requests_per_pairing * len(contenders))
-        stack.callback(progress.close)
-        plain = _started(stack, baseline, logs, options.startup_timeout, progress)
-        pairings = tuple(
-            _paired(plain, spec, number, plan, logs, options.startup_timeout, progress)
-            for number, spec in enumerate(contenders)
-        )
+    logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
+    progress = Progress(plan.requests_per_pairing * len(contenders))
+    stack.callback(progress.close)
+    plain = _started(stack, baseline, logs, options.startup_timeout, progress)
+    pairings = tuple(
+        _paired(plain, spec, number, plan, logs, options.startup_timeout, progress)
+        for number, spec in enumerate(contenders)
+    )
     return Comparison(
         machine=_machine(),
         versions=_versions(),
@@ -174,16 +169,13 @@ def _versions() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
-    try:
-        comparison = compare(options, _plan(options), shared_arguments(engine_arguments))
-    except (ServerFailed, ServerUnusable, ValueError) as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.compare: interrupted; every server that it started has been stopped", file=sys.stderr)
-        return 130
-    _write(comparison, options)
-    return 1 if comparison.failed_requests else 0
+
+    def measure(stack: ExitStack) -> int:
+        comparison = compare(options, _plan(options), shared_arguments(engine_arguments), stack)
+        _write(comparison, options)
+        return 1 if comparison.failed_requests else 0
+
+    return exit_status("bench.compare", measure)
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -7,7 +7,6 @@ requests falls out of their difference, and many pairs tell its median far more 
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,13 +17,13 @@ from pathlib import Path
 import uvloop
 from tqdm import tqdm
 
-from bench.chat_client import Answer, ChatClient, RequestFailed
-from bench.load import ServerUnusable, first_model
+from bench.chat_client import Answer, ChatClient
+from bench.ending import exit_status
+from bench.load import first_model
 from bench.servers import (
     ENGINE_ARGUMENTS,
     GPU_ARGUMENTS,
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
@@ -116,18 +115,11 @@ def _line(name: str, taken_s: Sequence[tuple[float, float]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
-    try:
-        print(_measured(options, shared_arguments(engine_arguments)))
-    except (ServerFailed, ServerUnusable, RequestFailed, ValueError) as error:
-        print(f"bench.first_token: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.first_token: interrupted; every server that it started has been stopped", file=sys.stderr)
-        return 130
-    return 0
+    arguments_of_engines = shared_arguments(engine_arguments)
+    return exit_status("bench.first_token", lambda stack: print(_measured(options, arguments_of_engines, stack)))
 
 
-def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> str:
+def _measured(options: argparse.Namespace, engine_arguments: Sequence[str], stack: ExitStack) -> str:
     """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError."""
     plain, contender = _specs(options, engine_arguments)
     model = options.model
@@ -135,23 +127,20 @@ def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> s
     load = LoadConfig(
         url=plain.url, model=model, concurrency=1, requests=options.requests, max_tokens=options.max_tokens
     )
-    with ExitStack() as stack:
-        # As Ctrl-C: the servers are stopped in either case.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        bar = stack.enter_context(tqdm(total=options.requests, unit="pair", mininterval=0.5, disable=None))
-        servers = []
-        for spec in (plain, contender):
-            bar.set_description(f"starting {spec.name}")
-            servers.append(stack.enter_context(Server(spec, logs)))
-            servers[-1].wait_until_ready(options.startup_timeout)
-        theirs, ours = (replace(load, url=one.spec.url, model=first_model(one.spec.url)) for one in servers)
-        few_theirs, few_ours = (replace(one, requests=WARM_UP_PAIRS, seed=load.seed + 1) for one in (theirs, ours))
-        bar.set_description("warming up")
-        uvloop.run(measure_pairs(few_theirs, few_ours, lambda: None))
-        bar.set_description("measuring")
-        pairs = uvloop.run(measure_pairs(theirs, ours, bar.update))
-        bar.set_description("stopping")
+    logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
+    bar = stack.enter_context(tqdm(total=options.requests, unit="pair", mininterval=0.5, disable=None))
+    servers = []
+    for spec in (plain, contender):
+        bar.set_description(f"starting {spec.name}")
+        servers.append(stack.enter_context(Server(spec, logs)))
+        servers[-1].wait_until_ready(options.startup_timeout)
+    theirs, ours = (replace(load, url=one.spec.url, model=first_model(one.spec.url)) for one in servers)
+    few_theirs, few_ours = (replace(one, requests=WARM_UP_PAIRS, seed=load.seed + 1) for one in (theirs, ours))
+    bar.set_description("warming up")
+    uvloop.run(measure_pairs(few_theirs, few_ours, lambda: None))
+    bar.set_description("measuring")
+    pairs = uvloop.run(measure_pairs(theirs, ours, bar.update))
+    bar.set_description("stopping")
     return as_text(pairs, plain.name, contender.name)
 
 

@@ -15,7 +15,6 @@ What is done, in this order:
 import argparse
 import importlib.util
 import json
-import signal
 import statistics
 import sys
 import tempfile
@@ -30,15 +29,15 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from bench.arguments import folder, positive, writable_file
-from bench.chat_client import TEXT_PATH, Answer, ChatClient, RequestFailed
+from bench.arguments import folder, positive, positive_number, writable_file
+from bench.chat_client import TEXT_PATH, Answer, ChatClient
+from bench.ending import exit_status
 from bench.load import ServerUnusable, error_lines, first_model
 from bench.open_loop import LOOSE, TIGHT, Lengths, Outcome, Targets, draw_requests, run_open_loop
 from bench.random_model import write_model
 from bench.report import markdown_table
 from bench.servers import (
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
@@ -381,19 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     engine_arguments = shared_arguments((f"--max-num-seqs={options.slots}", "--no-enable-prefix-caching", *more))
-    try:
-        with ExitStack() as stack:
-            # As Ctrl-C: the servers are stopped in either case.
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-            measured = Bench(options, engine_arguments, stack).run()
-    except (ServerFailed, ServerUnusable, RequestFailed, ValueError) as error:
-        print(f"bench.goodput: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.goodput: interrupted; every server that it started has been stopped", file=sys.stderr)
-        return 130
-    _write(measured, options)
-    return 0
+    return exit_status("bench.goodput", lambda stack: _write(Bench(options, engine_arguments, stack).run(), options))
 
 
 def _write(measured: Measured, options: argparse.Namespace) -> None:
@@ -420,13 +407,6 @@ def _figure(text: str) -> Path:
     return writable_file(text)
 
 
-def _load(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.goodput",
@@ -438,8 +418,20 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="folder or name of the model (default: random weights, nothing to download)")
     add("--slots", type=positive, default=16, help="requests that run at once, --max-num-seqs (default: %(default)s)")
-    add("--loads", type=_load, nargs="+", default=[0.7, 1.0, 1.3], metavar="X", help="of capacity (default: 0.7 1 1.3)")
-    add("--capacity", type=_load, metavar="RATE", help="requests a second, where it is known (default: searched for)")
+    add(
+        "--loads",
+        type=positive_number,
+        nargs="+",
+        default=[0.7, 1.0, 1.3],
+        metavar="X",
+        help="of capacity (default: 0.7 1 1.3)",
+    )
+    add(
+        "--capacity",
+        type=positive_number,
+        metavar="RATE",
+        help="requests a second, where it is known (default: searched for)",
+    )
     add("--requests", type=positive, default=400, help="of a run (default: %(default)s)")
     add("--rounds", type=positive, default=3, help="runs of each system at each load (default: %(default)s)")
     add("--tight-prompt", type=int, default=96, metavar="TOKENS", help="mean length (default: %(default)s)")

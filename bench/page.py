@@ -6,7 +6,6 @@ first as often; what each role of the application's processes used of a core is 
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -22,12 +21,12 @@ from tqdm import tqdm
 from bench.arguments import folder, positive
 from bench.browser import chromium, executable
 from bench.cpu import Role, cpu_s_by_role, cpu_times
-from bench.load import ServerUnusable, first_model, measure
+from bench.ending import exit_status
+from bench.load import first_model, measure
 from bench.report import markdown_table
 from bench.servers import (
     ENGINE_ARGUMENTS,
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     shared_arguments,
@@ -115,37 +114,29 @@ def _row(name: str, alone: Sequence[float], watched: Sequence[float]) -> list[st
 def main(arguments: Sequence[str] | None = None) -> int:
     own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
-    try:
-        print(as_markdown(_measured(options, shared_arguments(more))))
-    except (ServerFailed, ServerUnusable, Error, OSError) as error:
-        print(f"bench.page: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.page: interrupted; the server that it started has been stopped", file=sys.stderr)
-        return 130
-    return 0
+    engine_arguments = shared_arguments(more)
+    return exit_status(
+        "bench.page", lambda stack: print(as_markdown(_measured(options, engine_arguments, stack))), (Error,)
+    )
 
 
-def _measured(options: argparse.Namespace, engine_arguments: Sequence[str]) -> list[Pair]:
+def _measured(options: argparse.Namespace, engine_arguments: Sequence[str], stack: ExitStack) -> list[Pair]:
     """Raises: ServerFailed, ServerUnusable, OSError, playwright's Error."""
-    with ExitStack() as stack:
-        # As Ctrl-C: the server is stopped in either case.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        executable()  # before anything starts
-        bar = stack.enter_context(tqdm(total=options.pairs, unit="pair", disable=None))
-        server = stack.enter_context(Server(_spec(options, scratch, engine_arguments), options.logs or scratch))
-        bar.set_description("starting Sluice")
-        server.wait_until_ready(options.startup_timeout)
-        bar.set_description("recent requests")
-        uvloop.run(measure(_requests(server.spec.url)))
-        bench, pairs = Bench(options, server, stack.enter_context(chromium())), list[Pair]()
-        bar.set_description("measuring")
-        for number in range(options.pairs):
-            pairs.append(bench.pair(number))
-            server.check_alive()
-            bar.update()
-        return pairs
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
+    executable()  # before anything starts
+    bar = stack.enter_context(tqdm(total=options.pairs, unit="pair", disable=None))
+    server = stack.enter_context(Server(_spec(options, scratch, engine_arguments), options.logs or scratch))
+    bar.set_description("starting Sluice")
+    server.wait_until_ready(options.startup_timeout)
+    bar.set_description("recent requests")
+    uvloop.run(measure(_requests(server.spec.url)))
+    bench, pairs = Bench(options, server, stack.enter_context(chromium())), list[Pair]()
+    bar.set_description("measuring")
+    for number in range(options.pairs):
+        pairs.append(bench.pair(number))
+        server.check_alive()
+        bar.update()
+    return pairs
 
 
 def _spec(options: argparse.Namespace, scratch: Path, engine_arguments: Sequence[str]) -> ServerSpec:

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import json
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -32,14 +31,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from bench.arguments import folder, positive, writable_file
-from bench.chat_client import TEXT_PATH, ChatClient, RequestFailed
-from bench.load import ServerUnusable, first_model
+from bench.chat_client import TEXT_PATH, ChatClient
+from bench.ending import exit_status
+from bench.load import first_model
 from bench.open_loop import TOKEN_IDS, Request
 from bench.random_model import write_model
 from bench.report import markdown_table
 from bench.servers import (
     Server,
-    ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
     plain_vllm,
@@ -280,22 +279,15 @@ def ratios_as_markdown(runs: Sequence[Run]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
-    try:
-        with ExitStack() as stack:
-            # As Ctrl-C: the servers are stopped in either case.
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-            runs = Bench(options, shared_arguments(more), stack).run()
-    except (ServerFailed, ServerUnusable, RequestFailed, OSError, ValueError) as error:
-        print(f"bench.prefixes: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.prefixes: interrupted; every server that it started has been stopped", file=sys.stderr)
-        return 130
-    print(as_markdown(runs))
-    print(ratios_as_markdown(runs))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
-    return 0
+
+    def measure(stack: ExitStack) -> None:
+        runs = Bench(options, shared_arguments(more), stack).run()
+        print(as_markdown(runs))
+        print(ratios_as_markdown(runs))
+        if options.json is not None:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
+
+    return exit_status("bench.prefixes", measure)
 
 
 def systems(text: str) -> tuple[str, ...]:

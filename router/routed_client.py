@@ -335,22 +335,9 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         classified = self._classifier.ticket(
             size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise
         )
-        metrics = self._metrics.of(slo_class)
-        ticket = replace(classified.ticket, api_key=timing.key)
-        if (trail := timing.trail) is not None:
-            trail.classified(ticket, size.prompt_tokens, size.max_output_tokens, self._clock.now())
-            request = self._codec.with_trace(request, trail.headers)
-        if ticket.fills_idle:
-            recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
-            ticket = replace(ticket, recallable=recallable)
-        entry = Entry(request, ticket, slo_class, metrics, timing, self._clock.now(), size.prompt_tokens)
-        entry.planned_key, entry.foresight = classified.planned_key, foresight
-        entry.encoded = self._encode(self._as_sent(entry))
-        entry.blocks = size.blocks
+        entry = self._entry(request, size, classified, timing)
+        entry.foresight, entry.preparation = foresight, preparation
         entry.bill = Bill.of(tenant, size.prompt_tokens, classified.tokens)
-        entry.preparation = preparation
-        if self._codec.in_one_piece(request) and not self._codec.resumable(request):
-            entry.held_back = []
         self._entries[size.request_id] = entry
         try:
             limits = self._limits(classified, tenant)
@@ -362,9 +349,28 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if refusal is not None:
             if self._lives(entry):
                 del self._entries[entry.request_id]
-            raise self._refused(refusal, slo_class, ticket.bin_index, timing)
+            raise self._refused(refusal, slo_class, entry.ticket.bin_index, timing)
         if self._door.refuses_late(slo_class):
             self._retries.taken(slo_class)
+
+    def _entry(
+        self, request: RequestT, size: RequestSize, classified: Classified, timing: RequestTiming
+    ) -> Entry[RequestT]:
+        """Encoded as it is sent first. Raises InputError: it holds what no engine can be sent."""
+        ticket = replace(classified.ticket, api_key=timing.key)
+        if (trail := timing.trail) is not None:
+            trail.classified(ticket, size.prompt_tokens, size.max_output_tokens, self._clock.now())
+            request = self._codec.with_trace(request, trail.headers)
+        if ticket.fills_idle:
+            recallable = self._config.max_recalls > 0 and self._codec.resumable(request)
+            ticket = replace(ticket, recallable=recallable)
+        metrics = self._metrics.of(ticket.slo_class)
+        entry = Entry(request, ticket, ticket.slo_class, metrics, timing, self._clock.now(), size.prompt_tokens)
+        entry.planned_key, entry.blocks = classified.planned_key, size.blocks
+        entry.encoded = self._encode(self._as_sent(entry))
+        if self._codec.in_one_piece(request) and not self._codec.resumable(request):
+            entry.held_back = []
+        return entry
 
     async def sized(self, request: RequestT, known: RequestSize | None = None) -> RequestSize:
         """Its size, with the blocks of its prompt and what replicas have of them.

@@ -1,5 +1,6 @@
 """One model's front end in a router: vLLM's own OpenAI application over the routed engine client."""
 
+import argparse
 import asyncio
 import math
 import time
@@ -94,15 +95,10 @@ class FrontEnd:
             StateStoreError: the shared state cannot be reached.
         """
         with heavy_imports():
-            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-            from vllm.entrypoints.launchers.app import build_app
-
             from deployments.engines.transformers.step import unsupported
             from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
             from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
-            from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
-            from deployments.engines.vllm.responses import KeptResponses, stored_responses
 
         vllm_version = ENGINE_VERSION.removeprefix("vllm-")
         self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
@@ -133,6 +129,16 @@ class FrontEnd:
             self._grammars = self._made_grammars(resources)
             self._llm.compile_grammars_with(self._grammars)
         self.takes_media = bool(self._llm.model_config.is_multimodal_model)
+        return await self._application(args, background)
+
+    async def _application(self, args: argparse.Namespace, background: BackgroundResponses | None) -> FastAPI:
+        with heavy_imports():
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+
+            from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
+            from deployments.engines.vllm.responses import KeptResponses, stored_responses
+
         tasks = await self._llm.get_supported_tasks()
         fetch_media_from_allowed_addresses(self._config.router.media_networks)
         args.enable_offline_docs = not args.disable_fastapi_docs
@@ -140,22 +146,12 @@ class FrontEnd:
         log_causes(app)
         kept: KeptResponses | None = None
         if background is not None:
-            kept = KeptResponses(background=background, max_bytes=self._max_body_bytes())
+            kept = KeptResponses(background=background, max_bytes=request_limits([self], self._config).max_body_bytes)
         with stored_responses(kept):
             await init_app_state(self._llm, app.state, args, tasks)
         log_of_vllm()
         app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
         return app
-
-    def _max_body_bytes(self) -> int:
-        section = self._config.router
-        limits = RequestLimits.of_context(
-            self.max_model_len,
-            takes_media=self.takes_media,
-            max_body_bytes=section.max_body_bytes,
-            max_engine_requests=section.max_engine_requests,
-        )
-        return limits.max_body_bytes
 
     def adopt(self, user_config: Any, config: AppConfig) -> None:
         """Go by a configuration with other live settings from now on; engines go by it once they are told.
@@ -412,3 +408,13 @@ def _replica(load: ReplicaLoad, engine: Mapping[str, Any]) -> dict[str, Any]:
         "engine": engine,
         "now": now_in_words(load, engine),
     }
+
+
+def request_limits(front_ends: Sequence[FrontEnd], config: AppConfig) -> RequestLimits:
+    """By the longest context of these models, and for images where one takes them; all of them have started."""
+    return RequestLimits.of_context(
+        max(front_end.max_model_len for front_end in front_ends),
+        takes_media=any(front_end.takes_media for front_end in front_ends),
+        max_body_bytes=config.router.max_body_bytes,
+        max_engine_requests=config.router.max_engine_requests,
+    )

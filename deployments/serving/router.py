@@ -27,7 +27,6 @@ from deployments.config.live import with_live
 from deployments.http.bodies import RequestBodies
 from deployments.http.in_process import ask
 from deployments.http.keys import RELOAD_S, KeyRing
-from deployments.http.limits import RequestLimits
 from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddleware, error_response
 from deployments.http.model_switch import ModelSwitch
 from deployments.http.page import PAGE_PATHS, page
@@ -42,7 +41,7 @@ from deployments.responses.metrics import exposition
 from deployments.responses.store import ResponseStore
 from deployments.serving.autoscaling import CpuUse, Stats
 from deployments.serving.batch_runner import RemoteRunner, storage_of
-from deployments.serving.front_end import FrontEnd
+from deployments.serving.front_end import FrontEnd, request_limits
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.redis_server import embedded_redis_url
 from deployments.serving.shared_call import SharedCall
@@ -116,7 +115,7 @@ class Router:
             self._responses.keep_alive()
         cors = [_without_cors(app) for app in dict.fromkeys(apps.values())]
         _keep_from_collections()
-        self._bodies = RequestBodies(self._limits(self._config), **_of_bodies(self._config))
+        self._bodies = RequestBodies(request_limits(self._front_ends, self._config), **_of_bodies(self._config))
         self._keys = self._key_ring()
         self._served = SluiceMiddleware(
             self._with_state(ModelSwitch(apps) if len(self._front_ends) > 1 else app, apps.values()),
@@ -207,7 +206,7 @@ class Router:
         config = with_live(self._config, user_config)
         await self._use_keys(config)
         log_by(config.logs.settings())
-        self._bodies.adopt(self._limits(config), **_of_bodies(config))
+        self._bodies.adopt(request_limits(self._front_ends, config), **_of_bodies(config))
         self._served.promises = _promises(config)
         for front_end, each in zip(self._front_ends, config.each_model(), strict=True):
             front_end.adopt(user_config, each)
@@ -230,15 +229,6 @@ class Router:
             *([Route("/docs", _docs_page)] if app.openapi_url else []),
             *kept,
         ]
-
-    def _limits(self, config: AppConfig) -> RequestLimits:
-        """By the longest context of the models, and for images where one takes them."""
-        return RequestLimits.of_context(
-            max(front_end.max_model_len for front_end in self._front_ends),
-            takes_media=any(front_end.takes_media for front_end in self._front_ends),
-            max_body_bytes=config.router.max_body_bytes,
-            max_engine_requests=config.router.max_engine_requests,
-        )
 
     def check_health(self) -> None:
         """Ray Serve replaces the router for which it raises: one that fails at once would draw all requests to it."""
