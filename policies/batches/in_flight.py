@@ -75,13 +75,13 @@ class InFlight:
         others_suffer = self._newly_missed(load) or load.waiting_promised > 0
         self._was_too_large |= others_suffer or load.waiting_idle > 0
         self._has_engines = load.slots > 0
-        if self._has_engines:
-            self._limit = min(self._limit, load.slots)
         if others_suffer:
             self._limit = max(1.0, self._config.backoff * self._limit)
         elif 0 < self.limit <= in_flight and not load.waiting_idle:
             growth = self._config.growth if self._was_too_large else 1.0
-            self._limit = min(self._config.most, load.slots, (1.0 + growth) * self._limit)
+            self._limit = min(self._config.most, (1.0 + growth) * self._limit)
+        if self._has_engines:
+            self._limit = min(self._limit, load.slots)
 
     def _newly_missed(self, load: Load) -> bool:
         before = self._missed.pop(load.router_id, load.missed)
