@@ -17,7 +17,6 @@ from deployments.command.client import add_options, api_client, root
 from policies.errors import SluiceError
 
 if TYPE_CHECKING:
-    import openai
     from rich.console import Console, Group
 
 _EPILOG = """\
@@ -30,8 +29,7 @@ An API key is read from OPENAI_API_KEY."""
 
 PATH = "/sluice/status"
 TIMEOUT_S = 10.0
-BATCH_METRIC = "sluice_batches_open"  # without a Batch API it is not there, and every look would be refused
-SHOWN_REQUESTS, SHOWN_BATCHES = 10, 10
+SHOWN = 10  # requests, and batches
 _WIDTH = 200  # of lines that go to no terminal
 NONE = "–"
 
@@ -74,12 +72,10 @@ class Looked:
     Attributes:
         status: of its first model, with the others under `more_models`.
         metrics: (name, labels, value) of each of Sluice's samples.
-        batches: None without a Batch API.
     """
 
     status: Mapping[str, Any]
     metrics: Sequence[tuple[str, Mapping[str, str], float]] = ()
-    batches: Sequence["openai.types.Batch"] | None = None
 
 
 def show(options: argparse.Namespace) -> None:
@@ -144,9 +140,7 @@ def look(options: argparse.Namespace) -> Looked:
     status = look_at_status(options)
     with api_client(options, TIMEOUT_S) as client:
         page = client.get(f"{root(options.url)}/metrics", cast_to=str)
-        metrics = list(_samples(page))
-        has_batches = any(name == BATCH_METRIC for name, _, _ in metrics)
-        return Looked(status=status, metrics=metrics, batches=_batches(client) if has_batches else None)
+        return Looked(status=status, metrics=list(_samples(page)))
 
 
 def look_at_status(options: argparse.Namespace) -> dict[str, Any]:
@@ -177,18 +171,6 @@ def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
             yield from ((sample.name, sample.labels, sample.value) for sample in family.samples)
 
 
-def _batches(client: "openai.OpenAI") -> Sequence["openai.types.Batch"] | None:
-    import openai
-
-    try:
-        return client.with_options(max_retries=0).batches.list(limit=SHOWN_BATCHES).data
-    except (
-        openai.APIStatusError,
-        openai.APIConnectionError,
-    ):  # where files are kept may be away; the rest is worth showing
-        return None
-
-
 # What is shown
 
 
@@ -203,8 +185,10 @@ def tables(looked: Looked) -> "Group":
         _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
         _table("Recent requests", RECENT, recent_rows(status), "none yet"),
     ]
-    if looked.batches:
-        shown.append(_table("Batches", BATCHES, batch_rows(looked.batches), ""))
+    if "open_batches" in status:
+        found = status["open_batches"]
+        empty = "what runs batches does not answer now" if found is None else "none"
+        shown.append(_table("Batches in progress", BATCHES, batch_rows(found), empty))
     return Group(*shown)
 
 
@@ -213,7 +197,7 @@ REPLICAS = ("replica", "model", "slots", "KV cache", "phase", "unread tokens", "
 RECENT = (
     *("ended", "request", "class", "prompt", "predicted", "answer", "waited", "first token", "replica", "", "outcome"),
 )  # fmt: skip
-BATCHES = ("batch", "made", "requests", "status")
+BATCHES = ("batch", "model", "endpoint", "now", "done", "failed", "expected end", "window ends")
 
 
 def _table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:
@@ -291,7 +275,7 @@ def _of_replica(load: Mapping[str, Any]) -> Row:
 
 
 def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:
-    for each in status.get("recent_requests", ())[:SHOWN_REQUESTS]:
+    for each in status.get("recent_requests", ())[:SHOWN]:
         moved = f"moved {each['moves']}×" if each["moves"] else ""
         recalled = f"recalled {each['recalls']}×" if each["recalls"] else ""
         yield (
@@ -309,11 +293,28 @@ def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:
         )
 
 
-def batch_rows(batches: Iterable["openai.types.Batch"]) -> Iterator[Row]:
-    for each in batches:
-        counts = each.request_counts
-        of_all = f"{counts.completed + counts.failed} of {counts.total}" if counts else NONE
-        yield each.id, datetime.fromtimestamp(each.created_at).isoformat(" "), of_all, each.status
+def batch_rows(found: Mapping[str, Any] | None) -> Iterator[Row]:
+    """Of the key that asks alone; None while what runs batches does not answer."""
+    if found is None:
+        return
+    shown = found["oldest"][:SHOWN]
+    for each in shown:
+        yield (
+            each["id"],
+            each["model"] or NONE,
+            each["endpoint"],
+            each["status"].replace("_", " "),
+            f"{number(each['completed'] + each['failed'])} of {number(each['total'])}",
+            number(each["failed"]),
+            moment(each["expected_end"]),
+            f"{moment(each['expires_at'])} ({each['completion_window']})",
+        )
+    if found["count"] > len(shown):
+        yield (f"and {number(found['count'] - len(shown))} more",)
+
+
+def moment(unix_s: float | None) -> str:
+    return NONE if unix_s is None else datetime.fromtimestamp(unix_s).isoformat(" ", "minutes")
 
 
 def number(value: float | None, digits: int = 0) -> str:

@@ -5,6 +5,7 @@ What it shows of an application that runs is tested with a real one (tests/integ
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,7 +15,7 @@ import pytest
 
 from deployments.command import cli
 from deployments.command import status as module
-from deployments.command.status import Looked, class_rows, number, percent, plain, seconds, short
+from deployments.command.status import Looked, batch_rows, class_rows, number, percent, plain, seconds, short
 
 UNKNOWN = {"error": {"message": "this address needs an API key", "type": "Unauthorized", "param": None, "code": 401}}
 
@@ -131,6 +132,27 @@ def test_a_class_has_its_share_in_time_and_its_lanes_together() -> None:
         ("a:b", "500 ms", "none", "3", "4", "75.0 %", "5", "0"),
         ("idle", "none", "none", "7", "0", "–", "0", "6"),
     ]
+
+
+def test_a_batch_in_progress_has_its_share_done_and_its_ends() -> None:
+    at = datetime(2026, 11, 27, 12, 30)
+    batch = {
+        "id": "batch_1",
+        "model": "",
+        "endpoint": "/v1/completions",
+        "status": "in_progress",
+        "total": 2000,
+        "completed": 1500,
+        "failed": 1,
+        "expected_end": None,
+        "completion_window": "24h",
+        "expires_at": at.timestamp(),
+    }
+    rows = list(batch_rows({"count": 12, "oldest": [batch] * 11}))
+    ends = ("–", "2026-11-27 12:30 (24h)")
+    assert rows[0] == ("batch_1", "–", "/v1/completions", "in progress", "1,501 of 2,000", "1", *ends)
+    assert len(rows) == 11 and rows[-1] == ("and 2 more",)
+    assert list(batch_rows(None)) == []
 
 
 def test_numbers_are_as_on_the_page() -> None:
