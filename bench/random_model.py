@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.servers import vllm_is_for_gpus
+from deployments.process.environment import cpu_dtype
+
 DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 
 VOCABULARY = 8192
@@ -33,13 +36,14 @@ def write_config(folder: Path, **changes: object) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """That, with the demo model's vocabulary and tokenizer.
+    """That, with the demo model's vocabulary and tokenizer, in the type that this machine computes fast.
 
     Raises:
         FileExistsError: the folder is there already.
     """
     folder.mkdir(parents=True)
-    write_config(folder, vocab_size=json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    write_config(folder, vocab_size=vocabulary, torch_dtype="bfloat16" if vllm_is_for_gpus() else cpu_dtype())
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
 

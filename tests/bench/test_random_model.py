@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from bench.random_model import main
+from deployments.process.environment import cpu_dtype
 
 pytestmark = pytest.mark.slow  # loading torch takes seconds
 
@@ -21,3 +22,9 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.Cap
     assert main([str(tmp_path)]) == 2
     assert "File exists" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_computes_in_a_type_that_this_machine_has(tmp_path: Path) -> None:
+    """Emulated, bfloat16 takes ten times as long and more."""
+    assert main([str(tmp_path / "random")]) == 0
+    assert str(AutoConfig.from_pretrained(tmp_path / "random").dtype) == f"torch.{cpu_dtype()}"
