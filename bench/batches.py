@@ -27,6 +27,7 @@ import openai
 import uvloop
 from tqdm import tqdm
 
+from bench import random_model
 from bench.arguments import folder, positive, positive_number, writable_file
 from bench.chat_client import TEXT_PATH
 from bench.ending import exit_status
@@ -41,7 +42,6 @@ from bench.goodput import (
 )
 from bench.load import ServerUnusable, first_model
 from bench.open_loop import LOOSE, Lengths, Outcome, Request, Targets, draw_requests, run_open_loop
-from bench.random_model import write_model
 from bench.report import markdown_table
 from bench.servers import (
     HOST,
@@ -172,9 +172,9 @@ class Bench:
         self._targets: dict[str, Targets] = {}
         self._model = options.model
         if self._model is None:
-            write_model(self._folder / "random")
+            random_model.write_model(self._folder / "random")
             self._model = str(self._folder / "random")
-            self._arguments += ("--load-format=dummy",)
+            self._arguments += random_model.engine_arguments()
 
     def run(self) -> list[Run]:
         """Raises: ServerFailed, ServerUnusable, RequestFailed, openai.OpenAIError."""

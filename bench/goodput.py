@@ -29,12 +29,12 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
+from bench import random_model
 from bench.arguments import folder, positive, positive_number, writable_file
 from bench.chat_client import TEXT_PATH, Answer, ChatClient
 from bench.ending import exit_status
 from bench.load import ServerUnusable, error_lines, first_model
 from bench.open_loop import LOOSE, TIGHT, Lengths, Outcome, Targets, draw_requests, run_open_loop
-from bench.random_model import write_model
 from bench.report import markdown_table
 from bench.servers import (
     Server,
@@ -196,9 +196,9 @@ class Bench:
         self._bar = stack.enter_context(tqdm(unit="request", mininterval=0.5, disable=None))
         self._model = options.model
         if self._model is None:
-            write_model(self._folder / "random")
+            random_model.write_model(self._folder / "random")
             self._model = str(self._folder / "random")
-            self._arguments += ("--load-format=dummy",)
+            self._arguments += random_model.engine_arguments()
 
     def run(self) -> Measured:
         """Raises: ServerFailed, ServerUnusable, RequestFailed."""

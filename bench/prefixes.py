@@ -30,12 +30,12 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
+from bench import random_model
 from bench.arguments import folder, positive, writable_file
 from bench.chat_client import TEXT_PATH, ChatClient
 from bench.ending import exit_status
 from bench.load import first_model
 from bench.open_loop import TOKEN_IDS, Request
-from bench.random_model import write_model
 from bench.report import markdown_table
 from bench.servers import (
     Server,
@@ -181,9 +181,9 @@ class Bench:
         self._bar = stack.enter_context(tqdm(unit="request", mininterval=0.5, disable=None))
         self._model = options.model
         if self._model is None:
-            write_model(self._folder / "random")
+            random_model.write_model(self._folder / "random")
             self._model = str(self._folder / "random")
-            self._arguments += ("--load-format=dummy",)
+            self._arguments += random_model.engine_arguments()
 
     def run(self) -> list[Run]:
         """Raises: ServerFailed, ServerUnusable, RequestFailed."""

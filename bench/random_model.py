@@ -36,16 +36,20 @@ def write_config(folder: Path, **changes: object) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """That, with the demo model's vocabulary and tokenizer, in the type that this machine computes fast.
+    """That, with the demo model's vocabulary and tokenizer.
 
     Raises:
         FileExistsError: the folder is there already.
     """
     folder.mkdir(parents=True)
-    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    write_config(folder, vocab_size=vocabulary, torch_dtype="bfloat16" if vllm_is_for_gpus() else cpu_dtype())
+    write_config(folder, vocab_size=json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
+
+
+def engine_arguments() -> tuple[str, ...]:
+    """For engines of such a model, in a type that this machine computes fast: by itself vLLM takes bfloat16 always."""
+    return "--load-format=dummy", f"--dtype={'auto' if vllm_is_for_gpus() else cpu_dtype()}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"bench.random_model: {folder}: {error.strerror}", file=sys.stderr)
         return 2
-    print(f"python -m bench.compare --model {folder} -- --load-format=dummy")
+    print(f"python -m bench.compare --model {folder} -- {' '.join(engine_arguments())}")
     return 0
 
 
