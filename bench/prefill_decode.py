@@ -36,8 +36,8 @@ from bench.summary import Spread, paired_ratios, percentile
 
 VLLM_ARGS = ["--max-model-len", "2048", "--max-num-seqs", "32", "--max-num-batched-tokens", "1024"]
 COUNTED = (
-    "hand_overs_total",
-    "hand_over_fallbacks_total",
+    "kv_transfers_total",
+    "kv_transfer_fallbacks_total",
     "engine_kv_transfer_bytes_total",
     "engine_kv_transfer_seconds_total",
     "prefill_tokens_total",

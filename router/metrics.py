@@ -296,9 +296,11 @@ class SplitMetrics:
             return Counter(name, help_text, labels, namespace="sluice", registry=registry)
 
         self.decisions = counter("split_decisions", "Requests split (why=split), or why not.", "why")
-        self.hand_overs = counter("hand_overs", "Requests that a decode replica got with the KV cache of their prompt.")
+        self.kv_transfers = counter(
+            "kv_transfers", "Requests that a decode replica got with the KV cache of their prompt."
+        )
         self.fallbacks = counter(
-            "hand_over_fallbacks",
+            "kv_transfer_fallbacks",
             "Split requests read by their decode replica all the same: late, refused, failed, expired, stalled.",
             "reason",
         )

@@ -38,7 +38,7 @@ from router.prefix_hits import PrefixHits
 from router.routed_client import RoutedClient
 from router.state_store import Snapshot, StateStore, Ticket
 from router.timing import RequestTiming
-from router.trail import HandOver, Trail
+from router.trail import KVTransfer, Trail
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         return tokens
 
 
-class _HandOver(Generic[RequestT]):
+class _KVTransfer(Generic[RequestT]):
     """One request's way from pool to pool: what the decode pool's client prepares it by.
 
     `size`: as the prefill pool's client told it.
@@ -274,8 +274,8 @@ class _HandOver(Generic[RequestT]):
             self._cache = await self._read(began_s)
         finally:
             del split.reading_s[self._request_id]
-            if (trail := self._timing.trail) is not None and trail.hand_over is not None:
-                trail.hand_over.ended_s = split.clock.now()
+            if (trail := self._timing.trail) is not None and trail.kv_transfer is not None:
+                trail.kv_transfer.ended_s = split.clock.now()
         if self._cache is not None:
             now_s = split.clock.now()
             split.metrics.prefill_s.observe(now_s - began_s)
@@ -291,7 +291,7 @@ class _HandOver(Generic[RequestT]):
         timing = RequestTiming(received_s=now_s, submitted_s=now_s)
         if (trail := self._timing.trail) is not None:
             timing.trail = Trail(trail.headers)
-            trail.hand_over = HandOver(now_s, timing.trail)
+            trail.kv_transfer = KVTransfer(now_s, timing.trail)
         try:
             cache = await pool.prefill(self._request, self._size, self._slo_class, left, timeout_s, timing)
         except Exception as error:  # of whatever kind: the decode replica can read it
@@ -303,8 +303,8 @@ class _HandOver(Generic[RequestT]):
 
     def _fall_back(self, reason: str) -> None:
         self._split.note_fall_back(self._request_id, reason)
-        if (trail := self._timing.trail) is not None and trail.hand_over is not None:
-            trail.hand_over.fell_back = reason
+        if (trail := self._timing.trail) is not None and trail.kv_transfer is not None:
+            trail.kv_transfer.fell_back = reason
 
     def first_sending(self, request: RequestT) -> RequestT | None:
         self._split.offered.pop(self._request_id, None)
@@ -317,7 +317,7 @@ class _HandOver(Generic[RequestT]):
             self._let_go(request, cache)
             return None
         self._split.offered[self._request_id] = now_s, cache
-        self._split.metrics.hand_overs.inc()
+        self._split.metrics.kv_transfers.inc()
         return self._split.codec.with_cache(request, cache)
 
     def answered(self, output: Output) -> None:
@@ -374,7 +374,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
     async def start(self) -> None:
         """Raises StateStoreError when the shared state cannot be reached."""
         await self.decoding.start()
-        self.decoding.repeat(self._look_after, "hand-overs")
+        self.decoding.repeat(self._look_after, "KV transfers")
         await self.pool.start()
 
     async def close(self) -> None:
@@ -400,9 +400,9 @@ class SplitClient(Generic[RequestT, OutputsT]):
         size = await self.decoding.sized(request)
         why, size_there = await self._why(request, size, slo_class)
         self.metrics.decisions.labels(why).inc()
-        hand_over = None
+        kv_transfer = None
         if why is Why.SPLIT:
-            hand_over = _HandOver(self, request, size_there, slo_class, promise, timing)
+            kv_transfer = _KVTransfer(self, request, size_there, slo_class, promise, timing)
         await self.decoding.submit(
             request,
             slo_class=slo_class,
@@ -411,7 +411,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
             tenant=tenant,
             question=question,
             size=size,
-            preparation=hand_over,
+            preparation=kv_transfer,
         )
 
     def note_fall_back(self, request_id: str, reason: str) -> None:

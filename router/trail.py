@@ -34,7 +34,7 @@ class Stay:
 
 
 @dataclass(slots=True)
-class HandOver:
+class KVTransfer:
     """Its prompt was to be read by a prefill replica.
 
     Attributes:
@@ -66,7 +66,7 @@ class Trail:
     max_output_tokens: int | None = None
     classified_s: float | None = None
     queued_s: float | None = None
-    hand_over: HandOver | None = None
+    kv_transfer: KVTransfer | None = None
     stays: list[Stay] = field(default_factory=list)
 
     def classified(self, ticket: Ticket, prompt_tokens: int, max_output_tokens: int | None, now_s: float) -> None:

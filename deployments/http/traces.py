@@ -3,7 +3,7 @@
     POST /v1/chat/completions            server; goes on with its client's `traceparent`
         chat MODEL                       one engine request, by OpenTelemetry's conventions for generative models
             classify                     predicted length, bin, ticket
-            hand-over                    its prompt is read by a prefill replica, with `queue` and `engine` of there
+            KV transfer                  its prompt is read by a prefill replica, with `queue` and `engine` of there
             queue                        until it was sent to a replica
             engine                       its time there, as the router sees it
                 prefill, decode          until the first output, and after it
@@ -22,7 +22,7 @@ from starlette.types import Scope
 
 from router.codec import WHOLE
 from router.timing import HttpContext, RequestTiming
-from router.trail import HandOver, Stay, Trail
+from router.trail import KVTransfer, Stay, Trail
 
 if TYPE_CHECKING:
     from deployments.process.spans import Attributes, OpenSpan, Tracing
@@ -146,8 +146,8 @@ def _add_stages(span: "OpenSpan", timing: RequestTiming, trail: Trail, ended_s: 
     if (ticket := trail.ticket) is not None and trail.classified_s is not None:
         predicted = {"sluice.bin": ticket.bin_index, "sluice.predicted_output_tokens": ticket.predicted_output_tokens}
         span.add("classify", timing.submitted_s, trail.classified_s, {"sluice.class": ticket.slo_class, **predicted})
-    if trail.hand_over is not None:
-        _add_hand_over(span, trail.hand_over, ended_s)
+    if trail.kv_transfer is not None:
+        _add_kv_transfer(span, trail.kv_transfer, ended_s)
     if trail.queued_s is not None:
         _add_queue(span, timing, trail, ended_s)
     for stay, following in zip_longest(trail.stays, trail.stays[1:]):
@@ -197,12 +197,12 @@ def _add_resume(span: "OpenSpan", stay: Stay, following: Stay | None, ended_s: f
     span.add("resume", left_s, following.sent_s if following else ended_s, attributes)
 
 
-def _add_hand_over(span: "OpenSpan", hand_over: HandOver, ended_s: float) -> None:
-    until_s = ended_s if hand_over.ended_s is None else hand_over.ended_s
-    handing = span.begin("hand-over", hand_over.began_s, {"sluice.fell_back": hand_over.fell_back})
-    if (queued_s := hand_over.trail.queued_s) is not None:
-        stays = hand_over.trail.stays
-        handing.add("queue", queued_s, stays[0].sent_s if stays else until_s)
+def _add_kv_transfer(span: "OpenSpan", kv_transfer: KVTransfer, ended_s: float) -> None:
+    until_s = ended_s if kv_transfer.ended_s is None else kv_transfer.ended_s
+    transfer = span.begin("KV transfer", kv_transfer.began_s, {"sluice.fell_back": kv_transfer.fell_back})
+    if (queued_s := kv_transfer.trail.queued_s) is not None:
+        stays = kv_transfer.trail.stays
+        transfer.add("queue", queued_s, stays[0].sent_s if stays else until_s)
         for stay in stays:
-            _add_stay(handing, stay, until_s)
-    handing.end(until_s)
+            _add_stay(transfer, stay, until_s)
+    transfer.end(until_s)

@@ -101,8 +101,8 @@ def test_64_greedy_answers_equal_those_of_one_engine_token_by_token(
     split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]]
 ) -> None:
     assert asyncio.run(ask_all(split, prompts)) == [answer["token_ids"] for answer in plain_answers]
-    assert count(split, "hand_overs") + count(split, "hand_over_fallbacks") == 64
-    assert count(split, "hand_overs") > 32, "most were to be handed over"
+    assert count(split, "kv_transfers") + count(split, "kv_transfer_fallbacks") == 64
+    assert count(split, "kv_transfers") > 32, "most were to be handed over"
     wait_until_nothing_is_held(split, 3 * KEEP_S)
     (reading,) = split.status()["prefill"]["replicas"].values()
     (answering,) = split.status()["replicas"].values()
@@ -157,7 +157,7 @@ def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -
             for sentences in (40, 60):  # a block has 128 tokens
                 await ask(client, "One river after another. " * sentences)
 
-    names = ("hand_overs", "prefill_predicted_hit_tokens", "prefill_hit_tokens", "prefill_wrong_hit_tokens")
+    names = ("kv_transfers", "prefill_predicted_hit_tokens", "prefill_hit_tokens", "prefill_wrong_hit_tokens")
     before = [count(split, name) for name in names]
     asyncio.run(grow())
 
@@ -165,8 +165,8 @@ def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -
         return [count(split, name) - old for name, old in zip(names, before, strict=True)]
 
     def all_are_published() -> bool:  # each pool has heartbeats of its own
-        hand_overs, _, found, _ = counted()
-        return hand_overs >= 2 and found > 0
+        kv_transfers, _, found, _ = counted()
+        return kv_transfers >= 2 and found > 0
 
     wait_until(all_are_published, 60, "the router has published what was found")
     _, predicted, found, wrong = counted()  # of tests before also what had not been published
@@ -208,7 +208,7 @@ def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
     wait_until(lambda: both_are_back(split), START_TIMEOUT_S, "both replicas serve")
 
     def on_board() -> float:
-        counters = ("requests_recovered", "prefill_requests_recovered", "hand_over_fallbacks")
+        counters = ("requests_recovered", "prefill_requests_recovered", "kv_transfer_fallbacks")
         return sum(count(split, name) for name in counters)
 
     before = on_board()

@@ -103,7 +103,7 @@ def _alerts(rendered: dict[str, str]) -> list[dict[str, Any]]:
 def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dict[str, str]) -> None:
     alerts = _alerts(rendered)
     names = {alert["alert"] for alert in alerts}
-    assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceHandOversFail", "SluiceRelayFailures"} <= names
+    assert {"SluiceErrors", "SluiceFirstTokenSlow", "SluiceKVTransfersFail", "SluiceRelayFailures"} <= names
     assert {"SluiceNoEngine", "SluiceNobodyServes"} <= names
     for alert in alerts:
         assert _names_in(alert["expr"]) <= _metric_names()

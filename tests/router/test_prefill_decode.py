@@ -265,8 +265,8 @@ async def test_of_a_traced_request_is_noted_where_its_prompt_was_read_and_where_
     answer = await service.ask(trail=Trail(TRACE))
     await service.finish([answer])
     trail = answer.timing.trail
-    assert trail is not None and trail.hand_over is not None and trail.queued_s is not None
-    read, (went_on,) = trail.hand_over, trail.stays
+    assert trail is not None and trail.kv_transfer is not None and trail.queued_s is not None
+    read, (went_on,) = trail.kv_transfer, trail.stays
     (was_read,) = read.trail.stays
     assert (was_read.replica_id, went_on.replica_id, read.fell_back) == ("prefill0", "decode0", None)
     assert read.trail.headers == TRACE
@@ -282,8 +282,8 @@ async def test_of_a_traced_request_is_noted_why_its_prompt_was_not_read_elsewher
     await service.start()
     answer = await service.ask(trail=Trail(TRACE))
     await service.finish([answer])
-    assert answer.timing.trail is not None and answer.timing.trail.hand_over is not None
-    assert answer.timing.trail.hand_over.fell_back == "failed"
+    assert answer.timing.trail is not None and answer.timing.trail.kv_transfer is not None
+    assert answer.timing.trail.kv_transfer.fell_back == "failed"
 
 
 async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(service: Service) -> None:
@@ -292,7 +292,7 @@ async def test_long_prompts_are_read_in_one_pool_and_decoded_in_the_other(servic
     answers = [await service.ask(LONG + n % 3 * 30) for n in range(20)]
     await service.finish(answers)
     assert (reading.engine.taken, answering.engine.taken, answering.engine.fetched) == (20, 20, 20)
-    assert service.count("hand_overs") == service.count("split_decisions", why="split") == 20
+    assert service.count("kv_transfers") == service.count("split_decisions", why="split") == 20
     assert service.count("prefill_tokens") == sum(len(answer.asked.prompt) for answer in answers)
     assert service.count("output_tokens", slo_class="standard") == 400  # the prefill's own token is no answer
 
@@ -424,7 +424,7 @@ async def test_a_prefill_replica_that_hangs_is_not_waited_for(service: Service) 
     await until(lambda: all(answer.outcome for answer in answers))
     reading.engine.resume()
     await service.finish(answers)
-    assert service.count("hand_over_fallbacks", reason="late") + service.count("split_decisions", why="late") == 5
+    assert service.count("kv_transfer_fallbacks", reason="late") + service.count("split_decisions", why="late") == 5
     assert answering.engine.fetched == 0
 
 
@@ -498,7 +498,7 @@ async def test_a_prefill_without_a_cache_falls_back(service: Service) -> None:
     reading.engine.loses_caches = True
     await service.start()
     await service.finish([await service.ask() for _ in range(4)])
-    assert service.count("hand_over_fallbacks", reason="failed") == 4
+    assert service.count("kv_transfer_fallbacks", reason="failed") == 4
     assert answering.engine.fetched == 0
 
 
@@ -508,7 +508,7 @@ async def test_a_transfer_that_hangs_is_given_up(service: Service) -> None:
     answering.engine.transfers_hang = True
     await service.start(split=SplitConfig(stalled_s=0.2))
     await service.finish([await service.ask() for _ in range(4)])
-    assert service.count("hand_over_fallbacks", reason="stalled") == 4
+    assert service.count("kv_transfer_fallbacks", reason="stalled") == 4
 
 
 async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: Service) -> None:
@@ -536,7 +536,7 @@ async def test_a_cache_that_waited_too_long_is_not_offered(service: Service) -> 
     clock.ahead_s = 101.0
     answering.engine.resume()
     await service.finish(answers)
-    assert service.count("hand_over_fallbacks", reason="expired") == 2
+    assert service.count("kv_transfer_fallbacks", reason="expired") == 2
     await until(lambda: (answering.engine.fetched, answering.engine.let_go) == (1, 2))
 
 
@@ -598,7 +598,7 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
     assert next(reversed(service.answers.values())).timing.outcome == "refused"
     assert service.count("requests", slo_class="standard", bin="0", outcome="refused") == 1
     await service.finish(answers)
-    assert service.count("hand_overs") == 4
+    assert service.count("kv_transfers") == 4
 
 
 class LosesAReply(RedisStateStore):
@@ -625,7 +625,7 @@ async def test_a_request_whose_charge_got_no_reply_is_charged_once(service: Serv
     with pytest.raises(AdmissionError, match="requests_per_minute of small"):
         await service.ask(tenant=tenant)
     await service.finish(answers)
-    assert service.count("hand_overs") == 1, "the first was read where it was decoded"
+    assert service.count("kv_transfers") == 1, "the first was read where it was decoded"
 
 
 async def test_a_split_request_pays_for_the_answer_that_it_insists_on(service: Service) -> None:

@@ -21,7 +21,7 @@ from deployments.process.spans import Tracing
 from policies.router.promise import Promise
 from router.state_store import Ticket
 from router.timing import HttpContext, RequestTiming, current
-from router.trail import HandOver, Trail
+from router.trail import KVTransfer, Trail
 from tests.deployments.bodies import free, request_bodies
 from tests.otlp_receiver import Received, Receiver, receiving
 from tests.router.test_routed_client import TARGETS_S, Answer, FrontEnd, Replica, Service, request
@@ -280,12 +280,12 @@ def follow(tracing: Tracing, note: Callable[[RequestTiming, Trail], None]) -> No
     trace.end(context, 200, 110.0)
 
 
-async def test_a_hand_over_shows_the_replica_that_read_the_prompt(receiver: Receiver) -> None:
+async def test_a_kv_transfer_shows_the_replica_that_read_the_prompt(receiver: Receiver) -> None:
     def note(timing: RequestTiming, trail: Trail) -> None:
         elsewhere = Trail(trail.headers, queued_s=101.5)
         elsewhere.sent("p0", 0, 102.0).first_s = 103.0
         elsewhere.left(103.0)
-        trail.hand_over = HandOver(101.25, elsewhere, ended_s=103.5)
+        trail.kv_transfer = KVTransfer(101.25, elsewhere, ended_s=103.5)
         trail.queued(104.0)
         trail.sent("d0", 0, 105.0).first_s = 106.0
         trail.left(108.0)
@@ -294,11 +294,11 @@ async def test_a_hand_over_shows_the_replica_that_read_the_prompt(receiver: Rece
     tracing = Tracing.by_otlp("router", "grpc")
     follow(tracing, note)
     await tracing.close()
-    chat, handing = receiver.one("chat demo"), receiver.one("hand-over")
+    chat, transfer = receiver.one("chat demo"), receiver.one("KV transfer")
     elsewhere = {"0 queue": {}, "1 engine": STAY}
-    assert shape(receiver, chat) == {"0 hand-over": elsewhere, "1 queue": {}, "2 engine": STAY}
+    assert shape(receiver, chat) == {"0 KV transfer": elsewhere, "1 queue": {}, "2 engine": STAY}
     assert [engine.attributes["sluice.replica"] for engine in receiver.named("engine")] == ["p0", "d0"]
-    assert (handing.ended_s - handing.began_s, chat.ended_s - chat.began_s) == pytest.approx((2.25, 7.0), abs=1e-5)
+    assert (transfer.ended_s - transfer.began_s, chat.ended_s - chat.began_s) == pytest.approx((2.25, 7.0), abs=1e-5)
 
 
 async def test_a_request_that_never_was_sent_shows_its_wait_and_its_error(receiver: Receiver) -> None:
