@@ -1,6 +1,6 @@
 """What looking at the page costs an idle application: `python -m bench.page --help`.
 
-One application serves nobody. For some seconds a browser has its page open, for as many it has not, in turn and each
+One application is idle. For some seconds a browser has its page open, for as many it has not, in turn and each
 first as often; what each role of the application's processes used of a core is compared. The browser is not counted.
 """
 

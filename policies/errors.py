@@ -3,7 +3,7 @@
 SluiceError
 ├── ConfigError        (also ValueError)  a setting is out of bounds, or names something unknown
 ├── InputError         (also ValueError)  a value handed to a function is out of its domain
-├── PolicyError                           a policy of the user's own answered what nobody can act on
+├── PolicyError                           a policy of the user's own gave an answer that cannot be applied
 ├── AdmissionError                        a request was refused: queue full, quota spent, deadline hopeless
 ├── ReplicaLostError                      an engine replica went away with requests on board
 ├── ApplicationStartError                 `sluice serve` could not start

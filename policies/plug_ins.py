@@ -92,10 +92,10 @@ def _fault(plan: object, state: BatchState) -> str | None:
         return f"must answer max_prefill_tokens of 0 or more, or None, got {plan.max_prefill_tokens}"
     decodes, prompts = state.running_count - state.prefilling_count, state.prefilling_count
     if plan.phase is Phase.DECODE and not decodes and (prompts or state.waiting):
-        return "answered DECODE where nobody decodes, and others could start"
+        return "answered DECODE where no request decodes, and others could start"
     may_start = bool(state.waiting) and plan.starts > 0 and plan.max_batch_size > state.running_count
     if plan.phase is Phase.PREFILL and not (prompts or may_start) and (decodes or state.waiting):
-        return "answered PREFILL where nobody has a prompt to read, and others could go on"
+        return "answered PREFILL where no request has a prompt to read, and others could go on"
     return None
 
 

@@ -129,7 +129,7 @@ class Batcher:
             _fail(entry.score, AdmissionError(f"the predictor had no time for it in {self._config.max_age_s} s"))
 
     async def _run(self, batch: list[_Waiting]) -> None:
-        """Score a batch; a failure goes to all who wait for it, not to the next batch."""
+        """Score a batch; a failure goes to all that wait for it, not to the next batch."""
         self._running = {entry.key: entry.score for entry in batch}
         prompts = [entry.token_ids for entry in batch]
         started_s = asyncio.get_running_loop().time()
@@ -147,7 +147,7 @@ class Batcher:
             self._follow(asyncio.get_running_loop().time() - started_s)
 
     def _follow(self, batch_s: float) -> None:
-        """Let the budget follow what a batch took; one that left nobody waiting says nothing about larger ones."""
+        """Let the budget follow what a batch took; one that left none waiting says nothing about larger ones."""
         if batch_s > 0.5 * self._config.max_age_s:
             self._budget_tokens = max(min(LEAST_BATCH_TOKENS, self._budget_tokens), SHRINKS * self._budget_tokens)
         elif self._waiting:
@@ -171,4 +171,4 @@ class Batcher:
 
 def _fail(score: "asyncio.Future[float]", error: Exception) -> None:
     score.set_exception(error)
-    score.exception()  # whoever asked may have left: then nobody else looks at it
+    score.exception()  # its request may have left: then nothing else looks at it

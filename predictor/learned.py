@@ -1,9 +1,9 @@
 """What is foreseen of a request: the learned predictor's word, a client's hint or a limit, each while it proves right.
 
 A driver: it asks the scorer (with a deadline), turns the score into tokens by the curve of the served model and, once
-that one has seen enough, of its system prompt, and lets `policies.lengths.drift` decide who is believed. Curves learn
-from what
-all routers share (`scored`, `learn`); who is believed each router judges by the requests that it served itself:
+that one has seen enough, of its system prompt, and lets `policies.lengths.drift` decide which source is
+believed. Curves learn from what all routers share (`scored`, `learn`); which is believed each router judges by the
+requests that it served itself:
 
 * the learned predictor against the histogram of the class, for each model and class; believed until it does worse;
 * a client's expected tokens, and the request's own limit on tokens, against what would be used without them, for each
@@ -37,7 +37,7 @@ class Question:
     Attributes:
         prompt: its text, without the system prompt.
         system_prompt: its name (`predictor.conversation`), not its text; requests that share one share a curve.
-        key: who asks, as it is told apart for hints; "" for nobody in particular.
+        key: of the client, as it is told apart for hints; "" without one.
         hinted_tokens: what the client expects.
         max_output_tokens: the request's own limit.
     """

@@ -4,7 +4,7 @@ One object a line, in a file or a .gz of one:
 
     prompt          the text                                                            needed
     output_tokens   the answer's tokens; or output_chars, its characters                 one of them needed
-    model           who answered: lengths of several models are never mixed unawares     default ""
+    model           that answered: lengths of several models are never mixed unawares     default ""
     max_tokens      the limit it ran under (also max_new_tokens)
     finish_reason   "length" when the limit cut it
 

@@ -94,7 +94,7 @@ class Classifier(PrefixHits):
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
     `order`: of what waits; None goes by what each request is promised.
     `fills_idle`: the classes that fill idle capacity, and in which order each does.
-    `late_patience_s`: after which who stands behind those in time is owed a start, see `deadline_keys`.
+    `late_patience_s`: after which a request behind those in time is owed a start, see `deadline_keys`.
     """
 
     def __init__(

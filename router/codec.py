@@ -105,7 +105,7 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
         """Whether a part of its answer can be continued elsewhere exactly, without computing it again."""
 
     def in_one_piece(self, request: RequestT) -> bool:
-        """Whether nobody looks at a part of its answer: until its end it may begin anew."""
+        """Whether no client looks at a part of its answer: until its end it may begin anew."""
 
     def recover(self, request: RequestT, sent: Sequence[int]) -> Recovery[RequestT]:
         """Continue a request of which `sent` tokens, at least one, reached the client."""

@@ -107,7 +107,7 @@ class ReplicaConnection:
             EngineCallError: it refused; the message is its own.
             ReplicaLostError: no answer in time, or the connection ends.
         """
-        if self.is_closing:  # nobody may be left to read an answer, or its end
+        if self.is_closing:  # no one may be left to read an answer, or its end
             raise ReplicaLostError(f"replica {self.info.replica_id} is gone, and cannot be asked {method}")
         self._asked += 1
         number = self._asked

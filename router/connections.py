@@ -63,7 +63,7 @@ class Connections:
 
         Raises:
             ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
-            StateStoreError: nobody can say where it is.
+            StateStoreError: where it is cannot be told.
         """
         task = self._attempts.get(replica_id)
         if task is None:
@@ -93,7 +93,7 @@ class Connections:
         return [connection for connection in connections if connection.missed_looks > self._lost_after_looks]
 
     def forget(self, connection: ReplicaConnection) -> bool:
-        """Close it, so that the next one who needs its replica opens another; False when that was done before."""
+        """Close it, so that the next request to its replica opens another; False when that was done before."""
         replica_id = connection.info.replica_id
         if self.get(replica_id) is not connection:
             return False

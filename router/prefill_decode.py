@@ -67,7 +67,7 @@ class SplitCodec(EngineCodec[RequestT, OutputsT], Protocol[RequestT, OutputsT]):
         """Let its first output say of how much of the prompt the prefill replica had a cache: it was given all."""
 
     def without_fetching(self, request: RequestT, request_id: str, cache: Cache) -> RequestT:
-        """A request of that id that ends at once, and tells whoever keeps the cache that nobody will fetch it."""
+        """A request of that id that ends at once, and tells the replica with the cache that it will not be fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The requests that ended last, for people who look: what they took and where they ran, never what they said."""
+"""The requests that ended last, for people: what they took and where they ran, never what they said."""
 
 import json
 from collections import deque

@@ -40,7 +40,7 @@ CALL_TIMEOUT_S = 5.0
 # What a call raises when Redis is away. RuntimeError is uvloop's, of a write to a connection that has just broken.
 AWAY = (RedisError, OSError, RuntimeError)
 CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
-SETTINGS_S = 7 * 86400  # for which those of a configuration are kept that nobody has told again
+SETTINGS_S = 7 * 86400  # for which those of a configuration are kept that no deployment has told again
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 # What Redis 7, and 6, say of commands inside a script. An error of no kind of its own.
 _NOT_IN_SCRIPTS = "ACL failure in script|user executing the script can't"

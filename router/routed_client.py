@@ -102,7 +102,7 @@ class Preparation(Protocol[RequestT]):
         """The first output came, and may be changed before it is passed on."""
 
     def ended(self, request: RequestT) -> None:
-        """The request is over without an output: nobody wants any more what was prepared."""
+        """The request is over without an output: what was prepared is not wanted any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -482,7 +482,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return True
 
     def start_and_end(self, request: RequestT, request_id: str) -> None:
-        """Let any connected replica start a request for what that does besides; nobody waits for its outputs."""
+        """Let any connected replica start a request for what that does besides; its outputs are not read."""
         if connections := self._connections.all_open:
             connections[0].add(self._codec.encode_request(request))
             connections[0].abort([request_id])
@@ -624,7 +624,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         """Send a request to the replica that it was given; at once when the connection stands."""
         entry = self._entries.get(assignment.request_id)
         replica_id = assignment.replica_id
-        if entry is None or entry.replica_id not in (None, replica_id):  # over, or elsewhere: nobody takes this slot
+        if entry is None or entry.replica_id not in (None, replica_id):  # over, or elsewhere: this slot is not taken
             ids = [assignment.request_id]
             self._background.spawn(self._with_retries(lambda: self._store.release(replica_id, ids)), "release")
             if entry is None:
@@ -718,7 +718,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         return any(entry.replica_id == replica_id for entry in self._entries.values())
 
     async def _drop(self, replica_id: str) -> None:
-        """Out of the tables. Nobody waits for a shared state that is away: requests can go on without it."""
+        """Out of the tables. No request waits for a shared state that is away: requests can go on without it."""
         if self._local.in_use:
             await self._local.lost(replica_id)
         else:
@@ -843,7 +843,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             connection.ask_for_blocks()
 
     def _account(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
-        """Note what an output brings; returns what is to be passed on with it: nothing when nobody waits for it."""
+        """Note what an output brings; returns what is to be passed on with it: nothing when no client waits for it."""
         entry = self._entries.get(output.request_id)
         if entry is None or entry.connection is not connection:
             return ()

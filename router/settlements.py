@@ -25,7 +25,7 @@ class Bill:
     Attributes:
         quota: of tokens, and what is charged when the request is queued.
         prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
-        charged_tokens: None before the request was taken, and where nobody knows whether it was: then nothing follows.
+        charged_tokens: None before the request was taken, and where that is unknown: then nothing follows.
     """
 
     quota: Quota
@@ -34,7 +34,7 @@ class Bill:
 
     @classmethod
     def of(cls, tenant: Tenant | None, prompt_tokens: int, tokens: float) -> "Bill | None":
-        """For so many tokens, answer included; None where nobody counts them."""
+        """For so many tokens, answer included; None where they are not counted."""
         quota = tenant.token_quota(tokens) if tenant else None
         return None if quota is None else cls(quota, prompt_tokens)
 

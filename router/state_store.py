@@ -141,7 +141,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         gang_patience_s: for which batches of shorter answers go before one; 0 is first formed, first served.
         silence_s: without a heartbeat for so long it counts as dead.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
-        secret: of the wire's handshake. Made by the replica; who may read the shared state may connect.
+        secret: of the wire's handshake. Made by the replica; whatever may read the shared state may connect.
     """
 
     replica_id: str

@@ -69,7 +69,7 @@ class HttpContext:
     that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
     not queue, `queued` that one could, whereupon `on_queued` is called; no more than `max_engine_requests` of them may
     be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
-    that nobody is left to read what another one would bring. `model` is that of the last one, "" before; `trace_id` is
+    that no client is left to read the answer of another one. `model` is that of the last one, "" before; `trace_id` is
     of the client's trace, or of the one that began here. `trace` is None where it is not traced.
     """
 

@@ -39,7 +39,7 @@ class KVTransfer:
 
     Attributes:
         trail: of the request for that.
-        ended_s: the KV cache could be fetched, or nobody waited for it any more.
+        ended_s: the KV cache could be fetched, or it was not waited for any more.
         fell_back: why its decode replica read the prompt all the same.
     """
 

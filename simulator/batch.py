@@ -117,7 +117,7 @@ class Batch:
         return int(np.count_nonzero(self._counts[_COMPUTED][rows] % self.block_size == 0))
 
     def make_room(self, budget: int) -> list[Request]:
-        """Preempt the youngest until all that decode can grow; returns who lost its place, youngest first."""
+        """Preempt the youngest until all that decode can grow; returns those that lost their place, youngest first."""
         lost: list[Request] = []
         if len(self.requests) <= self.free_blocks:
             return lost  # each needs one at most

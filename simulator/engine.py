@@ -1,7 +1,7 @@
 """An engine with continuous batching: plan a step, schedule it, account for it.
 
 The plan comes from a `BatchPolicy`; the engine only applies it, in vLLM's order: decodes first, then prompts already
-begun, then admissions while slots, token budget and blocks last. A step that had to preempt admits nobody. Departures
+begun, then admissions while slots, token budget and blocks last. A step that had to preempt admits none. Departures
 from vLLM: tokens are accounted for at the end of the step (no step is in flight while the next is planned), and only
 the whole prompt's room is asked for at admission.
 """
@@ -154,7 +154,7 @@ class Engine:
 
     @property
     def late(self) -> int:
-        """Of those that wait, who cannot be in time."""
+        """Those that wait and cannot be in time."""
         return len(self._waiting) - self._waiting.in_time
 
     @property

@@ -223,7 +223,7 @@ class Router:
 
     def _credit(self, engine: Engine, late: bool) -> int:
         """Requests that an engine takes beside those that it holds. A late one only where nothing is to be read; those
-        that wait there stand in nobody's way."""
+        that wait there stand in no other's way."""
         pace, slots, unread = engine.seconds_per_prompt_token, engine.config.slots, engine.in_time_tokens
         has_enough = pace is not None and pace * unread >= (self.config.credit_s or 0.0)
         if has_enough or (late and unread):

@@ -6,7 +6,7 @@ scheduler, 3000 requests, 128 clients and slots; output tokens per second relati
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
 
 `-k dozen` is the load of `test_modes_on_this_machine.py -k tight`, where a dozen run, on the virtual clock (a minute).
-`-k stands` is one of 256 requests at once: what it costs that slots of those who leave stay empty for up to twelve
+`-k stands` is one of 256 requests at once: what it costs that slots of those that leave stay empty for up to twelve
 steps, against a forecast whenever anybody leaves (a minute and a half).
 """
 

@@ -1,6 +1,6 @@
 """Throughput of gang batches against the number of bins: paper 000, figures 7 and 11, with a model that really runs.
 
-All requests are there at once, as in the paper, so that batches wait for nobody: every bin's full batches first, by
+All requests are there at once, as in the paper, so that batches never wait: every bin's full batches first, by
 `policies.gang.batches`, then what is left. Edges by the rule that serves gang batches ("optimal"), from answers seen
 before.
 """

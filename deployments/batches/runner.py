@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 30.0  # how often it looks for batches that nobody has told it of
+LOOK_S = 30.0  # how often it looks for batches that it was not told of
 LOAD_S = 1.0  # how often it looks at the engines' load
 SWEEP_S = 3600.0
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again

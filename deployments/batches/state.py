@@ -5,7 +5,7 @@
     OWNER/batches/ID/log/00000007 segments, numbered from 0: progress in the first line, then lines of output and errors
     open/ID.OWNER                 there until the batch has ended
 
-Object stores cannot append, so every few seconds a segment is written whole. A number can be written once. Of two who
+Object stores cannot append, so every few seconds a segment is written whole. A number can be written once. Of two that
 run one batch by mistake, the second to write a number finds it taken, and stops: so each request has one line, however
 often it was computed.
 """
@@ -196,7 +196,7 @@ class Batches:
             expires_at=now + int(window_s),
             metadata=metadata,
         )
-        self._storage.create(_open(owner, record.id), b"")  # first: one that nobody finds would never run
+        self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
         return record
 

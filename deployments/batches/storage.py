@@ -68,7 +68,7 @@ class Storage:
                         break
 
     def create(self, path: str, content: bytes) -> bool:
-        """False, and nothing is written, where there is something already: of several who try, one succeeds."""
+        """False, and nothing is written, where there is something already: of several that try, one succeeds."""
         target = self._path(path)
         if not self._is_local:
             try:

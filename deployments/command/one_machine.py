@@ -236,7 +236,7 @@ def end(processes: Iterable[psutil.Process]) -> None:
 
 
 def _living_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Who lives then; at once when nobody does."""
+    """Those that live then; at once when there are none."""
     give_up_s = time.monotonic() + timeout_s
     while (left := [process for process in processes if _lives(process)]) and time.monotonic() < give_up_s:
         time.sleep(0.05)

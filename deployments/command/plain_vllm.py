@@ -22,7 +22,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _own_folder() -> Path:
-    """The same one for every start. Python imports from it, so nobody else may write there.
+    """The same one for every start. Python imports from it, so no other user may write there.
 
     Raises:
         ConfigError: somebody else may.
@@ -32,7 +32,7 @@ def _own_folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & WRITABLE_BY_OTHERS:
-        raise ConfigError(f"{folder} is no folder of this user's own, where nobody else may write: remove it")
+        raise ConfigError(f"{folder} is no folder of this user's own, where no other user may write: remove it")
     return folder
 
 

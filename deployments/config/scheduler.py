@@ -31,7 +31,7 @@ SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
 
 
 class SchedulerSettings(BaseModel):
-    """What each engine step may do, and who decides it."""
+    """What each engine step may do, and which rule decides it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     # The others change while an engine runs. What it is measured for it has begun with.

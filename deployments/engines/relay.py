@@ -2,7 +2,7 @@
 
 Of each request it remembers only which connection it came over. Every engine step's outputs are sorted by connection
 and leave as one frame each. When requests end, their slots are released in the shared state in one call, and that call
-forms the next batch. A connection that closes takes its requests with it: nobody is left to read them.
+forms the next batch. A connection that closes takes its requests with it: no router is left to read them.
 
 Inside the engine every arrival has an id of its own: a request that comes again, over a new connection, must not meet
 what is left of itself. (vLLM's core ends itself on an id that it holds already.)
@@ -185,7 +185,7 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self._routers: set[_Router] = set()
         self._blocks, self._blocks_due = BlockSet(), asyncio.Event()
-        self._failures: Counter[str] = Counter()  # nobody scrapes a replica: routers ask for them with its status
+        self._failures: Counter[str] = Counter()  # replicas are not scraped: routers ask for them with its status
         self._background = BackgroundTasks(self._count_failure)
 
     def adopt(self, *, credit_s: float | None, credit_lookahead: int) -> None:
@@ -332,7 +332,7 @@ class Relay:
             await self._obey_all(_Router(router_id, writer), reader)
         except (ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             logger.warning("refused a connection: %s", error or type(error).__name__)
-        except Exception:  # of whatever kind: asyncio would be told of it, and nobody else
+        except Exception:  # of whatever kind: only asyncio would be told of it
             logger.exception("serving a router failed")
             self._count_failure("serve")
         finally:
@@ -517,7 +517,7 @@ class Relay:
             by_router[held.router].append(output)
             if output.finish_reason is not None:
                 if str(output.finish_reason) == "abort":
-                    logger.error("the engine ends: it aborts what nobody has stopped")
+                    logger.error("the engine ends: it aborts what is still running")
                     self._give_up()  # nothing of this batch is told, so all of it is computed elsewhere
                     return
                 if held.trace is not None:

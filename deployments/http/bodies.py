@@ -77,7 +77,7 @@ class RequestBodies:
 
         Raises:
             BodyError: it is too large or late, asks for too much, or there is no room for it now.
-            ClientLeftError: nobody waits for an answer.
+            ClientLeftError: the client has gone.
         """
         size = 0
         try:

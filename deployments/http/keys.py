@@ -1,4 +1,4 @@
-"""API keys: who may ask, for which classes, and how much.
+"""API keys: which requests may come, of which classes, and how much.
 
 A key is kept as its SHA-256 alone. Keys come from a YAML file, from the environment variable SLUICE_API_KEYS (the same
 YAML) and from Redis; all are read again every few seconds, so that keys change without a restart. `sluice keys new`

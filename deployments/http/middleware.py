@@ -146,7 +146,7 @@ class SluiceMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a WebSocket: nobody would ask it for a key
+        if scope["type"] != "http":  # a WebSocket: it would not be asked for a key
             await WebSocketClose()(scope, receive, send)
             return
         received_s, headers = time.monotonic(), Headers(scope=scope)
@@ -174,7 +174,7 @@ class SluiceMiddleware:
         except PromiseError as error:
             await _refused_promise(error)(scope, receive, exchange.send)
         except ClientLeftError:
-            pass  # nobody is there to be told; it is logged as that
+            pass  # no client is left to be told; it is logged as that
         except AdmissionError as error:
             await exchange.refuse(error)
         except Exception:

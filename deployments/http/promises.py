@@ -28,7 +28,7 @@ _SHOWN_CHARS = 64  # of a value that is refused
 
 
 class PromiseError(SluiceError):
-    """Nothing of the kind is promised; the status says whether to nobody (400) or not to this key (403)."""
+    """Nothing of the kind is promised; the status says whether to any key (400) or to this one (403)."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Responses that this router makes while nobody waits for them."""
+"""Responses that this router makes in the background."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ class _Making:
         size: bytes of what it was asked with, which stay in memory until its end.
         context: of its requests to engines, as if a client waited for them.
         queued: done once an engine has it before it, or with the error that kept it from there.
-        unwanted: nobody is told of its end.
+        unwanted: its end is not told.
     """
 
     lease: Lease

@@ -22,7 +22,7 @@ _BAD = "invalid_request_error"
 
 
 class ResponsesApi:
-    """Retrieves, cancels and deletes. Those of another key, and of nobody, are 404."""
+    """Retrieves, cancels and deletes. Those of another key, or unknown, are 404."""
 
     def __init__(self, app: ASGIApp, store: ResponseStore | None) -> None:
         """Args:

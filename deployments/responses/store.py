@@ -166,14 +166,14 @@ class ResponseStore:
         return {lease for lease in statuses if lease.maker in unwanted}
 
     async def complete(self, lease: Lease, encoded: Encoded) -> None:
-        """One that was begun, unless nobody wants it any more. Raises NoRoomError: its client has been told."""
+        """One that was begun, unless it is not wanted any more. Raises NoRoomError: its client has been told."""
         sized = self._sized(encoded)
         told = await self._run("complete", lease.place.member, lease.maker, *sized, *self._bounds(lease.place))
         if told == b"room":
             raise self.no_room(f"a response of {encoded.size} bytes does not fit (responses.max_stored_bytes)")
 
     async def fail(self, lease: Lease, why: str) -> None:
-        """One that was begun, unless nobody wants it any more."""
+        """One that was begun, unless it is not wanted any more."""
         await self._run("fail", lease.place.member, lease.maker, why)
 
     async def withdraw(self, lease: Lease) -> None:

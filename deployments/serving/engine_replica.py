@@ -46,7 +46,7 @@ def _require_nixl() -> None:
 
 
 def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
-    """A cache that is read with another layout is garbage, and nobody would notice.
+    """A cache that is read with another layout is garbage, without an error.
 
     Whoever registers second sees the other: so no unequal pair stays.
 

@@ -66,7 +66,7 @@ class LiveControl:
         """Of this replica at once, and of the others soon; returns the settings in force here.
 
         Raises:
-            Exception: with the engine's words, when a setting is wrong; nobody is told of any then.
+            Exception: with the engine's words, when a setting is wrong; no engine is told of any then.
             StateStoreError: the others cannot be told, and this replica has gone back to what it had.
         """
         packed = {name: msgspec.json.encode(value) for name, value in changes.items()}

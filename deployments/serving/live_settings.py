@@ -30,12 +30,12 @@ class LiveSettings:
         await self._store.restore_settings(self._configured, _packed(user_config, terms))
 
     async def terms(self) -> EngineTerms | None:
-        """None where nobody has told any."""
+        """None before any was told."""
         found = (await self._store.changed_settings(self._configured)).get(_TERMS)
         return None if found is None else msgspec.json.decode(found, type=EngineTerms)
 
     async def user_config(self) -> Any | None:
-        """The one that was last taken; None where nobody has told any."""
+        """The one that was last taken; None before any was told."""
         found = (await self._store.changed_settings(self._configured)).get(_USER_CONFIG)
         return None if found is None else json.loads(found)
 

@@ -108,7 +108,7 @@ class Router:
             app = await front_end.start(self._redis, self._resources, self._responses)
             apps |= dict.fromkeys(front_end.names, app)
             self._set_routes(app)
-            if app.openapi_url:  # it is kept: who asks for it first would stop all streams for two seconds
+            if app.openapi_url:  # it is kept: the first to ask for it would stop all streams for two seconds
                 await asyncio.to_thread(app.openapi)
         if self._responses is not None:
             self._resources.push_async_callback(self._responses.close)

@@ -42,7 +42,7 @@ class Load:
         slots: of all replicas together; 0 while there is none.
         waiting_idle: waiting requests of classes that fill idle capacity.
         waiting_promised: waiting requests of all other classes.
-        router_id: who says so.
+        router_id: the router that says so.
         missed: requests of those others that ended at this router with a promise missed; it only grows.
     """
 

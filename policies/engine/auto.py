@@ -214,7 +214,7 @@ class Auto:
         return joined(state, plans)
 
     def _may_take_turns(self, state: BatchState) -> bool:
-        """Whether nobody's time per token binds, and who is next can wait for the end of a cycle."""
+        """Whether no time per token binds, and the next request can wait for the end of a cycle."""
         waits_s = state.waiting[0].deadline_s - state.now_s if state.waiting else inf
         return self.strictest_s == inf and not 0.0 <= waits_s < self.phases.cycle_s
 

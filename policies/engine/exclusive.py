@@ -7,7 +7,7 @@ Departures, with ERRATA numbers:
 * The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
   be filled reach share/(1-share) of those that decode, with share = 1/E[ceil(O/T)]. In a full batch that is the
   refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
-  over geometric, uniform, lognormal and production lengths. Below saturation nobody waits for k arrivals (3.8).
+  over geometric, uniform, lognormal and production lengths. Below saturation no request waits for k arrivals (3.8).
 * A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
 * theta0, the IFR correction and a fixed refill are there by name, and so are eq. 8 as printed and the bound N*.
 * What mixed batching costs is reckoned step by step: with answers longer than the batch is wide, most of its steps
@@ -52,7 +52,7 @@ _MOST_HAZARD = 0.999
 _MOST_SHARE = 0.9
 # Shares of slots are not exact: a refill of 3 of 10 must not wait for a fourth.
 _ROUNDING = 1e-9
-# A phase longer than this many times its length ends with whatever can start: nobody waits for a k-th arrival.
+# A phase longer than this many times its length ends with whatever can start: none waits for a k-th arrival.
 _PATIENCE = 1.5
 # Weight of the newest step with a prefill in the smoothed number of running requests: some ten refills are remembered.
 _OCCUPANCY_SMOOTHING = 0.1
@@ -359,7 +359,7 @@ class ExclusiveMixed:
         if departures < 0:  # slots are free, and blocks are not
             departures = floor(STANDING_SHARE * state.running_count)
         steps = min(float(STANDING_STEPS), self._steps_to_look, self._most_phase_steps - self._phase_steps)
-        if steps < 1 and not startable:  # beyond its patience: whoever leaves makes room for who waits
+        if steps < 1 and not startable:  # beyond its patience: one that leaves makes room for one that waits
             return STANDING_STEPS, 0
         return max(1, int(steps)), departures
 
@@ -371,7 +371,7 @@ class ExclusiveMixed:
             return True
         if self._phase_steps >= self._most_phase_steps:
             return True
-        # Slots that nobody waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
+        # Slots that no request waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
         free = state.free_slots if startable == state.waiting_count else startable
         share = self._refill_share(state)
         return free >= max(1.0, decoding * share / (1.0 - share) - _ROUNDING)
@@ -389,7 +389,7 @@ class ExclusiveMixed:
         """Waiting requests, from the head, that have a slot and whose prompts fit beside a block for each that runs; at
         least one when nothing runs."""
         if not state.waiting:
-            return 0  # a policy before this one let nobody through
+            return 0  # a policy before this one let none through
         room = state.free_blocks - state.running_count
         for count, request in enumerate(state.waiting[: state.free_slots]):
             room -= -(-request.prefill_tokens // state.block_size)

@@ -8,7 +8,7 @@ the steady-state sum of final sizes (eq. 7). For every horizon tau on a grid, in
 with P_i(tau) the probability that request i, at its age, still runs tau steps later and m_i(tau) = prompt + age + tau
 the tokens it then holds. The sum runs over the batch and over the candidates, in queue order. Departures:
 
-* Left of the sign stands at most what would be held if nobody ended, sum_i m_i(tau). The bound by mean and variance
+* Left of the sign stands at most what would be held if none ended, sum_i m_i(tau). The bound by mean and variance
   puts it higher at the first horizons where few run, for so few are far from normal: with a dozen it kept twice the
   reserve that was needed, and not where it was needed.
 * Prompts are known at admission: they enter with their own length and carry no variance (ERRATA 1.3).
@@ -64,7 +64,7 @@ from policies.types import (
 
 # Cells of ages: an age is told within some 3 %, less than a law is known by.
 _AGE_CELLS = 64
-# A cap that binds stands for so many steps: less than others, for slots of those who leave stay empty meanwhile.
+# A cap that binds stands for so many steps: less than others, for slots of those that leave stay empty meanwhile.
 _REVIEW_STEPS = 12
 # While nothing is known of lengths everybody is taken to live so many steps longer: admitting all that fits preempts at
 # once, and a prior of whole answers leaves half of a small cache empty.
@@ -219,7 +219,7 @@ class ForecastAdmission:
 
     def _fitting(self, state: BatchState, candidates: Sequence[RequestView], elsewhere: int) -> tuple[int, bool]:
         """How many candidates, from the head of the queue, are within the capacity at every horizon, beside so many
-        tokens that nobody in the batch holds; and whether the next one would fit now."""
+        tokens that no request of the batch holds; and whether the next one would fit now."""
         unshared = unshared_fraction(state)
         alone = self._survival.loads(*_columns(candidates), self._held(candidates, unshared, state.block_size))
         load = self._load(state, unshared).plus(alone.added_up())
@@ -262,7 +262,7 @@ def _columns(candidates: Sequence[RequestView]) -> tuple[IntArray, IntArray]:
 
 
 def _held_elsewhere(state: BatchState) -> int:
-    """Tokens in blocks that nobody in the batch holds: those of sessions that wait for their next input, of caches on
+    """Tokens in blocks that no request of the batch holds: of sessions that wait for their next input, of caches on
     their way here or to be fetched from here, of answers whose last token is in flight. They are taken to stay."""
     counted = state.running.computed_tokens + state.running_count * state.block_size // 2
     return max(0, state.capacity_tokens - state.free_tokens - counted)
@@ -291,7 +291,7 @@ class _Load(NamedTuple):
         return _Load(*(np.cumsum(part, axis=0) for part in self))
 
     def at_most(self, steps: FloatArray) -> FloatArray:
-        """What they hold after so many steps, if nobody ends."""
+        """What they hold after so many steps, if none ends."""
         return np.asarray(self.mean[:, :1] + self.requests * steps)
 
 
@@ -301,7 +301,7 @@ class _SurvivalTable:
     Layout: row class * ages + age cell; columns P at every horizon, then P * (1 - P) at every horizon. Both grids end
     where the longest law has all but ended. Ages are quadratic, dense where answers are young, and rounded down to
     their cell, beyond the grid to its last one. Horizons are denser still at their start: there a batch of some 80
-    peaks, within the few steps in which it may be that nobody ends.
+    peaks, within the few steps in which it may be that none ends.
     """
 
     def __init__(self, classes: int, horizons: int) -> None:

@@ -147,5 +147,5 @@ class TokenGap:
             gap_s, self._pending_s = self._pending_s, 0.0
             return gap_s
         if result.running_count <= result.prefill_requests:
-            self._pending_s = 0.0  # nobody was between two tokens
+            self._pending_s = 0.0  # no request was between two tokens
         return None

@@ -1,4 +1,4 @@
-"""Who can still keep its promise: of those that wait for their first token, and of those that run.
+"""Which requests can still keep their promise: of those that wait for their first token, and of those that run.
 
 Sources: Moore 1968 (the least number of late jobs on one machine: in order of deadlines, as soon as one would be late,
 the largest so far goes behind). Exact for one machine and equal weights; an engine that reads several prompts in a
@@ -74,10 +74,10 @@ def in_the_way(
     seconds_per_token: float,
     tokens_ahead: int = 0,
 ) -> list[int]:
-    """Prompts in progress that, read to their end first, would make somebody late who waits and is due earlier.
+    """Prompts in progress that, read to their end first, would make a waiting request late that is due earlier.
 
     A prompt of a hundred thousand tokens takes seconds, and whoever comes meanwhile may have half a second. Where all
-    can be in time in either order nobody is held back: a cache that is half filled serves nobody.
+    can be in time in either order none is held back: a cache that is half filled serves none.
 
     Args:
         deadline_s, unread_tokens, now_s, seconds_per_token, tokens_ahead: as in ``split``.
@@ -105,8 +105,8 @@ def in_the_way(
 
 
 def running_late(running: RunningRequests, now_s: float, decode_step_s: float) -> BoolArray:
-    """Who has missed its first token, or will miss its time per token even if every later step held decodes alone;
-    shape (n,).
+    """Which requests missed their first token, or will miss their time per token even if all later steps hold only
+    decodes; shape (n,).
 
     An answer without a prediction is taken to become twice as long as it is.
     """

@@ -1,9 +1,9 @@
-"""An engine's queue by promises: who goes next.
+"""An engine's queue by promises: which request goes next.
 
-In this order: who has a part of its answer, or was put back, then those that can be in time, by deadline, then those
+In this order: those that have a part of their answer or were put back, then those in time, by deadline, then those
 without a deadline, as they came, then late ones, oldest first, then those that fill idle capacity.
 
-Who is late is told by ``split``; it is for good, while those that only yielded to others are judged anew each time.
+Which are late is told by ``split``; it is for good, while those that only yielded to others are judged anew each time.
 Beyond capacity no bound on the wait can hold for all. So that late ones starve no more than they must, they get a tenth
 of the prompt tokens that start once one of them has waited for ``late_patience_s``.
 """
@@ -19,7 +19,7 @@ from policies.engine.lateness import in_the_way, split
 
 T = TypeVar("T")
 
-# Requests that a split looks at: behind as many, who is next does not depend on the rest, and it takes a millisecond.
+# Requests that a split looks at: behind as many, the next one does not depend on the rest, and it takes a millisecond.
 _MOST_SPLIT = 256
 # Of the prompt tokens that start, those of late ones once these have lost their patience: what is given to who has
 # missed its promise is taken from who could keep it.
@@ -140,7 +140,7 @@ class PromisedQueue(Generic[T]):
         self.changed = True
 
     def split(self, now_s: float, seconds_per_token: float, reading: Sequence[Waiting[T]] = ()) -> list[T]:
-        """Judge who can still be in time, and sort by it.
+        """Judge which requests can still be in time, and sort by it.
 
         Args:
             reading: prompts in progress, with what is left of them.

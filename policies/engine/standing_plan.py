@@ -2,8 +2,8 @@
 
 A plan stands for a bounded number of steps and of departures, which it names itself. It falls at once when something
 happens that no plan reckons with: a preemption, a step that could hold nothing, a prompt in progress beside a phase,
-somebody who comes while a prompt is in progress that may be held back for them, and, where phases leave slots free on
-purpose, somebody who comes while nobody else waits.
+a request that comes while a prompt is in progress that may be held back for it, and, where phases leave slots free on
+purpose, a request that comes while no other waits.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class StandingPlan(Generic[T]):
         """
         self.plan = plan
         self.held: Sequence[T] = in_the_way if in_the_way and _head_fits(state, plan) else ()
-        self._steps_left = 0 if self.held else plan.steps - 1  # who waits for them is looked for anew
+        self._steps_left = 0 if self.held else plan.steps - 1  # whether requests wait for them is judged anew
         self._starts_left = plan.starts
         self._departures = state.departed + plan.departures
         # In a phase of decodes a lone arrival is read at once, one more behind a queue changes nothing.
@@ -67,7 +67,7 @@ class StandingPlan(Generic[T]):
 
 
 def _head_fits(state: BatchState, plan: StepPlan) -> bool:
-    """Whether the next step may start whoever is next: else to hold a prompt back would serve nobody."""
+    """Whether the next step may start the next request: else holding a prompt back would serve none."""
     starts = plan.phase is not Phase.DECODE and plan.starts >= 1
     has_slot = state.running_count < min(plan.max_batch_size, state.slots)
     return bool(state.waiting) and starts and has_slot and state.waiting[0].prefill_tokens <= state.free_tokens

@@ -2,7 +2,7 @@
 
 Source: 001's b = min(b_mem, b_SLA) and its prefill-decode fusion, by the model of step times in place of a search: a
 step's length is a budget. What decodes leave of the strictest promise that can still be kept goes to prompts. Nothing
-is banked for later and nobody's gaps are capped besides: neither gave more requests in time.
+is banked for later and no gaps are capped besides: neither gave more requests in time.
 
 Steps that are believed a fifth too short cost a fifth of the requests in time, a quarter too long hardly any. So
 predictions are lengthened by what they fell short of lately.
@@ -25,8 +25,8 @@ _ERROR_STEPS = 64
 _PACE_STEPS = 32
 # Of those errors, the one that counts, and the most that is believed of it.
 _ERROR_QUANTILE, _MOST_MARGIN = 0.75, 0.25
-# A promise that decodes alone break by more than this binds nobody until they keep it again: to read nothing for its
-# sake would help nobody. The band keeps it from coming and going.
+# A promise that decodes alone break by more than this binds no step until they keep it again: to read nothing for its
+# sake would help no request. The band keeps it from coming and going.
 _BROKEN = 1.05
 # While a prompt is in progress a step reads at least so many of its tokens: its blocks are held in vain meanwhile.
 _LEAST_PROMPT_TOKENS = 16
@@ -102,7 +102,7 @@ class StepBudget:
         return plan._replace(max_prefill_tokens=tokens)
 
     def _promises_s(self, state: BatchState, decoding: BoolArray, alone_s: float) -> FloatArray:
-        """Times per token that were promised to those who decode and are not late, shape (promises,)."""
+        """Times per token promised to requests that decode and are not late, shape (promises,)."""
         kept = decoding & np.isfinite(state.running.tpot_s)
         if kept.any():
             kept &= ~running_late(state.running, state.now_s, alone_s)

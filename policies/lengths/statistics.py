@@ -414,7 +414,7 @@ class LengthStatistics:
         self._completed = sum(window.count for window in self._windows)
 
     def observe(self, result: StepResult) -> None:
-        """Remember who departed with a step, and count it.
+        """Remember which requests departed with a step, and count them.
 
         Raises:
             InputError: a class_index is not below the number of classes.

@@ -1,1 +1,1 @@
-"""Who waits where, who goes when, and to whom."""
+"""Where requests wait, when they are sent, and to which replica."""

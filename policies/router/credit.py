@@ -2,7 +2,7 @@
 
 Three bounds: slots, less those that memory does not let run; an eighth more, for an engine that can choose
 who is next keeps more promises where slots are short (a quarter brought no more in simulation); and the seconds that
-reading takes. Late requests that wait in an engine stand in nobody's way, and are not counted.
+reading takes. Late requests that wait in an engine stand in no other's way, and are not counted.
 """
 
 from collections.abc import Iterable

@@ -135,7 +135,7 @@ def deadline_keys(
     prompt_tokens: int = 0,
     late_patience_s: float = 60.0,
 ) -> DeadlineKeys:
-    """Who can be in time goes first, by deadline; then who has no target; then the late, oldest first; then what fills
+    """Those in time go first, by deadline; then those without a target; then the late, oldest first; then what fills
     idle capacity. Beyond capacity `policies.router.turns` has a say between API keys. Earliest deadline first alone
     collapses there: what is late already would go before what can still be in time, and make that late as well.
 

@@ -15,8 +15,8 @@ inter-token target and the own steps do not, when a prefill replica would begin 
     prefill_s(prompt - hits there) + transfer_s(prompt) <= (1 + 1 / gain) * prefill_s(prompt - hits here)
 
 Hits are tokens in the prefix caches: there of the prefill replica that would be through first, here of the decode
-replica that has most. Without hits the transfer may take 1 / gain of the prefill. Without a target nobody has asked for
-even gaps; two kinds of replicas then only lose what the one has to spare and the other lacks.
+replica that has most. Without hits the transfer may take 1 / gain of the prefill. Without a target no client
+asked for even gaps; two kinds of replicas then only lose what the one has to spare and the other lacks.
 """
 
 from collections.abc import Sequence
@@ -173,7 +173,7 @@ class PrefillDecode:
         if state.itl_target_s is None:
             return Why.NO_TARGET
         if state.decode_batch < 1.0:
-            return Why.IDLE  # nobody would notice
+            return Why.IDLE  # no client would notice
         way_s = self._there_s(state, offer) + self.config.transfer.transfer_s(state.prompt_tokens)
         if way_s > (1.0 + 1.0 / self.config.gain) * self.prefill_s(state.unread_tokens):
             return Why.TRANSFER

@@ -39,7 +39,7 @@ def recalls(waiting: Iterable[WaitingView], recallable: Iterable[RecallableView]
 
     Args:
         waiting: what no replica could take, the most urgent first. From the first of a class that fills idle capacity
-            on, nobody is helped: that one would get the slot.
+            on, no request is helped: that one would get the slot.
         recalled: slots that are on their way already.
     """
     last_first = sorted(recallable, reverse=True)

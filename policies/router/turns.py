@@ -3,7 +3,7 @@
 By deadlines alone a key that sends ten times what the replicas can serve gets nearly all starts. So among late
 requests, and among those in time of a class of which late ones wait, the key that was served least goes next, and
 within a key the order's first. What a key was served is the predicted work of what it started, halved once a minute:
-who took much a while ago is not held back for ever, and who took nothing saves nothing up.
+who took much a while ago is not held back for ever, and one that took nothing saves nothing up.
 
 Bound. Let two keys have requests that take turns with each other all the while, and let no request's work exceed w. A
 key starts one only while it was served no more than the other, and a start adds w at most. So once what they were
@@ -11,7 +11,7 @@ served differs by no more than w, it never differs by more, whatever each of the
 starts differ by 2 w at most. A greater difference from before shrinks with every start and every halving.
 
 Source: the least counter first is VTC (Sheng et al. 2024, "Fairness in Serving Large Language Models"). It lifts the
-counter of who comes back, and lowers none. Here all are halved, so that the last minutes decide.
+counter of one that comes back, and lowers none. Here all are halved, so that the last minutes decide.
 """
 
 from collections.abc import Mapping

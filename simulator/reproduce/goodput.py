@@ -1,7 +1,7 @@
 """Goodput: the share of all requests that are in time, against load, for plain vLLM and for Sluice.
 
-In time is who keeps the targets of TARGETS: the first token within ttft_s, the mean time per token within tpot_s. What
-is refused is not in time. vLLM's best refusals are found by a grid for every load, with hindsight.
+A request in time keeps the targets of TARGETS: the first token within ttft_s, the mean time per token within tpot_s.
+What is refused is not in time. vLLM's best refusals are found by a grid for every load, with hindsight.
 
 Loads come from laws, and from files in the folder of --data, if there is one: every CSV whose classes are those of
 TARGETS. A file reference.json beside them, {file: {"stock8192": share, "best_cap": [share, ...], "moore_hodgson":

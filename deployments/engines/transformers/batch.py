@@ -71,7 +71,7 @@ class GangRunner:
         max_model_len: most tokens of prompt and answer together.
         shrink: rows leave as they end.
         emit: takes the outputs of each step.
-        is_cancelled: nobody waits for this request any more.
+        is_cancelled: no client waits for this request any more.
     """
 
     model: GangModel

@@ -225,7 +225,7 @@ class TransformersEngine:
         self._put(step_outputs(outputs))
 
     def _put(self, batch: Any) -> None:
-        """Waits while the relay is far behind, unless nobody is going to read any more."""
+        """Waits while the relay is far behind, unless no router is going to read any more."""
         sent = asyncio.run_coroutine_threadsafe(self._outputs.put(batch), self._loop)
         while not self._closing:
             try:

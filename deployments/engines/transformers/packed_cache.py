@@ -77,7 +77,7 @@ class PackedCache:
         return [Place(self.cache, span.row, span.start) for span in self._layout.spans]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """What belongs to each request, shape (requests,), as a step's input; slots of nobody hold 0."""
+        """What belongs to each request, shape (requests,), as a step's input; empty slots hold 0."""
         inputs = values.new_zeros(self._shape)
         inputs[self.rows, self.slots] = values
         return inputs
@@ -85,7 +85,7 @@ class PackedCache:
     def mask(self, window: int | None) -> torch.Tensor:
         """What each slot sees of its row, the token to come included: bool, shape (R, 1, slots, columns).
 
-        Slots of nobody see the first column, so that no softmax runs over nothing.
+        Empty slots see the first column, so that no softmax runs over nothing.
         """
         columns = torch.arange(self._layout.capacity, device=self.rows.device)
         first = self._starts if window is None else torch.maximum(self._starts, self._columns - window + 1)

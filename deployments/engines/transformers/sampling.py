@@ -3,7 +3,7 @@
 The arithmetic is Transformers' logits processors, in its order: penalties and bans first, then temperature, top-k,
 top-p and min-p. Presence and frequency penalties, which it does not have, stand here. Rows of equal parameters go
 through temperature and cuts together. A row's chance comes from a generator of its own if it has a seed, so that its
-tokens do not depend on who shares its batch.
+tokens do not depend on the other requests of its batch.
 """
 
 from collections import defaultdict

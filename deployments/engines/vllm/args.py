@@ -96,7 +96,7 @@ def has_logits_processors(args: Namespace) -> bool:
 
 
 def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:
-    """As `vllm serve` makes it: slots and the tokens of a step that nobody set are by the use that is named."""
+    """As `vllm serve` makes it: slots and the tokens of a step that are not set are by the use that is named."""
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 

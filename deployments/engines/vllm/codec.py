@@ -201,7 +201,7 @@ class VllmCodec:
         )
 
     def prefill_of(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Nobody reads its one token, so it is sampled the cheapest way."""
+        """Its one token is not read, so it is sampled the cheapest way."""
         wanted = {"do_remote_decode": True, "do_remote_prefill": False}
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, extra_args={TRANSFER_KEY: wanted})
         return replace(request, sampling_params=params)

@@ -61,7 +61,7 @@ def compile_grammars_side_by_side() -> None:
 
 def count_prefix_hits() -> None:
     """vLLM counts them where it logs statistics, which our cores do not: it would make them at every step and start the
-    counts anew. So nobody takes these away, and they go on from the engine's start."""
+    counts anew. So they are not taken away, and they go on from the engine's start."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     start = KVCacheManager.__init__

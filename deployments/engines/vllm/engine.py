@@ -70,7 +70,7 @@ class VllmEngine:
     @property
     def slots(self) -> int:
         """Requests that it may be given: its slots, and those that wait there and are late, by its last status: they
-        stand in nobody's way. Of a batch those that do not fit into its cache wait in the engine: a size that followed
+        delay no other. Of a batch those that do not fit into its cache wait in the engine: a size that followed
         what memory has let run would only shrink, for no more is ever given."""
         slots = int(self._config.scheduler_config.max_num_seqs)
         if self._batch_size is not None:
@@ -126,7 +126,7 @@ class VllmEngine:
         return msgspec.convert(told, BlockChanges)
 
     async def measure(self, seconds: float) -> None:
-        """Let the scheduler plug-in see what steps cost, for so long at most. The engine serves nobody yet."""
+        """Let the scheduler plug-in see what steps cost, for so long at most. The engine serves no request yet."""
         status = await self.status()
         given = loads(
             slots=self.slots,

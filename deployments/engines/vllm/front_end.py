@@ -215,7 +215,7 @@ def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError
 def _refuse_late(context: HttpContext) -> None:
     """Handlers run in tasks of their own, and may ask for more when their HTTP exchange is over."""
     if context.is_over:
-        raise GracefulHTTPError("nobody is left to read the answer", HTTPStatus.REQUEST_TIMEOUT)
+        raise GracefulHTTPError("the client has gone before its answer", HTTPStatus.REQUEST_TIMEOUT)
 
 
 def _without_transfer(params: SamplingParams) -> SamplingParams:

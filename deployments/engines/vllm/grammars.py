@@ -124,7 +124,7 @@ class Grammars:
 
 
 class _Process:
-    """The child, over a socket that nobody else has."""
+    """The child, over a socket of its own."""
 
     def __init__(
         self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -3,8 +3,8 @@
 After vLLM's ExampleConnector, which is for debugging: it finds files by a hash of the prompt, whoever wrote them and
 however far, reads missing ones into an exception that ends the engine, cannot store prompts longer than one step, and
 deletes nothing. Here a prefill writes one file when its prompt is complete, over however many steps, and hands its name
-on; it appears under that name whole or not at all; what cannot be read is computed again; who has read it deletes it.
-The folder is bounded: beyond max_bytes nothing is written, and what nobody fetched goes after keep_s.
+on; it appears under that name whole or not at all; what cannot be read is computed again; its reader deletes it.
+The folder is bounded: beyond max_bytes nothing is written, and what was not fetched goes after keep_s.
 
 Reading and writing happen between two steps of the engine, so it pauses for them. NIXL does not.
 """
@@ -117,7 +117,7 @@ class Folder:
         _delete(self.file(name))
 
     def sweep(self) -> int:
-        """Delete what nobody fetched in time; returns the bytes that are left."""
+        """Delete what was not fetched in time; returns the bytes that are left."""
         oldest_s = time.time() - self._keep_s
         return sum(_left_of(path, oldest_s) for path in self.path.iterdir() if _is_ours(path))
 
@@ -219,7 +219,7 @@ class FileConnector(KVConnectorBase_V1):
         return list(self._manager.get_block_ids(request_id)[0])
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are free at once: their contents are in the file, or in nobody's interest."""
+        """Blocks are free at once: their contents are in the file, or are not wanted."""
         self._to_store.pop(request.request_id, None)
         if (name := self._offered(request)) is not None:
             self._folder.delete(name)

@@ -120,7 +120,7 @@ class _Run:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=request_id,  # nobody's prefix
+                cache_salt=request_id,  # a prefix of no other request
                 data_parallel_rank=None,
             )
         )

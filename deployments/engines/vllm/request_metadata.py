@@ -1,6 +1,6 @@
 """What Sluice tells an engine about a request: one mapping under `sluice` in SamplingParams.extra_args.
 
-A router writes it over whatever its client put there: nobody outside can claim a class or a deadline. Under plain
+A router writes it over whatever its client put there: no client can claim a class or a deadline. Under plain
 `vllm serve` with the plug-in, clients can by /inference/v1/generate, which takes extra_args as they are; vLLM's other
 routes take flat values only (`vllm_xargs`), never a mapping. Everything is optional, and what cannot be read counts as
 missing: a request is served all the same, only later or with a wider guess.

@@ -45,7 +45,7 @@ class KeptResponses:
     """Where the responses of one model go.
 
     Attributes:
-        background: makes those for which nobody waits, and has the store of all.
+        background: makes those that run in the background, and has the store of all.
         max_bytes: of one with its conversation; a request that brought more would be refused.
     """
 
@@ -246,7 +246,7 @@ class StoredResponses(OpenAIServingResponses):
         return encoded
 
     async def _run_background_request(self, request: ResponsesRequest, *generation: Any) -> None:
-        """vLLM would generate in this task, which nobody watches."""
+        """vLLM would generate in a task whose failure is not seen."""
         assert (told := _turn.get().generation) is not None
         told.set_result(generation)
 

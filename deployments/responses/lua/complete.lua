@@ -1,4 +1,4 @@
--- A response that was begun, unless nobody wants it any more. "room" where there is none, of which it then tells.
+-- A response that was begun, unless it is not wanted any more. "room" where there is none, of which it then tells.
 local _, member, maker, bytes, response, messages, most, most_of_owner = unpack(ARGV)
 sweep()
 if not is_made_by(member, maker) then return end

@@ -87,7 +87,7 @@ class Planner:
 
     @property
     def _pace(self) -> float | None:
-        """Seconds that a prompt token takes; None while that is not known, or nobody says."""
+        """Seconds that a prompt token takes; None while that is not known."""
         return self.policy.seconds_per_prompt_token if isinstance(self.policy, Paced) else None
 
     # Before a step
@@ -143,14 +143,14 @@ class Planner:
         return StandingPlan(plan._replace(max_batch_size=size), state, held)
 
     def _split(self) -> list[Request]:
-        """Sort the queue by who can still be in time, where that may have changed. Returns which prompts in progress
-        had better wait for others."""
+        """Sort the queue by which requests can still be in time, where that may have changed. Returns which prompts in
+        progress had better wait for others."""
         if self._pace is None or not (self.queue.promised.changed or self._chunks):
             return []
         return self.queue.promised.split(self._now_s, self._pace, self._taker.reading(self._chunks, self._now_s))
 
     def _hold_back(self) -> bool:
-        """Let nobody start or go on with a prompt."""
+        """Let no request start or go on with a prompt."""
         self._scheduler.max_num_active_reqs = 0
         self._scheduler.prefill_capacity_bound = False  # else vLLM puts off nothing while its queue is long
         return True
@@ -162,7 +162,7 @@ class Planner:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, next_step)
 
     def paused(self) -> None:
-        """Steps are taken that nobody planned."""
+        """Steps are taken without a plan."""
         self._standing = self._planned = None
 
     # After a step
@@ -227,7 +227,7 @@ class Planner:
     # The end of a request
 
     def leaves(self, request: Request) -> None:
-        """It ends, however. Nothing may be told for long after an abort: who ended in a step is looked at later."""
+        """It ends, however. Nothing may be told for long after an abort: what ended in a step is looked at later."""
         began = time.perf_counter()
         if self._taker.known(request, self._now_s).told.measures:
             self._taker.forget(request)

@@ -129,7 +129,7 @@ class SnapshotTaker:
         begun = holding - sum(map(scheduler._holds_kv_blocks, blocked))
         slots = self._pool.slots(max(1, self.slots - idle), free, running, begun)
         waiting, waiting_count = self._waiting(now_s, slots - len(running), blocked)
-        # vLLM keeps one block for padding. Who has begun holds theirs, and stands before who has not.
+        # vLLM keeps one block for padding. Requests that began hold theirs, and stand before the others.
         free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, waiting[begun:])
         state = BatchState(
             now_s=now_s,

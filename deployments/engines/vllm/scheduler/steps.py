@@ -2,7 +2,7 @@
 
 What a step holds is counted when it has just been scheduled, while it is in the processor's caches: the engine waits
 for whatever is done when it comes back, so then little more is noted than the time, and outputs of steps are not kept,
-for vLLM makes the next ones in their place. Results are made, and who departed is looked at, when results are asked
+for vLLM makes the next ones in their place. Results are made, and departures are looked at, when results are asked
 for, several together.
 """
 
@@ -20,7 +20,7 @@ _Content = tuple[Phase, int, int, int, int, int, int, int, int, int]
 
 
 class _Ended(NamedTuple):
-    """A step, when it ended and how long it took, and who departed with it."""
+    """A step, when it ended and how long it took, and which requests departed with it."""
 
     content: _Content
     ended_s: float
@@ -32,7 +32,7 @@ class StepAccount:
     """Takes steps in the order in which they are scheduled, which is that in which they end."""
 
     def __init__(self, now_s: float) -> None:
-        # Output, time of the begin, content and who gets its first token of each.
+        # Output, time of the begin, content, and first tokens of each.
         self._on_their_way: deque[tuple[SchedulerOutput, float, _Content, Sequence[str]]] = deque()
         self._ended: list[_Ended] = []
         self._departed: list[Request | FinishedRequest] = []
@@ -115,7 +115,7 @@ class StepAccount:
 
     def _read_tokens(self, joining: Collection[int], decodes: int) -> float:
         """Context that the decodes of a step read, and what follows from it for the next step: everybody has got one
-        token more, and who ends is taken to have held as much as the others."""
+        token more, and those that end are taken to have held as much as the others."""
         kv_tokens = decodes * self._mean_context_tokens
         if requests := decodes + len(joining):
             self._mean_context_tokens = (kv_tokens + sum(joining)) / requests + 1.0
