@@ -183,7 +183,7 @@ class Bench:
         if self._model is None:
             random_model.write_model(self._folder / "random")
             self._model = str(self._folder / "random")
-            self._arguments += random_model.engine_arguments()
+            self._arguments = (*random_model.engine_arguments(), *self._arguments)  # of two, the later counts
 
     def run(self) -> list[Run]:
         """Raises: ServerFailed, ServerUnusable, RequestFailed."""

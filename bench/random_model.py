@@ -14,9 +14,8 @@ DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 VOCABULARY = 8192
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 EPILOG = """\
-example:
+example, which prints the command to go on with:
   python -m bench.random_model /tmp/random
-  python -m bench.compare --model /tmp/random -- --load-format=dummy
 """
 
 
