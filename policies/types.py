@@ -448,6 +448,7 @@ class ReplicaView:
         step_times: seconds of its steps, as fitted to measurements.
         outstanding_s: predicted seconds of work of the requests that it was given.
         unread_tokens: prompt tokens of these requests that are neither computed nor cached.
+        unread_prompts: of these requests, those whose prompt is not read to its end.
         prompt_token_s: seconds in which it reads a prompt token, with the decodes of the same steps; None while it is
             not known.
         slo_classes: the service classes that it is reserved for, or None when it takes all.
@@ -458,6 +459,7 @@ class ReplicaView:
     step_times: StepTimes
     outstanding_s: float = 0.0
     unread_tokens: int = 0
+    unread_prompts: int = 0
     prompt_token_s: float | None = None
     slo_classes: frozenset[str] | None = None
 

@@ -27,7 +27,7 @@ from policies.router.admission import (
     spend,
 )
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
-from policies.router.placement import Offer, first_token_s, soonest
+from policies.router.placement import Offer, soonest
 from policies.router.recall import RecallableView, WaitingView, recalls
 from policies.router.turns import HALF_LIFE_S, band_of, halved
 from router.state_store import (
@@ -88,9 +88,11 @@ class _Replica:
         return ticket.token_s(self.slowness, self.reading.prompt_token_s)
 
     def offer(self, ticket: Ticket) -> Offer:
-        unread_tokens = ticket.unread_at(self.info.replica_id)
+        pace_s = self.pace_s(ticket)
         return Offer(
-            first_token_s=first_token_s(self.unread_tokens, unread_tokens, self.pace_s(ticket)),
+            ahead_s=self.unread_tokens * pace_s,
+            reading_s=ticket.unread_at(self.info.replica_id) * pace_s,
+            unread_prompts=len(self.unread),
             step_s=ticket.step_s * self.slowness,
             work_s=self.work_s + ticket.work_at_s(self.info.replica_id) * self.slowness,
         )

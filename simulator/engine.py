@@ -163,6 +163,11 @@ class Engine:
         return self._batch.unread_tokens + sum(one.unread_tokens for one in self._waiting)
 
     @property
+    def unread_prompts(self) -> int:
+        """In progress, and all that wait."""
+        return len(self._batch.prefilling_rows()) + len(self._waiting)
+
+    @property
     def in_time_tokens(self) -> int:
         """Unread, of prompts in progress and of those that wait and are not late."""
         return self._batch.unread_tokens + self._waiting.in_time_tokens

@@ -214,8 +214,13 @@ class Router:
 
     def _offer(self, engine: Engine, view: ReplicaView, late: bool) -> ReplicaView:
         credit = view.credit if self.config.credit_s is None else self._credit(engine, late)
-        pace = engine.seconds_per_prompt_token
-        return replace(view, credit=credit, unread_tokens=engine.unread_tokens, prompt_token_s=pace)
+        return replace(
+            view,
+            credit=credit,
+            unread_tokens=engine.unread_tokens,
+            unread_prompts=engine.unread_prompts,
+            prompt_token_s=engine.seconds_per_prompt_token,
+        )
 
     def _hits(self, request: Request) -> dict[str, int]:
         """Leading tokens of its prompt that replicas hold, by replica."""

@@ -1,12 +1,13 @@
 """Which replica takes a request: the one that is predicted to send its first token soonest.
 
 Of the replicas that offer credit and serve the request's class. What is cached of its prompt need not be read there;
-what other prompts have to be read first counts. Where that makes no difference, the least predicted work decides. No
-paper of the five treats placement.
+what other prompts have to be read first counts, and where all replicas have prompts to read, that its own delays those
+that come after it. Where that makes no difference, the least predicted work decides. No paper of the five treats
+placement.
 
-The decision is split so that a Redis script can take it: `first_token_s` and the work of each replica make a small
-table, and `soonest` is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte
-order. What else stands here is there to compare with.
+The decision is split so that a Redis script can take it: the `Offer` of each replica makes a small table, and `soonest`
+is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order. What else
+stands here is there to compare with.
 """
 
 import math
@@ -136,36 +137,46 @@ class Offer(NamedTuple):
     """What a replica offers to a request.
 
     Attributes:
-        first_token_s: predicted seconds until its first token there, see `first_token_s`.
+        ahead_s: predicted seconds until it has read the prompts that it was given.
+        reading_s: predicted seconds in which it reads what it has not cached of this one.
+        unread_prompts: how many are ahead.
         step_s: seconds of an engine step there.
         work_s: predicted seconds of the work that it would hold with the request.
     """
 
-    first_token_s: float
+    ahead_s: float
+    reading_s: float
+    unread_prompts: int
     step_s: float
     work_s: float
 
 
-def first_token_s(unread_tokens_ahead: int, unread_tokens: int, prompt_token_s: float) -> float:
-    """One price for queue and hit: (unread tokens ahead + those of the prompt, not cached) * seconds per prompt token.
+def prices_s(offers: Mapping[str, Offer]) -> dict[str, float]:
+    """One price for queue and hit: seconds until the first token, and those by which reading delays others.
 
-    A replica that holds the prefix and has a queue competes with an idle one that does not. Decodes count through the
-    pace.
+        ahead_s + reading_s * (1 + others),   others = the least unread_prompts of all replicas
+
+    A replica that holds the prefix and has a queue competes with an idle one that does not. While some replica has
+    nothing to read, reading there delays no other prompt. Where all have a queue, as many come after this one as wait
+    now, and each waits longer by what it reads: a prompt that is read twice costs all of them. Decodes count through
+    the pace.
     """
-    return (unread_tokens_ahead + unread_tokens) * prompt_token_s
+    others = min((offer.unread_prompts for offer in offers.values()), default=0)
+    return {each: offer.ahead_s + offer.reading_s * (1 + others) for each, offer in offers.items()}
 
 
 def soonest(offers: Mapping[str, Offer]) -> str | None:
-    """The replica whose first token comes soonest; of those at most a step behind it, the one with the least work.
+    """The replica with the least price; of those at most a step dearer, the one with the least work.
 
     A prompt is read from the beginning of a step on, so less than a step makes no difference to the first token. Work
     does to the others. None when there are no offers; their order does not matter.
     """
     if not offers:
         return None
-    least_s = min(offer.first_token_s for offer in offers.values())
-    near = (each for each, offer in offers.items() if offer.first_token_s - offer.step_s <= least_s)
-    return min(near, key=lambda each: (offers[each].work_s, offers[each].first_token_s, each))
+    prices = prices_s(offers)
+    least_s = min(prices.values())
+    near = (each for each, offer in offers.items() if prices[each] - offer.step_s <= least_s)
+    return min(near, key=lambda each: (offers[each].work_s, prices[each], each))
 
 
 class SoonestFirstToken:
@@ -187,8 +198,13 @@ def _offer(replica: ReplicaView, request: RequestView, hit_tokens: int) -> Offer
     times = replica.step_times
     pace = replica.prompt_token_s or times.prefill.prefill_s
     unread_tokens = request.prompt_tokens + request.output_tokens - max(request.cached_tokens, hit_tokens)
-    token_s = first_token_s(replica.unread_tokens, unread_tokens, pace)
-    return Offer(token_s, times.decode.overhead_s, replica.outstanding_s)
+    return Offer(
+        ahead_s=replica.unread_tokens * pace,
+        reading_s=unread_tokens * pace,
+        unread_prompts=replica.unread_prompts,
+        step_s=times.decode.overhead_s,
+        work_s=replica.outstanding_s,
+    )
 
 
 class RoundRobin:

@@ -363,13 +363,14 @@ local function serves(replica, class)
   return is_for(redis.call('HGET', P .. ':serves', replica) or '', class)
 end
 
--- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with the
--- ticket, seconds until its first token, seconds of a step} ..., and the least seconds until the first token.
+-- Of the replicas with credit that serve the ticket's class, with one call for each table but one: {replica, its work with
+-- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step} ..., and the least number of prompts
+-- that one of them has to read.
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
 local function offers_to(ticket, owed)
-  local free, offers, least_s = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, math.huge
+  local free, offers, others = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, math.huge
   if not free[1] then
-    return offers
+    return offers, 0
   end
   local ids = {}
   for i = 1, #free, 2 do
@@ -383,23 +384,33 @@ local function offers_to(ticket, owed)
     local known, most, token_s = reading_in(readings[i])
     local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
     if is_for(classes[i] or '', ticket[CLASS]) and not (late and most and ahead > 0) then
-      local unread = left[id] or ticket[UNREAD]
-      local first_token_s = (ahead + unread) * (token_s or ticket[TOKEN] * slowness)
+      local unread, pace = left[id] or ticket[UNREAD], token_s or ticket[TOKEN] * slowness
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
-      offers[#offers + 1] = { id, work, first_token_s, ticket[STEP] * slowness }
-      least_s = math.min(least_s, first_token_s)
+      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP] * slowness }
+      others = others > 0 and math.min(others, redis.call('HLEN', P .. ':unread_of:' .. id)) or 0
     end
   end
-  return offers, least_s
+  return offers, others
 end
 
--- policies.router.placement.soonest, or nil when there is no offer: least seconds until the first token; of those less than
--- a step behind it the least work, then the seconds, then the id.
+-- policies.router.placement.prices_s, in the place of seconds for the prompts ahead, and the least of all.
+local function least_price_s(offers, others)
+  local least_s = math.huge
+  for _, offer in ipairs(offers) do
+    offer[3] = offer[3] + offer[4] * (1 + others)
+    least_s = math.min(least_s, offer[3])
+  end
+  return least_s
+end
+
+-- policies.router.placement.soonest, or nil when there is no offer: the least price; of those less than a step dearer the
+-- least work, then the price, then the id.
 local function choose(ticket, owed)
-  local offers, least_s = offers_to(ticket, owed)
+  local offers, others = offers_to(ticket, owed)
+  local least_s = least_price_s(offers, others)
   local best
   for _, other in ipairs(offers) do
-    if other[3] - other[4] <= least_s then
+    if other[3] - other[5] <= least_s then
       if not best or other[2] < best[2] or (other[2] == best[2] and (other[3] < best[3]
           or (other[3] == best[3] and other[1] < best[1]))) then
         best = other

@@ -350,6 +350,19 @@ async def test_a_popular_prefix_spreads_when_waiting_costs_more_than_reading(sto
     assert placed == ["q", "q", "p", "q"]  # after 80 and 100 tokens that wait
 
 
+async def test_what_is_read_delays_those_that_come_after_where_all_have_prompts_to_read(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 9)
+    placed = [(await store.enqueue(prompt(f"x{n}", 40)))[0].replica_id for n in range(3)]
+    assert placed == ["p", "q", "p"]
+    known = (("p", 30),)
+    assert await store.enqueue(prompt("home", 50, prefixes=known)) == [
+        Assignment("home", "p")
+    ]  # 80 + 2 * 20 < 40 + 2 * 50
+    await store.cancel(["home", "x1"])
+    assert await store.enqueue(prompt("alone", 50, prefixes=known)) == [Assignment("alone", "q")]  # 50 < 80 + 20
+
+
 async def test_a_replica_that_reads_slowly_by_its_own_word_competes_by_that(store: StateStore) -> None:
     for name, token_s in (("p", 1.0), ("q", 0.5)):
         await store.register_replica(info(name), 4)
@@ -1158,7 +1171,7 @@ edges = st.sampled_from([(), (0.0, 5.0, 12.0, math.inf), (0.0, 10.0, 15.0, 99.0)
 bucket_edges = st.sampled_from([(), (0.0, 16.0, math.inf), (0.0, 8.0, 64.0, math.inf)])
 some_ids = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
 replica_ids, router_ids = st.sampled_from(REPLICAS), st.sampled_from(ROUTERS)
-slot_counts = st.integers(0, 2)
+slot_counts = st.sampled_from([0, 1, 2, 9])
 gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
 gang_sizes = st.sampled_from([(), (), (1,), (2, 1)])
 silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
