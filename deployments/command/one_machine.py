@@ -26,6 +26,7 @@ from policies.errors import ApplicationStartError
 
 READY_TIMEOUT_S = 60.0
 ENDING_S = 5.0
+RAY_STARTS = 3  # Ray gives its own parts 30 s to come up, which a busy machine may not keep
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
@@ -158,7 +159,7 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stag
     """
     stages.follow(run_dir / STAGES)
     stages.begin("starting Ray")
-    with _ray(run_dir, port):
+    with _ray(run_dir, port, stages):
         _deploy(config, stages)
         url = f"http://{address(host, port)}"
         stages.begin(f"waiting for the first answer of {url}/health")
@@ -168,14 +169,14 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stag
 
 
 @contextlib.contextmanager
-def _ray(run_dir: Path, port: int) -> Iterator[None]:
+def _ray(run_dir: Path, port: int, stages: Stages) -> Iterator[None]:
     import ray  # only now, see prepare
     from ray import serve
 
     here = psutil.Process()
     before = set(here.children(recursive=True))
     try:
-        _start_ray(run_dir, port)
+        _start_ray(run_dir, port, stages)
         yield
     finally:
         started = set(here.children(recursive=True)) - before
@@ -198,27 +199,49 @@ def _ray(run_dir: Path, port: int) -> Iterator[None]:
             end(started)
 
 
-def _start_ray(run_dir: Path, port: int) -> None:
+def _start_ray(run_dir: Path, port: int, stages: Stages) -> None:
+    """Anew where it did not come up, as the kubelet does with a container.
+
+    Raises:
+        ApplicationStartError: not in the last of RAY_STARTS either.
+    """
+    # Its lines of the start are not about what the user did, and one reads like a warning.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    for number in range(1, RAY_STARTS + 1):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            return _start_ray_once(run_dir, port)
+        except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
+            if number == RAY_STARTS:
+                raise ApplicationStartError(
+                    f"Ray did not start: {error}\nOn a machine that is busy with something else, try again when it is "
+                    "not; what Ray says of it is in the folder of logs named above"
+                ) from error
+            stages.say(f"Ray did not start, another try: {error}")
+        _end_ray(before)
+
+
+def _start_ray_once(run_dir: Path, port: int) -> None:
     import ray
     from ray import serve
 
-    # Its lines of the start are not about what the user did, and one reads like a warning.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(run_dir / "ray"),
-        )
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-    except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
-        raise ApplicationStartError(
-            f"Ray did not start: {error}\nOn a machine that is busy with something else, try again when it is not; "
-            "what Ray says of it is in the folder of logs named above"
-        ) from error
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(run_dir / "ray"),
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+
+
+def _end_ray(before: set[psutil.Process]) -> None:
+    """What a start that came to nothing has left: every child that was not there before."""
+    import ray
+
+    ray.shutdown()
+    end(set(psutil.Process().children(recursive=True)) - before)
 
 
 def end(processes: Iterable[psutil.Process]) -> None:

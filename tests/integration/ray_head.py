@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tests.waiting import wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 SERVE = str(Path(sys.executable).with_name("serve"))
+NODE_STARTS = 3
 LOCAL = REPOSITORY / "deployments/configs/local.yaml"
 
 
@@ -137,13 +138,7 @@ def ray_head(folder: Path, *options: str, loopback: bool = True, **more: str) ->
             "--ray-client-server-port", str(free_port()), "--include-dashboard", "true", "--disable-usage-stats",
         ]  # fmt: skip
         made = RayHead(env, f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", http_port, log)
-        with _node(env, log, *own, *options) as node:
-            wait_until(
-                lambda: answers(_with_token(f"{made.dashboard}/api/version", env)) or node.poll() is not None,
-                START_TIMEOUT_S,
-                "the dashboard answers",
-            )
-            assert node.poll() is None, log.read_text()
+        with _node(env, log, lambda: answers(_with_token(f"{made.dashboard}/api/version", env)), *own, *options):
             yield made
 
 
@@ -152,14 +147,32 @@ def second_node(head: RayHead, folder: Path, *options: str) -> Iterator[None]:
     """Of the same Ray, on this machine too, for the time of the block."""
     log = folder / "second.log"
     host = head.address.partition(":")[0]
-    with _node(head.env, log, "--node-ip-address", host, "--address", head.address, *options) as node:
-        wait_until(lambda: len(head.nodes()) == 2 or node.poll() is not None, START_TIMEOUT_S, "it joins")
-        assert node.poll() is None, log.read_text()
+    own = ["--node-ip-address", host, "--address", head.address]
+    with _node(head.env, log, lambda: len(head.nodes()) == 2, *own, *options):
         yield
 
 
 @contextlib.contextmanager
-def _node(env: Mapping[str, str], log: Path, *options: str) -> Iterator[psutil.Popen]:
+def _node(env: Mapping[str, str], log: Path, is_up: Callable[[], bool], *options: str) -> Iterator[None]:
+    """Anew where it ends before it is up: Ray gives its parts 30 s, which a busy machine may not keep."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(NODE_STARTS):
+            node = stack.enter_context(_started(env, log, *options))
+            if _is_up(node, is_up):
+                break
+        else:
+            raise AssertionError(log.read_text())
+        yield
+
+
+def _is_up(node: psutil.Popen, has_come: Callable[[], bool]) -> bool:
+    """Else it has ended."""
+    wait_until(lambda: node.poll() is not None or has_come(), START_TIMEOUT_S, "the node is up, or has ended")
+    return node.poll() is None
+
+
+@contextlib.contextmanager
+def _started(env: Mapping[str, str], log: Path, *options: str) -> Iterator[psutil.Popen]:
     command = [
         RAY, "start", "--block", "--num-cpus", "2",
         "--object-store-memory", str(80 << 20), "--dashboard-agent-listen-port", str(free_port()),

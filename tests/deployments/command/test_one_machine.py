@@ -4,6 +4,7 @@ its wrapper, and everything but the engines beside them."""
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,15 +20,18 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray import serve
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deployments.app import ROUTER_QUEUE, _router_deployment
 from deployments.command import one_machine
 from deployments.command.cli import example
 from deployments.command.one_machine import (
+    RAY_STARTS,
     VLLM_TITLE,
     _check_resources,
     _engines_undisturbed,
+    _start_ray,
     _wait_until_healthy,
     check_address,
     end,
@@ -316,13 +320,37 @@ def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def late(**_: object) -> None:
+    starts: list[object] = []
+
+    def late(**asked: object) -> None:
+        starts.append(asked)
         raise Exception("The current node timed out during startup")  # as Ray does
 
     monkeypatch.setattr(ray, "init", late)
     application = running(AppConfig.model_validate({"model": "m"}), tmp_path, "127.0.0.1", 8000, Stages())
     with pytest.raises(ApplicationStartError, match="timed out during startup\n.*try again"), application:
         pass
+    assert len(starts) == RAY_STARTS
+
+
+def test_a_ray_that_was_late_is_ended_and_started_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left: list[psutil.Popen] = []
+
+    def late_at_first(**_: object) -> None:
+        if not left:
+            left.append(psutil.Popen(["sleep", "300"]))
+            raise Exception("The current node timed out during startup")
+
+    served: list[int] = []
+    monkeypatch.setattr(one_machine, "ENDING_S", 0.5)
+    monkeypatch.setattr(ray, "init", late_at_first)
+    monkeypatch.setattr(serve, "start", lambda http_options: served.append(http_options["port"]))
+    _start_ray(tmp_path, 8123, Stages())
+    assert served == [8123]
+    assert left[0].wait(30) == -signal.SIGKILL
+    assert "Ray did not start, another try: The current node timed out" in capsys.readouterr().err
 
 
 def test_what_does_not_end_by_itself_is_killed(
