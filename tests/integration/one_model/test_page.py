@@ -28,13 +28,13 @@ def ask(sluice: Sluice, max_tokens: int) -> None:
 def test_it_shows_what_runs_and_never_what_was_asked(sluice: Sluice) -> None:
     with opened(sluice.url) as page:
         expect(page.locator("#what")).to_contain_text("sluice-demo · 2 replicas · 2 routers")
-        running = threading.Thread(target=ask, args=(sluice, 300))
+        running = threading.Thread(target=ask, args=(sluice, 900))
         running.start()
         expect(page.locator("#replicas")).to_contain_text("1 of ")
         running.join()
         ended = page.locator("#recent tbody tr").first
         expect(ended).to_contain_text("length")
-        expect(ended).to_contain_text("300")
+        expect(ended).to_contain_text("900")
         for tile in ("requests/s", "tokens/s", "first token", "in time"):
             expect(page.locator("#tiles")).to_contain_text(tile)
         assert SECRET.split()[0] not in page.content()
