@@ -32,7 +32,7 @@ from simulator.workload import length_law, poisson, synthetic
 
 pytestmark = pytest.mark.slow
 
-FEW = ("--requests", "60", "--arrivals", "poisson:20")
+FEW = ("--requests", "24", "--arrivals", "poisson:20")
 
 
 def run(*argv: str) -> None:
@@ -71,7 +71,7 @@ def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run("simulate", *FEW, "--system", "stock", "--json", str(path))
     numbers = json.loads(path.read_text())
-    assert numbers["requests"] == numbers["classes"]["*"]["requests"] == 60
+    assert numbers["requests"] == numbers["classes"]["*"]["requests"] == 24
     assert sum(numbers["phase_fractions"].values()) == pytest.approx(1.0)
     assert numbers["ttft_s"]["p50"] <= numbers["ttft_s"]["p90"] <= numbers["ttft_s"]["p99"] <= numbers["makespan_s"]
     assert numbers["itl_s"]["mean"] == pytest.approx(numbers["tpot_s"]["mean"], rel=0.2)
@@ -334,7 +334,7 @@ def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str)
     found = plan(tmp_path / "plan.json", "--engine", engine, "--replicas", "2", "--target", "*:60:1")
     whole = found["tried"][0]
     assert whole["in_time"] == 1.0
-    assert whole["goodput_per_s"] == pytest.approx(60 / whole["numbers"]["makespan_s"])
+    assert whole["goodput_per_s"] == pytest.approx(24 / whole["numbers"]["makespan_s"])
     assert whole["goodput_per_gpu_s"] == pytest.approx(whole["goodput_per_s"] / 8)
 
 

@@ -79,8 +79,8 @@ def test_several_replicas_are_judged_under_as_many_times_the_rate(
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One load of each kind, forty requests, two settings of the grid."""
-    monkeypatch.setattr(goodput, "REQUESTS", 40)
+    """One load of each kind, eight requests, two settings of the grid."""
+    monkeypatch.setattr(goodput, "REQUESTS", 8)
     traffic = {name: goodput.replace(each, rates=each.rates[-1:]) for name, each in TRAFFIC.items()}
     monkeypatch.setattr(goodput, "TRAFFIC", traffic)
     monkeypatch.setattr(goodput, "CAPS", dict(list(goodput.CAPS.items())[:2]))
