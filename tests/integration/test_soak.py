@@ -77,7 +77,7 @@ def test_a_redis_that_stands_still_for_long_costs_new_requests_no_more_than_a_mo
         traffic.wait_for_whole_streams(12)
     traffic.check_streams()
     assert traffic.answers == {200}
-    assert traffic.slowest_s < NO_CALL_TO_REDIS_S
+    assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
 
 
 def test_what_an_engine_core_holds_that_stands_still_goes_on_elsewhere(sluice: Sluice) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 import threading
 import time
 from collections import defaultdict
@@ -89,8 +90,9 @@ class Traffic:
         return {probe.answer for probe in self.probes}
 
     @property
-    def slowest_s(self) -> float:
-        return max(probe.seconds for probe in self.probes)
+    def nine_of_ten_s(self) -> float:
+        """So long, or less, took nine of ten new requests: on a busy machine one or another waits for the engines."""
+        return statistics.quantiles((probe.seconds for probe in self.probes), n=10)[-1]
 
     async def _run(self) -> None:
         alone = httpx.Limits(max_keepalive_connections=0)
