@@ -7,16 +7,9 @@ LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 STAGE  := sh tests/stage.sh
-# Tests of whole applications, in the order in which one starts while the tests of another wait: they have the machine to
-# themselves. Two that are mostly waited for share it: one with DEPLOYED, one with MANIFEST. All others run in two
-# processes; unit tests, which wait more than they compute, in four.
-APPS     := $(addprefix tests/integration/,one_model test_prefill_decode.py several_models test_cores.py test_bins.py test_papers.py test_traces.py)
-DEPLOYED := $(addprefix tests/integration/,test_serve_deploy.py test_redeploy.py test_two_nodes.py test_refused_start.py)
-MANIFEST := tests/k8s/test_semantic.py
-DEATHS   := tests/integration/test_deaths.py
-OTHERS   := tests/ --dist worksteal $(addprefix --ignore=,$(APPS) $(DEPLOYED) $(MANIFEST) $(DEATHS))
+UNITS  := tests --ignore=tests/integration -n 2 --dist loadgroup
 
-.PHONY: help serve test test-deployed test-manifest test-unit soak check venv lock bench clean
+.PHONY: help serve test test-all test-unit soak check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,26 +17,21 @@ help: ## show this list
 serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for another)
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
-test: venv check ## check and test everything; each stage says how long it took here the last time
-	@$(STAGE) parts "units, contracts, single engines, the chart" $(PYTEST) $(OTHERS) -n 2
-	@$(STAGE) applications "whole applications on the demo model" $(PYTEST) $(APPS)
-	@$(STAGE) deaths "processes are killed under load" $(PYTEST) $(DEATHS)
-	@$(MAKE) --no-print-directory --jobs 2 test-deployed test-manifest
+test: venv ## check, units, and one whole application; each stage says how long it took here the last time
+	@$(STAGE) check "format, lint, types" $(MAKE) --no-print-directory check
+	@$(STAGE) units "units, contracts, the chart's templates" $(PYTEST) $(UNITS) -m "not long and not soak"
+	@$(STAGE) application "one application: API, page, batches, traces, deaths" $(PYTEST) tests/integration -m "not long and not soak"
 
-test-deployed: venv
-	@$(STAGE) deployed "serve deploy on Ray clusters" $(PYTEST) $(DEPLOYED)
-
-test-manifest: venv
-	@$(STAGE) manifest "the rendered chart on a real Ray" $(PYTEST) $(MANIFEST)
+test-all: test ## everything: the long suites of tests/suites.py after `make test`
+	@$(BIN)/python -m tests.suites
 
 test-unit: venv ## the fast tests, contracts among them: no Ray, no engine, no chart
-	@$(STAGE) unit "the fast tests" $(PYTEST) $(OTHERS) -n 4 --ignore=tests/integration --ignore=tests/k8s --hypothesis-profile=quick -m "not slow"
+	@$(STAGE) fast "the fast tests" $(PYTEST) $(UNITS) --ignore=tests/k8s -m "not slow and not long and not soak"
 
 soak: venv ## what takes minutes: a full disk, long deaths, memory under load; as root, some twenty minutes
 	$(PYTEST) tests/integration/test_soak.py -m soak -s
 
 check: venv ## format, lint, types
-	@echo "== check: format, lint, types"
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

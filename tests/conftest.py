@@ -17,25 +17,31 @@ from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 
-# An example takes what the machine needs for it. Fewer for the minute before a commit; `make test` runs them all.
+# An example takes what the machine needs for it. `make test` tries few of each property, `make test-all` more of them.
 UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("unhurried", UNHURRIED)
 hypothesis.settings.register_profile("quick", UNHURRIED, max_examples=20)
+hypothesis.settings.register_profile("thorough", UNHURRIED, max_examples=100)
 hypothesis.settings.register_profile("deep", UNHURRIED, max_examples=2000)
-hypothesis.settings.load_profile("unhurried")
+hypothesis.settings.load_profile("quick")
 
 # Workers and engines share the cores: a second thread of torch's would wait, spinning, for one that is not running.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-SLOW_MODULE = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+OF_WHOLE_MODULE = {
+    name: re.compile(rf"^pytestmark = .*\bmark\.{name}\b", re.MULTILINE) for name in ("slow", "long", "soak")
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Modules of slow tests alone are not even imported where none is wanted: importing vLLM takes seconds."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    """Modules that hold nothing of what is wanted are not even imported: importing vLLM takes seconds."""
+    wanted = config.option.markexpr
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
-    return SLOW_MODULE.search(collection_path.read_text()) is not None or None
+    text = collection_path.read_text()
+    if wanted == "long":
+        return "mark.long" not in text or None
+    return any(f"not {name}" in wanted and mark.search(text) for name, mark in OF_WHOLE_MODULE.items()) or None
 
 
 def pytest_collection_finish() -> None:
@@ -46,11 +52,13 @@ def pytest_collection_finish() -> None:
 
 
 # What speaks over sockets: under Ray it runs on uvloop, whose transports differ from those of asyncio's own loop.
-ON_UVLOOP = re.compile(r"^tests/(router/|deployments/test_relay\.py)")
+ON_UVLOOP = tuple(Path(__file__).parent / name for name in ("router", "deployments/engines/test_relay.py"))
+if missing := [path for path in ON_UVLOOP if not path.exists()]:
+    raise FileNotFoundError(f"tests/conftest.py names what is not there: {missing}")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    if ON_UVLOOP.match(item.nodeid):
+    if any(item.path.is_relative_to(path) for path in ON_UVLOOP):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
 

@@ -25,7 +25,7 @@ from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Snapshot
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 300
 ENDLESS = "--endless"

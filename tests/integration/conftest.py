@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,16 +10,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
-import psutil
 import pytest
-import yaml
 
 from deployments.config.application import DEMO_MODEL
 from deployments.process.environment import cpu_env, free_port
-from tests import tutorial
-from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice, is_free
-from tests.integration.several_models.models import KEY, settings
-from tests.integration.split import SPLIT_SETTINGS
+from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice
+from tests.integration.traced import traced_env
+from tests.otlp_receiver import Receiver, receiving
 from tests.waiting import wait_until
 
 AnswerT = TypeVar("AnswerT")
@@ -37,12 +32,6 @@ def _installed_from_here() -> None:
     command = [sys.executable, "-P", "-c", "import deployments; print(deployments.__file__)"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     assert Path(found).is_relative_to(REPOSITORY), f"sluice runs {found}: remove .venv, and `make test` makes it again"
-
-
-def begin(request: pytest.FixtureRequest, name: str) -> None:
-    """Start what later tests ask for while this one waits for a process: nothing else would use the machine."""
-    if any(name in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue(name)
 
 
 async def under_load(
@@ -69,65 +58,21 @@ async def under_load(
 
 
 @pytest.fixture(scope="session")
-def sluice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    """Two routers, two engine replicas, the demo model: for `one_model`; what comes after that kills it."""
-    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS) as application:
-        application.wait_until_ready()
-        begin(request, "plain_vllm")  # answers while tests run that need no answers of its yet
-        yield application
+def receiver() -> Iterator[Receiver]:
+    """Of the traces of `sluice`."""
+    with receiving() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
-def split_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    """One replica that reads prompts and one that decodes; for `test_prefill_decode`."""
-    folder = tmp_path_factory.mktemp("split")
-    (folder / "sluice.yaml").write_text(yaml.safe_dump(SPLIT_SETTINGS))
-    with Sluice(folder, free_port(), "--config", "sluice.yaml") as application:
-        yield application
-
-
-@pytest.fixture(scope="session")
-def just_killed(sluice: Sluice) -> list[psutil.Process]:
-    """What an application had started that did not come to clear up."""
-    started = sluice.processes()
-    assert len(started) > 5
-    os.kill(sluice.process.pid, signal.SIGKILL)
-    return started[1:]
-
-
-@pytest.fixture(scope="session")
-def killed(sluice: Sluice, just_killed: list[psutil.Process]) -> list[psutil.Process]:
-    """The same, once the address is free again."""
-    wait_until(lambda: is_free(sluice.port), START_TIMEOUT_S, "the killed application's address is free again")
-    return just_killed
-
-
-@pytest.fixture(scope="session")
-def models_begun(
-    sluice: Sluice, killed: list[psutil.Process], tmp_path_factory: pytest.TempPathFactory
+def sluice(
+    request: pytest.FixtureRequest, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sluice]:
-    """Several models on the killed one's address."""
-    folder = tmp_path_factory.mktemp("models")
-    (folder / "models.yaml").write_text(yaml.safe_dump(settings(folder)))
-    with Sluice(folder, sluice.port, "--config", "models.yaml", key=KEY) as application:
-        yield application
-
-
-@pytest.fixture(scope="session")
-def one_engine_begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    """One engine with a model of the user's own, by its folder, and policies out of a package of theirs, those of
-    docs/guides/write-a-policy.md; for `test_cores`."""
-    folder = tmp_path_factory.mktemp("one")
-    shutil.copytree(DEMO_MODEL, folder / "my-model")
-    # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.
-    of_vllm = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
-    policies = tutorial.write(folder)
-    own = yaml.safe_load((folder / "keep-free.yaml").read_text())
-    order = {"policy": tutorial.ORDER, "policy_args": {"s_per_1000_tokens": 1000}}
-    (folder / "one.yaml").write_text(yaml.safe_dump({**own, "order": order, "vllm_args": of_vllm}))
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(policies), os.environ.get("PYTHONPATH"))))}
-    options = ("--config", "one.yaml", "--model", "./my-model", "--engine-replicas", "1")
-    with Sluice(folder, free_port(), *options, env=env) as application:
+    """Two routers, two engine replicas, the demo model, batches and traces: for all of `one_model`."""
+    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS, env=traced_env(receiver)) as application:
+        application.wait_until_ready()
+        if any("plain_answers" in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue("plain_vllm")  # answers while tests run that need no answers of its yet
         yield application
 
 

@@ -14,7 +14,7 @@ from deployments.process.environment import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 # So long that a machine that stands still for seconds lets a test fill a batch, and two requests wait it out.
 BATCH_SIZE, WAIT_S = 3, 15.0

@@ -1,26 +1,41 @@
 """A model and policies of the user's own, on a machine with a core to spare, and the rest of the application."""
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 import redis
+import yaml
 
-from deployments.process.environment import cores_beside_engines
+from deployments.config.application import DEMO_MODEL
+from deployments.process.environment import cores_beside_engines, free_port
+from tests import tutorial
 from tests.integration.application import Sluice
-from tests.tutorial import POLICY
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 KEY, ARRIVAL = 2, 5  # of a ticket; router/lua/prelude.lua counts from 1
 
 
 @pytest.fixture(scope="module")
-def one_engine(one_engine_begun: Sluice) -> Iterator[Sluice]:
-    with one_engine_begun:
-        yield one_engine_begun.wait_until_ready()
+def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    """One engine with a model of the user's own, by its folder, and policies out of a package of theirs, those of
+    docs/guides/write-a-policy.md."""
+    folder = tmp_path_factory.mktemp("one")
+    shutil.copytree(DEMO_MODEL, folder / "my-model")
+    # Its share of the machine's memory, zeroed page by page, takes a slow core most of a minute.
+    of_vllm = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+    policies = tutorial.write(folder)
+    own = yaml.safe_load((folder / "keep-free.yaml").read_text())
+    order = {"policy": tutorial.ORDER, "policy_args": {"s_per_1000_tokens": 1000}}
+    (folder / "one.yaml").write_text(yaml.safe_dump({**own, "order": order, "vllm_args": of_vllm}))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(policies), os.environ.get("PYTHONPATH"))))}
+    options = ("--config", "one.yaml", "--model", "./my-model", "--engine-replicas", "1")
+    with Sluice(folder, free_port(), *options, env=env) as application:
+        yield application.wait_until_ready()
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:
@@ -56,7 +71,7 @@ def test_a_policy_out_of_a_package_plans_the_steps_of_the_engine(one_engine: Slu
     assert one_engine.client().completions.create(model="./my-model", prompt="Rivers:", max_tokens=30).choices[0].text
     wait_until(lambda: engine_status(one_engine).get("max_batch_size") == 1, 60, "the status shows its last plan")
     status = engine_status(one_engine)
-    assert (status["policy"], status["limited_by"]) == (POLICY, "memory")
+    assert (status["policy"], status["limited_by"]) == (tutorial.POLICY, "memory")
 
 
 def test_an_order_out_of_a_package_makes_the_keys_of_the_queue(one_engine: Sluice) -> None:

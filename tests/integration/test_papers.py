@@ -8,7 +8,7 @@ import pytest
 from deployments.process.environment import free_port
 from tests.integration.application import Sluice
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PROMPTS = 24
 

@@ -11,20 +11,34 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import yaml
 
-from tests.integration.application import START_TIMEOUT_S, Sluice
-from tests.integration.conftest import MAX_TOKENS, begin, under_load
-from tests.integration.split import BUDGET_TOKENS, KEEP_S
+from deployments.process.environment import free_port
+from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
+from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+KEEP_S = 6
+BUDGET_TOKENS = 96
+SETTINGS = {
+    "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS), *EXACT],
+    "router": {"heartbeat_s": 0.5, "silence_s": 15},
+    "engine": {
+        "replicas": 1,
+        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
+    },
+}
 
 
 @pytest.fixture(scope="module")
-def split(split_begun: Sluice, request: pytest.FixtureRequest) -> Iterator[Sluice]:
-    begin(request, "just_killed")  # its address will be free when the next one wants it
-    with split_begun:
-        yield split_begun.wait_until_ready()
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    """One replica that reads prompts and one that decodes."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "sluice.yaml").write_text(yaml.safe_dump(SETTINGS))
+    with Sluice(folder, free_port(), "--config", "sluice.yaml") as application:
+        yield application.wait_until_ready()
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str) -> list[int]:
@@ -215,7 +229,6 @@ def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
     answers = asyncio.run(ask_until(split, prompts, lambda _: kill_with_requests_on_board(split, victim)))
     assert answers == [{tuple(answer["token_ids"])} for answer in plain_answers]
     assert on_board() > before, "nobody was on board of the killed"
-    begin(request, "models_begun")
     wait_until(lambda: both_are_back(split), START_TIMEOUT_S, "Ray Serve has replaced whom it lost")
     wait_until_nothing_is_held(split, 10 * KEEP_S)
 

@@ -29,7 +29,7 @@ from policies.types import StepResult
 from tests.tutorial import POLICY, put_on_path
 from tests.virtual_engine import MODEL
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 REQUESTS, FEWER = 200, 100  # fewer wherever not all modes are compared
 SESSIONS = 8

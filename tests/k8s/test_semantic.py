@@ -253,7 +253,7 @@ def _stream(operator: MiniKubeRay, tokens: int) -> Iterator[Any]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_rendered_manifest_serves_and_survives_a_lost_head_and_a_drained_pod(operator: MiniKubeRay) -> None:
     operator.start_redis()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import secrets
 import time
 from collections.abc import Callable
 from threading import Event
@@ -15,19 +16,24 @@ import psutil
 import pytest
 
 from tests.integration.application import START_TIMEOUT_S, Sluice
-from tests.integration.conftest import MAX_TOKENS, begin, under_load
+from tests.integration.conftest import MAX_TOKENS, under_load
+from tests.integration.traced import check_resumed, resumed_trace
+from tests.otlp_receiver import Receiver
 from tests.waiting import wait_until
 
 
-async def stream_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str = "standard") -> tuple[str, str | None]:
+async def stream_one(
+    client: openai.AsyncOpenAI, prompt: str, slo_class: str = "standard", traceparent: str | None = None
+) -> tuple[str, str | None]:
     """Text and finish reason of one streamed greedy answer."""
+    trace = {} if traceparent is None else {"traceparent": traceparent}
     stream = await client.chat.completions.create(
         model="sluice-demo",
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
         max_tokens=MAX_TOKENS,
         stream=True,
-        extra_headers={"X-Sluice-Class": slo_class},
+        extra_headers={"X-Sluice-Class": slo_class, **trace},
     )
     text, reason = [], None
     async for chunk in stream:
@@ -41,12 +47,21 @@ async def stream_all(sluice: Sluice, prompts: list[str], slo_class: str = "stand
         return await asyncio.gather(*(stream_one(client, prompt, slo_class) for prompt in prompts))
 
 
-async def stream_until(sluice: Sluice, prompts: list[str], act: Callable[[Event], None]) -> list[set[str]]:
-    """All texts that clients got to each prompt who ask it again and again until `act` has had enough."""
+async def stream_until(
+    sluice: Sluice, prompts: list[str], act: Callable[[Event], None], traces: dict[str, str] | None = None
+) -> list[set[str]]:
+    """All texts that clients got to each prompt who ask it again and again until `act` has had enough.
+
+    traces: where given, each request belongs to a trace of its own, and comes in here with the client's span.
+    """
     async with sluice.async_client() as client:
 
         async def ask(number: int) -> str:
-            text, reason = await stream_one(client, prompts[number])
+            traceparent = None
+            if traces is not None:
+                trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+                traces[trace_id], traceparent = span_id, f"00-{trace_id}-{span_id}-01"
+            text, reason = await stream_one(client, prompts[number], traceparent=traceparent)
             assert reason in ("stop", "length")
             return text
 
@@ -219,9 +234,10 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
     assert in_time() == 2, took_s
 
 
-def test_a_killed_replica_costs_no_request_and_changes_no_answer(
-    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], request: pytest.FixtureRequest
+def test_a_killed_replica_costs_no_request_changes_no_answer_and_stays_in_its_clients_trace(
+    sluice: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], receiver: Receiver
 ) -> None:
+    traces: dict[str, str] = {}
     victim = sluice.engine_replicas()[0]
     core = victim.children(recursive=True)
 
@@ -233,12 +249,13 @@ def test_a_killed_replica_costs_no_request_and_changes_no_answer(
         enough.set()
         victim.kill()
 
-    assert asyncio.run(stream_until(sluice, prompts, kill_when_busy)) == the_texts(plain_answers)
+    assert asyncio.run(stream_until(sluice, prompts, kill_when_busy, traces)) == the_texts(plain_answers)
     assert _gone(core), "the engine outlived its replica"
-    begin(request, "split_begun")
     wait_until(
         lambda: total(sluice, "sluice_requests_recovered_total") > 0, 120, "somebody was on board of the killed one"
     )
+    spans = resumed_trace(receiver, traces)
+    check_resumed(spans, traces[spans[0].trace_id])
     wait_until(lambda: len(sluice.status()["replicas"]) == 2, START_TIMEOUT_S, "Ray Serve has replaced it")
     wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
 

@@ -1,13 +1,18 @@
-"""One application for the tests of this folder, where another was killed."""
+"""One application for the tests of this folder."""
 
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
+from deployments.process.environment import free_port
 from tests.integration.application import Sluice
+from tests.integration.several_models.models import KEY, settings
 
 
 @pytest.fixture(scope="package")
-def models(models_begun: Sluice) -> Iterator[Sluice]:
-    with models_begun:
-        yield models_begun.wait_until_ready()
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "models.yaml").write_text(yaml.safe_dump(settings(folder)))
+    with Sluice(folder, free_port(), "--config", "models.yaml", key=KEY) as application:
+        yield application.wait_until_ready()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from deployments.command.one_machine import keep_to
@@ -14,6 +15,8 @@ from deployments.process.environment import free_port
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 
 def replicas(sluice: Sluice) -> int:

@@ -5,10 +5,13 @@ import statistics
 from typing import Any
 
 import openai
+import pytest
 
 from tests.integration.application import Sluice
 from tests.integration.several_models.models import TIGHT, TIGHT_SLOTS
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 STREAMS, TOKENS = 40, 96
 # While this process or the server stands still nobody looks: then there is another round.

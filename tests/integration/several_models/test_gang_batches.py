@@ -12,9 +12,10 @@ import pytest
 
 from deployments.config.application import DEMO_MODEL
 from tests.integration.application import Sluice
-from tests.integration.conftest import begin
 from tests.integration.several_models.models import EDGE_TOKENS, GANG_SIZE, GANG_WAIT_S, GANGS, KEY
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 BRIEF = ["What is 7 times 8?", "What is 2 + 3?", "What is 12 - 5?"]
 LONG = [
@@ -52,9 +53,7 @@ def engine(sluice: Sluice) -> dict[str, Any]:
     return {**replica["engine"], "slots": replica["slots"], "taken": replica["running"]}
 
 
-async def test_a_request_alone_goes_when_its_wait_is_over_and_a_bin_that_is_full_at_once(
-    models: Sluice, request: pytest.FixtureRequest
-) -> None:
+async def test_a_request_alone_goes_when_its_wait_is_over_and_a_bin_that_is_full_at_once(models: Sluice) -> None:
     client, before = models.async_client(), engine(models)
 
     async def answer(prompt: str, max_tokens: int) -> str:
@@ -94,7 +93,6 @@ async def test_a_request_alone_goes_when_its_wait_is_over_and_a_bin_that_is_full
     # One more where the machine is so busy that a wait was over before its batch was full.
     assert 3 <= after["batches"] - before["batches"] <= 4
     assert after["slots"] == GANG_SIZE
-    begin(request, "one_engine_begun")  # not while a batch has so many seconds to fill
 
 
 def test_the_engine_s_batches_are_on_the_metrics_page(models: Sluice) -> None:

@@ -15,6 +15,8 @@ from tests.integration.browser import opened
 from tests.integration.several_models.models import GANGS, KEY, NIGHT_KEY, SCALED, TIGHT
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 
 def client(sluice: Sluice, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{sluice.url}/v1", api_key=key, timeout=120, max_retries=0)

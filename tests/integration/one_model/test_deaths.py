@@ -3,7 +3,7 @@
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,24 +13,17 @@ import pytest
 import redis
 from playwright.sync_api import expect
 
-from deployments.process.environment import free_port
-from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, kill_all
+from tests.integration.application import START_TIMEOUT_S, Sluice, kill_all
 from tests.integration.browser import opened
 from tests.integration.traffic import Traffic
 from tests.waiting import wait_until
 
-# Their tokens are those of a replica that starts anew only where each is computed alike in any batch.
-OPTIONS = ("--router-replicas", "2", "--", "--max-num-seqs", "16", *EXACT)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
 # Of a machine that does nothing else; what is expected stands in the table, and what was before is far above.
 SOON_S = 15.0
 NO_CALL_TO_REDIS_S = 4.0  # where all the time that one has would be 5 s
 REACHED = {200, "ConnectError", "ReadError", "RemoteProtocolError", 503}  # what clients try again, beside answers
-
-
-@pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    with Sluice(tmp_path_factory.mktemp("mortal"), free_port(), *OPTIONS) as application:
-        yield application.wait_until_ready()
 
 
 def replicas(sluice: Sluice) -> set[int]:
@@ -46,41 +39,41 @@ def another(find: Callable[[], psutil.Process | None], than: psutil.Process) -> 
     return process
 
 
-def test_a_killed_controller_stops_no_replica_and_costs_nobody_anything(mortal: Sluice) -> None:
-    before, haproxy = replicas(mortal), mortal.haproxy()
-    (controller,) = mortal.named("ServeController")
-    with Traffic(mortal) as traffic:
+def test_a_killed_controller_stops_no_replica_and_costs_nobody_anything(sluice: Sluice) -> None:
+    before, haproxy = replicas(sluice), sluice.haproxy()
+    (controller,) = sluice.named("ServeController")
+    with Traffic(sluice) as traffic:
         controller.kill()
-        new = another(lambda: next(iter(mortal.named("ServeController")), None), controller)
-        log = mortal.logs / "serve" / f"controller_{new.pid}.log"
+        new = another(lambda: next(iter(sluice.named("ServeController")), None), controller)
+        log = sluice.logs / "serve" / f"controller_{new.pid}.log"
         wait_until(lambda: log.exists() and "Finished recovering" in log.read_text(), START_TIMEOUT_S, f"{log}")
-        another(mortal.haproxy, haproxy)  # HAProxy too starts anew, under the streams
+        another(sluice.haproxy, haproxy)  # HAProxy too starts anew, under the streams
         traffic.wait_for_whole_streams(12)
     traffic.check_streams()
     assert traffic.answers == {200}
     assert "will be stopped" not in log.read_text()
-    assert replicas(mortal) == before
+    assert replicas(sluice) == before
 
 
-def test_a_killed_proxy_actor_cuts_no_stream(mortal: Sluice) -> None:
-    haproxy = mortal.haproxy()
+def test_a_killed_proxy_actor_cuts_no_stream(sluice: Sluice) -> None:
+    haproxy = sluice.haproxy()
     assert haproxy is not None
-    (actor,) = mortal.named("HAProxyManager")
-    with Traffic(mortal) as traffic:
+    (actor,) = sluice.named("HAProxyManager")
+    with Traffic(sluice) as traffic:
         actor.kill()
         assert traffic.wait_for_a_new_answer() < SOON_S
-        another(mortal.haproxy, haproxy)
+        another(sluice.haproxy, haproxy)
     assert {stream.why_not for stream in traffic.streams} <= {None, "ConnectError"}  # of new ones
     assert traffic.answers <= REACHED
 
 
-def test_a_killed_haproxy_is_back_soon_and_says_to_nobody_that_there_is_nothing(mortal: Sluice) -> None:
-    haproxy = mortal.haproxy()
+def test_a_killed_haproxy_is_back_soon_and_says_to_nobody_that_there_is_nothing(sluice: Sluice) -> None:
+    haproxy = sluice.haproxy()
     assert haproxy is not None
-    with Traffic(mortal) as traffic:
+    with Traffic(sluice) as traffic:
         haproxy.kill()
         assert traffic.wait_for_a_new_answer() < SOON_S
-        another(mortal.haproxy, haproxy)
+        another(sluice.haproxy, haproxy)
         traffic.wait_for_whole_streams(12)
     assert traffic.answers <= REACHED
     assert {probe.retry_after for probe in traffic.probes if probe.answer == 503} <= {"5"}
@@ -92,9 +85,9 @@ def fill(client: "redis.Redis") -> None:
 
 @pytest.mark.parametrize("harm", [fill, redis.Redis.script_flush, redis.Redis.flushall], ids=["full", "lost", "empty"])
 def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
-    mortal: Sluice, harm: Callable[["redis.Redis"], object]
+    sluice: Sluice, harm: Callable[["redis.Redis"], object]
 ) -> None:
-    with redis.Redis.from_url(mortal.redis_url()) as client, Traffic(mortal) as traffic:
+    with redis.Redis.from_url(sluice.redis_url()) as client, Traffic(sluice) as traffic:
         room = client.config_get("maxmemory")["maxmemory"]
         try:
             harm(client)
@@ -107,9 +100,9 @@ def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
     assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
 
 
-def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(mortal: Sluice) -> None:
-    server = mortal.redis()
-    with Traffic(mortal) as traffic:
+def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(sluice: Sluice) -> None:
+    server = sluice.redis()
+    with Traffic(sluice) as traffic:
         server.suspend()
         try:
             traffic.wait_for_whole_streams(12)
@@ -121,18 +114,18 @@ def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(mort
     assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
 
 
-def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(mortal: Sluice) -> None:
-    with opened(mortal.url) as page:
+def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(sluice: Sluice) -> None:
+    with opened(sluice.url) as page:
         expect(page.locator("#what")).to_contain_text("2 replicas")
-        mortal.engine_replicas()[0].kill()
+        sluice.engine_replicas()[0].kill()
         expect(page.locator("#replicas .bad")).to_contain_text(["", "gone since"])
         expect(page.locator("#what")).to_contain_text("2 replicas", timeout=1000 * START_TIMEOUT_S)
 
 
-def test_both_engines_killed_at_once_cost_time_and_no_stream(mortal: Sluice) -> None:
-    engines = mortal.engine_replicas()
+def test_both_engines_killed_at_once_cost_time_and_no_stream(sluice: Sluice) -> None:
+    engines = sluice.engine_replicas()
     assert len(engines) == 2
-    with Traffic(mortal) as traffic:
+    with Traffic(sluice) as traffic:
         for engine in engines:
             engine.send_signal(signal.SIGKILL)
         traffic.wait_for_a_new_answer()
@@ -140,11 +133,11 @@ def test_both_engines_killed_at_once_cost_time_and_no_stream(mortal: Sluice) -> 
     assert traffic.answers == {200}
 
 
-def test_what_vllm_says_of_a_request_is_in_the_log_with_its_id(mortal: Sluice) -> None:
+def test_what_vllm_says_of_a_request_is_in_the_log_with_its_id(sluice: Sluice) -> None:
     body = {"model": "nobody", "messages": [{"role": "user", "content": "Hello"}]}
-    url, headers = f"{mortal.url}/v1/chat/completions", {"X-Request-Id": "looked-for"}
+    url, headers = f"{sluice.url}/v1/chat/completions", {"X-Request-Id": "looked-for"}
     assert httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).status_code == 404
-    lines = wait_until(lambda: lines_about(mortal.logs, "looked-for"), 60, "the lines about it")
+    lines = wait_until(lambda: lines_about(sluice.logs, "looked-for"), 60, "the lines about it")
     assert {line["levelname"] for line in lines if line["name"].startswith("vllm.")} == {"ERROR"}
     (request,) = [line for line in lines if line["message"] == "request"]
     assert (request["status"], "nobody" in request["error"]) == (404, True)
@@ -157,28 +150,28 @@ def lines_about(logs: Path, request_id: str) -> list[dict[str, str]]:
     return found if any(line["message"] == "request" for line in found) else []
 
 
-def test_routers_that_die_leave_no_response_in_progress_and_every_stored_one(mortal: Sluice) -> None:
-    client, cores = mortal.client(), mortal.engine_cores()
+def test_routers_that_die_leave_no_response_in_progress_and_every_stored_one(sluice: Sluice) -> None:
+    client, cores = sluice.client(), sluice.engine_cores()
     kept = client.responses.create(model="sluice-demo", input="Rivers?", max_output_tokens=8)
     for core in cores:  # so that it cannot end before
         core.suspend()
     try:
         begun = client.responses.create(model="sluice-demo", input="Rivers?", background=True)
-        kill_all(mortal.routers())
+        kill_all(sluice.routers())
     finally:
         for core in cores:
             core.resume()
 
     def answered() -> str | None:
         with contextlib.suppress(openai.APIError):  # nobody is there yet
-            return mortal.client().responses.retrieve(begun.id).status
+            return sluice.client().responses.retrieve(begun.id).status
         return None
 
     in_progress = (None, "queued", "in_progress")
     wait_until(lambda: answered() not in in_progress, START_TIMEOUT_S, "a new router tells that it has failed")
-    lost = mortal.client().responses.retrieve(begun.id)
+    lost = sluice.client().responses.retrieve(begun.id)
     assert (lost.status, lost.error and "router" in lost.error.message) == ("failed", True)
-    again = mortal.client().responses.create(
+    again = sluice.client().responses.create(
         model="sluice-demo", input="And?", previous_response_id=kept.id, max_output_tokens=8
     )
     assert again.output_text

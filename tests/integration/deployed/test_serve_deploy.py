@@ -20,9 +20,11 @@ import yaml
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import START_TIMEOUT_S, command_of
-from tests.integration.ray_head import LOCAL, RayHead, answers, ray_head
+from tests.integration.ray_head import LOCAL, RayHead, answers
 from tests.integration.traffic import Traffic
 from tests.waiting import PATIENCE_S, wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +35,17 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="module")
-def head(redis: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    with ray_head(tmp_path_factory.mktemp("ray"), SLUICE_REDIS_URL=redis.url) as started:
-        yield started
+def head(ray_on_loopback: RayHead) -> RayHead:
+    return ray_on_loopback
 
 
 @pytest.fixture(scope="module")
-def shipped() -> dict[str, Any]:
+def shipped(redis: EmbeddedRedis) -> dict[str, Any]:
     """The shipped configuration, with one engine: it deploys as two do, in less time."""
     settings: dict[str, Any] = yaml.safe_load(LOCAL.read_text())
-    engine = settings["applications"][0]["args"]["engine"]
-    assert engine["replicas"] == 2
-    engine["replicas"] = 1
+    args = settings["applications"][0]["args"]
+    assert args["engine"]["replicas"] == 2
+    args["engine"]["replicas"], args["redis_url"] = 1, redis.url
     return settings
 
 

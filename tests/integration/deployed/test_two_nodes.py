@@ -16,7 +16,7 @@ from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, al
 from tests.integration.ray_head import LOCAL, RayHead, ray_head, second_node
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 STAND_IN = REPOSITORY / "tests/integration/cpus_as_gpus"
 WORKER = "RayWorkerProc"

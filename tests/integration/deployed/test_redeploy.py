@@ -8,7 +8,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import yaml
 from deployments.serving.embedded_redis import PREFIX
 from deployments.serving.redis_server import LOOKS, WATCH_S
 from tests.integration.application import START_TIMEOUT_S, alive, command_of
-from tests.integration.ray_head import LOCAL, RayHead, ray_head
+from tests.integration.ray_head import LOCAL, RayHead
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 MOST_SECONDS_WITHOUT_STATUS = 2.0
 ACTORS = "/api/v0/actors?detail=true&limit=1000"
@@ -82,12 +81,11 @@ def settings(*asking: str, **args: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    with ray_head(tmp_path_factory.mktemp("ray")) as started:
-        started.deploy(settings(*ASKING), tmp_path_factory.mktemp("deployed"))
-        for name in ("sluice", *ASKING):
-            wait_until(lambda name=name: started.serving(name), START_TIMEOUT_S, f"all replicas of {name} run")
-        yield started
+def head(ray_on_loopback: RayHead, tmp_path_factory: pytest.TempPathFactory) -> RayHead:
+    ray_on_loopback.deploy(settings(*ASKING), tmp_path_factory.mktemp("deployed"))
+    for name in ("sluice", *ASKING):
+        wait_until(lambda name=name: ray_on_loopback.serving(name), START_TIMEOUT_S, f"all replicas of {name} run")
+    return ray_on_loopback
 
 
 def processes(name: str) -> list[psutil.Process]:

@@ -9,7 +9,7 @@ import yaml
 from deployments.process.environment import free_port
 from tests.integration.application import SLUICE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("by_file", [True, False])

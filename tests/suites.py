@@ -1,0 +1,171 @@
+"""The long suites: what `make test-all` runs after `make test`, and CI after a change of what they are about.
+
+    python -m tests.suites                        all of them
+    python -m tests.suites deaths chart           these
+    python -m tests.suites --touched "2 days ago" whose folders commits since then have touched
+    python -m tests.suites --list                 what there is
+
+A suite is the tests below its paths that are marked `long`; one with a profile runs all of its properties again, on
+more examples than `make test` does.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STAGE = ("sh", "tests/stage.sh")
+# Whatever these hold can break every suite.
+EVERYWHERE = ("requirements/", "pyproject.toml", "tests/conftest.py", "tests/fakes.py", "tests/waiting.py")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """
+    touched_by: beginnings of paths; beside these the suite's own paths and EVERYWHERE.
+    options: of pytest, in the place of `-m long`.
+    beside: runs while the one before it runs, for both are mostly waited for.
+    """
+
+    name: str
+    what: str
+    paths: tuple[str, ...]
+    touched_by: tuple[str, ...]
+    options: tuple[str, ...] = ("-m", "long")
+    beside: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        pytest = [sys.executable, "-m", "pytest", "--durations=15", *self.options, *self.paths]
+        return [*STAGE, self.name, self.what, *pytest]
+
+    def is_touched(self, files: Collection[str]) -> bool:
+        return any(file.startswith((*EVERYWHERE, *self.paths, *self.touched_by)) for file in files)
+
+
+SERVING = ("deployments/", "router/", "tests/integration/application.py", "tests/integration/conftest.py")
+SUITES = (
+    Suite(
+        "properties",
+        "properties and histories on a hundred examples",
+        ("tests/contracts", "tests/policies", "tests/router"),
+        ("policies/", "router/"),
+        options=("-m", "not slow", "--hypothesis-profile=thorough", "-n", "2"),
+    ),
+    Suite(
+        "simulations",
+        "statistics of policies, the papers' figures, reports",
+        ("tests/policies", "tests/simulator", "tests/contracts", "tests/test_write_a_policy.py"),
+        ("policies/", "simulator/", "predictor/histogram.py"),
+        options=("-m", "long", "-n", "2", "--dist", "worksteal"),
+    ),
+    Suite(
+        "engines",
+        "every mode against stock vLLM, the Transformers engine, calibration",
+        ("tests/deployments", "tests/integration/test_scheduler_equality.py"),
+        ("deployments/engines/", "policies/engine/", "policies/gang/", "deployments/command/"),
+        options=("-m", "long", "-n", "2", "--dist", "loadfile"),
+    ),
+    Suite(
+        "predictor",
+        "training and evaluation",
+        ("tests/predictor",),
+        ("predictor/", "deployments/demo_model/"),
+    ),
+    Suite(
+        "chaos",
+        "routers, replicas and Redis die, hang and are cut off, without a model",
+        ("tests/chaos", "tests/router"),
+        ("router/", "policies/router/", "deployments/engines/relay.py"),
+    ),
+    Suite(
+        "benches",
+        "benchmarks on a load of seconds, and the commands of documents",
+        ("tests/bench", "tests/test_documented_commands.py"),
+        ("bench/", "docs/", "README.md"),
+    ),
+    Suite(
+        "applications",
+        "whole applications: deaths, several models, bins, prefill and decode",
+        (
+            "tests/integration/one_model",
+            "tests/integration/several_models",
+            "tests/integration/test_cores.py",
+            "tests/integration/test_bins.py",
+            "tests/integration/test_papers.py",
+            "tests/integration/test_prefill_decode.py",
+        ),
+        (*SERVING, "predictor/", "policies/router/", "policies/gang/"),
+    ),
+    Suite(
+        "deployed",
+        "serve deploy on Ray clusters",
+        ("tests/integration/deployed",),
+        (*SERVING, "tests/integration/ray_head.py"),
+    ),
+    Suite(
+        "chart",
+        "any values, other versions of KubeRay, and the rendered chart on a real Ray",
+        ("tests/k8s",),
+        ("k8s/", "deployments/app.py", "deployments/config/", "deployments/process/"),
+        beside=True,
+    ),
+)
+
+
+def touched_files(since: str) -> list[str]:
+    """Of all commits since then, and what is not committed."""
+    asked = (["git", "log", f"--since={since}", "--name-only", "--format="], ["git", "diff", "--name-only", "HEAD"])
+    found = (subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in asked)
+    return sorted({line for lines in found for line in lines.splitlines() if line})
+
+
+def in_turn(suites: Sequence[Suite]) -> Iterator[list[Suite]]:
+    """Those that run at the same time."""
+    group: list[Suite] = []
+    for suite in suites:
+        if group and not suite.beside:
+            yield group
+            group = []
+        group.append(suite)
+    if group:
+        yield group
+
+
+def run(suites: Sequence[Suite]) -> list[str]:
+    """Returns the names of those that failed; one that fails stops no other."""
+    failed = []
+    for group in in_turn(suites):
+        begun = [(suite, subprocess.Popen(suite.command, cwd=ROOT)) for suite in group]
+        failed += [suite.name for suite, process in begun if process.wait() != 0]
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.suites", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [suite.name for suite in SUITES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all where none is named")
+    parser.add_argument("--touched", metavar="SINCE", help="only those that commits since then touch, as git reads it")
+    parser.add_argument("--list", action="store_true", help="say which would run, and run none")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = [suite for suite in SUITES if not options.names or suite.name in options.names]
+    if options.touched:
+        files = touched_files(options.touched)
+        chosen = [suite for suite in chosen if suite.is_touched(files)]
+    for suite in chosen if options.list else ():
+        print(f"{suite.name:16}{suite.what}")
+    failed = [] if options.list else run(chosen)
+    if failed:
+        print(f"long suites that failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
