@@ -235,6 +235,7 @@ class _Scribbler:
         self.policy.observe(result)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @every_policy
 @pytest.mark.parametrize(("blocks", "budget"), [(6000, 512), (150, 512)])

@@ -28,7 +28,7 @@ from simulator.router import RouterConfig
 from simulator.workload import Workload, length_law, poisson, synthetic
 from tests.toy_engine import check_plan
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TIMES = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),

@@ -30,7 +30,7 @@ from simulator.presets import FEATURES, system, without
 from simulator.report import Target, parse_target, summary
 from simulator.workload import length_law, poisson, synthetic
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 FEW = ("--requests", "24", "--arrivals", "poisson:20")
 
@@ -192,7 +192,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_rules_of_the_papers_are_simulated_as_they_are_served(
     tmp_path: Path, base: dict[str, Any], changed: dict[str, Any]
 ) -> None:

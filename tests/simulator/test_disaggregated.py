@@ -72,7 +72,7 @@ def test_what_decoding_requests_hold_counts_where_prompts_are_split() -> None:
     assert prefilled < 0.5 * 40 * 4000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_auto_splits_under_tight_targets_alone_and_then_evens_the_gaps() -> None:
     rng = np.random.default_rng(3)
     drawn = synthetic("long", length_law("uniform:2000:6000"), length_law("exponential:60"), 150, rng)
@@ -136,7 +136,7 @@ def test_pools_have_bounds() -> None:
         PoolsConfig(prefill_replicas=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_finds_out_where_splitting_pays() -> None:
     rng = np.random.default_rng(0)
     drawn = synthetic("long", length_law("lognormal:4000:0.5"), length_law("exponential:80"), 100, rng)

@@ -20,7 +20,7 @@ from simulator.predictors import predicted
 from simulator.requests import Request
 from simulator.workload import Workload, length_law, poisson, synthetic
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 UNIT = 1000  # tokens per unit of time, so that whole tokens are fine enough for lengths uniform on [1, 20]
 

@@ -15,7 +15,7 @@ from simulator.reproduce.common import Setting
 from simulator.reproduce.goodput import TRAFFIC, Variant, in_time
 from simulator.workload import Workload
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 # Of the files that the study's reference was made from, 1500 requests each: medians and the spread of the logarithm.
 STUDIED = {

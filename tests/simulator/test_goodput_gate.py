@@ -14,7 +14,7 @@ from simulator.cluster import run
 from simulator.reproduce.common import mean, steady_rate
 from simulator.reproduce.goodput import STOCK, Traffic, Variant, in_time
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 REQUESTS = 300
 SEEDS = range(3)

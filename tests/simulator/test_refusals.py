@@ -23,7 +23,7 @@ from simulator.requests import Request
 from simulator.router import RouterConfig
 from simulator.workload import Workload
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEP = StepCoefficients(overhead_s=0.01, prefill_s=1e-4)
 TIMES = StepTimes(prefill=STEP, decode=STEP, mixed=STEP)

@@ -13,7 +13,7 @@ from simulator.curves import Curve
 from simulator.run_page import distribution
 from tests.integration.browser import opened
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 WICKED = "<img src=http://192.0.2.1/x.png>"
 PHONE = 390

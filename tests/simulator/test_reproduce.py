@@ -102,7 +102,7 @@ def test_load_capacity_is_the_server_rate_at_which_four_of_five_meet_their_targe
     assert _capacity(points[2:]) == "below all"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("reader", _READERS)
 def test_prompts_read_by_bucket_meet_their_targets_at_light_load_and_the_parts_add_up(reader: str) -> None:
     drawn = synthetic("alpaca", length_law("uniform:5:40"), length_law("constant:50"), 300, np.random.default_rng(0))
@@ -113,7 +113,7 @@ def test_prompts_read_by_bucket_meet_their_targets_at_light_load_and_the_parts_a
     assert wait_s < 0.02 < reading_s < 0.05 < 49 * 0.018 < answer_s < 49 * 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
     """Eight slots, each taken for 40 decode steps on the mean."""
     profile = engine_profile("Llama-3.1-8B@h100_sxm")
@@ -140,7 +140,7 @@ def test_a_decode_costs_as_calibrated_at_the_calibrated_context_and_more_beyond(
 
 
 # Requests per second on the RTX PRO 6000 in table 2, v1 and EB.
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "published"), [("NuminaMath", (0.73, 0.74)), ("LongBench", (8.35, 8.66))])
 def test_rates_of_table_2_of_003_are_met_within_12_percent(name: str, published: tuple[float, float]) -> None:
     engine = "Qwen3-8B@RTX_PRO_6000"
@@ -156,7 +156,7 @@ def test_rates_of_table_2_of_003_are_met_within_12_percent(name: str, published:
         assert _requests_per_s(case) == pytest.approx(rate, rel=0.12)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_drift_of_lengths_gains_what_table_5_of_003_says() -> None:
     """On the RTX PRO 6000, mixed steps at their published cost: EB+ has 9582 tokens/s, 36.4 % more than v1."""
     v1, both = (
@@ -178,7 +178,7 @@ def test_a_drift_of_lengths_gains_what_table_5_of_003_says() -> None:
     assert both / v1 - 1 == pytest.approx(0.364, abs=0.04)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("slots", "tokens_per_s"), [(100, 1900), (230, 2700)])
 def test_full_batches_have_the_throughput_of_figure_3_of_001_less_the_prefills(slots: int, tokens_per_s: int) -> None:
     tpot_s, rate = _full_batch((slots, 0))
@@ -186,7 +186,7 @@ def test_full_batches_have_the_throughput_of_figure_3_of_001_less_the_prefills(s
     assert rate == pytest.approx(slots / tpot_s, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_static_batches_keep_50_ms_at_the_capacity_that_figure_4_of_001_gives_them() -> None:
     tpot_s, wait_s = _pace((_STATIC, 0, 5.4))
     assert tpot_s < 0.050 and wait_s < 0.1

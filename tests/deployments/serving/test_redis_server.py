@@ -1,4 +1,4 @@
-"""How a replica finds the Redis of its application; tests/integration/deployed/test_redeploy.py has how that lives and ends."""
+"""How a replica finds the Redis of its application. Its life and end: tests/integration/deployed/test_redeploy.py."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

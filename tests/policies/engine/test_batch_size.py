@@ -352,6 +352,7 @@ class TestSlaConstrained:
             policy.observe(decode_result(step_s=0.03, batch=64))
         assert policy.limit >= 64
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_an_engine_under_it_holds_the_mean_time_between_tokens(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))

@@ -229,12 +229,14 @@ class TestTheBoundByMemory:
         engine = ToyEngine(exclusive(**settings), make_times(), slots=64, total_blocks=1000)
         return saturated(engine, count=400, mean_output=400)
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_n_star_keeps_the_batch_of_phases_within_the_cache(self) -> None:
         bounded, free = self.engine(overflow_probability=0.01), self.engine()
         assert free.preemptions > 100
         assert bounded.preemptions < 0.1 * free.preemptions
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_a_larger_chance_lets_more_in(self) -> None:
         def most(chance: float) -> float:
@@ -244,12 +246,14 @@ class TestTheBoundByMemory:
 
         assert most(0.001) < most(0.2) < 64
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_where_it_binds_plans_say_that_memory_does(self) -> None:
         engine = self.engine(overflow_probability=0.01)
         caps = {plan.max_batch_size for plan in engine.plans[-200:] if plan.limited_by is Limit.MEMORY}
         assert caps and max(caps) < 64
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_mixed_steps_are_not_bounded_by_it(self) -> None:
         policy = auto(FREE, overflow_probability=0.01)
@@ -269,6 +273,7 @@ class TestRules:
         refills = [r.prefill_requests for r in steady(engine) if r.phase is Phase.PREFILL]
         assert np.median(refills) == pytest.approx(refill, abs=1.0)
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_the_ifr_rule_waits_for_more_where_the_hazard_rises(self) -> None:
         def refill(rule: str) -> float:
@@ -283,6 +288,7 @@ class TestRules:
 
         assert refill("ifr") > refill("threshold")
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_the_exact_phase_beats_a_refill_of_one_where_prefill_overheads_are_large(self) -> None:
         exact = saturated(ToyEngine(exclusive(), make_times(), slots=64))
@@ -300,6 +306,7 @@ class TestRules:
         laws = [policy.law() for policy in (new, twin)]
         assert laws[0] and laws[1] and laws[0].quantile(0.5) == laws[1].quantile(0.5)
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_step_times_need_not_be_given(self) -> None:
         known = saturated(ToyEngine(exclusive(), make_times(), slots=64))
@@ -381,6 +388,7 @@ class TestAuto:
         assert not any(recorder.modes)
         assert {result.phase for result in engine.results[1:]} == {Phase.MIXED}
 
+    @pytest.mark.long
     @pytest.mark.parametrize("times", [CONTENDED, FREE])
     def test_it_is_nearly_as_fast_as_the_better_of_the_two(self, times: StepTimes) -> None:
         speeds = [
@@ -389,6 +397,7 @@ class TestAuto:
         ]
         assert speeds[2] > 0.97 * max(speeds[:2])
 
+    @pytest.mark.long
     def test_it_takes_turns_where_that_wins_little(self) -> None:
         times = StepTimes(
             prefill=StepCoefficients(overhead_s=0.0024, prefill_s=2e-5),
@@ -406,6 +415,7 @@ class TestAuto:
         run_closed(ToyEngine(recorder, CONTENDED, slots=32), jobs, 3)
         assert np.mean(recorder.modes[len(recorder.modes) // 2 :]) < 0.1
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("times", "better"), [(FREE, False), (CONTENDED, True)])
     def test_bursts_that_run_dry_do_not_mislead_it(self, times: StepTimes, better: bool) -> None:
         """The last answers of a burst have the machine to themselves, which says nothing against the mode in use."""
@@ -438,6 +448,7 @@ class TestAuto:
         saturated(WarmingUp(recorder, FREE, slots=32), count=900)
         assert np.mean(recorder.modes[-1500:-300]) < 0.2
 
+    @pytest.mark.long
     @pytest.mark.parametrize("factor", [1.3, 2.0])
     def test_spells_of_a_slow_machine_do_not_make_the_mode_in_use_look_dear(self, factor: float) -> None:
         times = make_times(prefill_overhead_s=0.015)
@@ -473,6 +484,7 @@ class TestAuto:
                 policy.observe(empty)
             policy.observe(empty._replace(finished=(aborted,) * 64))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("seed", range(4))
     def test_noise_in_which_tokens_cost_nothing_does_not_stop_it(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -486,6 +498,7 @@ class TestAuto:
         engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
         assert len(engine.results) > 1000
 
+    @pytest.mark.long
     def test_equation_8_takes_every_mixed_step_to_hold_a_prefill(self) -> None:
         # Of answers of 300 tokens in 32 slots most mixed steps hold none, and those cost what decodes cost.
         times = make_times(mixed_s=0.004)

@@ -334,6 +334,7 @@ def fresh(jobs: list[Job]) -> list[Job]:
 
 @pytest.mark.slow
 class TestInAnEngine:
+    @pytest.mark.long
     def test_it_preempts_seldom_and_is_faster_than_filling_the_slots_and_than_equation_12(self) -> None:
         jobs = random_jobs(600, prompt=(50, 150), mean_output=200, seed=3)
         forecast = run(ForecastAdmission(ForecastAdmissionConfig()), fresh(jobs))
@@ -343,12 +344,14 @@ class TestInAnEngine:
         assert forecast.now_s < 0.97 * stock.now_s
         assert forecast.now_s < 0.95 * equation_12.now_s
 
+    @pytest.mark.long
     def test_it_follows_answers_that_grow_three_times_as_long(self) -> None:
         forecast = run(ForecastAdmission(ForecastAdmissionConfig()), drifting_jobs())
         stock = run(Stock(), drifting_jobs())
         assert forecast.finished == 600
         assert forecast.preemptions < 0.25 * stock.preemptions
 
+    @pytest.mark.long
     @pytest.mark.parametrize("horizons", [10, 80])
     def test_a_coarse_grid_of_horizons_is_as_good_as_a_fine_one(self, horizons: int) -> None:
         jobs = random_jobs(300, prompt=(50, 150), mean_output=200, seed=3)

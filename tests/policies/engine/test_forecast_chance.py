@@ -64,6 +64,7 @@ def overflow_chance(law: str, accepted: float, answers: int, growth: int = 1) ->
     return float(overflows.max()) / SAMPLES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accepted", [0.05, 0.01])
 @pytest.mark.parametrize("answers", [32, 100, 300])
 @pytest.mark.parametrize("law", list(LAWS))

@@ -109,6 +109,7 @@ def test_a_cheap_preemption_that_the_forecast_itself_let_happen_does_not_stop_it
     assert overcommit.share > 0.0
 
 
+@pytest.mark.long
 def test_rare_preemptions_cost_in_the_mean_what_they_are_worth() -> None:
     # A preemption costs 200 tokens of 1 ms in windows of 0.64 s, 31 %, and all may cost 0.6 * 0.05 / sqrt(20) = 0.67 %:
     # one in 47 windows. At g = 0 there are twice as many, and they grow e-fold with every 0.0112 of g.

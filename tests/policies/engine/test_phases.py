@@ -122,6 +122,7 @@ class TestIfrCorrection:
     def test_a_correction_past_its_use_is_cut_at_the_whole_batch(self) -> None:
         assert phase_threshold_ifr(0.2, hazard=1e-4, hazard_slope=1e-4, decode_cost_ratio=1.0) == 1.0
 
+    @pytest.mark.long
     def test_the_exact_phase_beats_it_when_hazards_rise_steeply(self) -> None:
         # ERRATA 3.3: up to 5.8 % at eta = 10 p0^2, because t is not a request's own age.
         p0, eta, slots = 0.002, 10 * 0.002**2, 128
@@ -150,6 +151,7 @@ LAWS = {
 
 
 class TestBestPhaseSteps:
+    @pytest.mark.long
     @pytest.mark.parametrize("law", list(LAWS))
     @pytest.mark.parametrize("prefill_s", [0.005, 0.04])
     @pytest.mark.slow
@@ -385,6 +387,7 @@ class TestCrossover:
         means = WorkloadMeans(prompt_tokens=prompt, output_tokens=output, context_tokens=1)
         assert measured == pytest.approx(mixed_throughput(times, means, slots=64), rel=0.01)
 
+    @pytest.mark.long
     def test_steps_that_hold_no_prefill_are_costed_as_decode_steps(self) -> None:
         # Answers of 300 tokens in 32 slots: nine steps in ten of mixed batching are pure decodes.
         times = StepTimes(

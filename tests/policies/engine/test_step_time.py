@@ -222,6 +222,7 @@ class TestStepTimeModel:
         deep = {"prefill_tokens": 1000, "decode_requests": 20, "kv_tokens": 20_000, "prefill_kv_tokens": 1e8}
         assert times.step_s(**deep) == pytest.approx(TRUE.step_s(**deep), rel=0.05)
 
+    @pytest.mark.long
     @given(seed=st.integers(0, 2**16), longest=st.integers(200, 2000), noise=st.floats(0.0, 0.1))
     @settings(deadline=None, max_examples=25)
     def test_where_all_prompts_are_short_it_predicts_what_it_would_without_what_chunks_read(

@@ -114,6 +114,7 @@ def test_every_setting_changes_what_steps_hold(key: str, folder: Path) -> None:
     assert before != after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED))
 def test_a_live_change_is_served_as_if_it_had_stood_there_from_the_start(key: str, folder: Path) -> None:
     case = CASES[key]
