@@ -1,15 +1,14 @@
 # `make serve` and `make test` each make the environment they need.
 
-PYTHON ?= python3
+# Python 3.11 to 3.13: requirements/python.sh takes the first that is there unless you name one.
 VENV   := .venv
 PORT   ?= 8000
-LOCK   := requirements/cpu.lock
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 STAGE  := sh tests/stage.sh
 UNITS  := tests --ignore=tests/integration -n 2 --dist loadgroup
 
-.PHONY: help serve test test-all test-unit soak check venv lock bench clean
+.PHONY: help serve test test-all test-system test-unit soak check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,13 +16,17 @@ help: ## show this list
 serve: venv ## serve the demo model on http://127.0.0.1:$(PORT) (MODEL=... for another)
 	@exec $(BIN)/sluice serve --port $(PORT) $(if $(MODEL),--model $(MODEL))
 
-test: venv ## check, units, and one whole application; each stage says how long it took here the last time
+test: test-system venv ## check, units, and one whole application; each stage says how long it took here the last time
 	@$(STAGE) check "format, lint, types" $(MAKE) --no-print-directory check
 	@$(STAGE) units "units, contracts, the chart's templates" $(PYTEST) $(UNITS) -m "not long and not soak"
 	@$(STAGE) application "one application: API, page, batches, traces, deaths" $(PYTEST) tests/integration -m "not long and not soak"
 
 test-all: test ## everything: the long suites of tests/suites.py after `make test`
 	@$(BIN)/python -m tests.suites
+
+test-system:
+	@sh requirements/system.sh test
+
 
 test-unit: venv ## the fast tests, contracts among them: no Ray, no engine, no chart
 	@$(STAGE) fast "the fast tests" $(PYTEST) $(UNITS) --ignore=tests/k8s -m "not slow and not long and not soak"
@@ -41,12 +44,12 @@ bench: venv ## compare with plain vLLM, some twenty-five minutes
 
 venv: $(VENV)/.installed ## make the environment
 
-$(VENV)/.installed: $(LOCK) pyproject.toml requirements/install.sh
-	@PYTHON="$(PYTHON)" bash requirements/install.sh $(VENV) $(LOCK)
+$(VENV)/.installed: $(wildcard requirements/*.lock) pyproject.toml requirements/install.sh
+	@bash requirements/install.sh $(VENV)
 	@touch $@
 
-lock: venv ## resolve the lock anew after a change of pyproject.toml
-	@sh requirements/lock.sh $(BIN)/uv $(LOCK)
+lock: venv ## resolve the locks anew after a change of pyproject.toml
+	@sh requirements/lock.sh $(BIN)/uv
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

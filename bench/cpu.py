@@ -32,7 +32,7 @@ ROLE_PATTERNS = (
     (re.compile(r"^ray::ServeReplica:\S*engine", re.IGNORECASE), Role.ENGINE_RELAY),
     (re.compile(r"^ray::ServeReplica:\S*predictor", re.IGNORECASE), Role.PREDICTOR),
     (re.compile(r"^\S*haproxy\b"), Role.HAPROXY),
-    (re.compile(r"^\S*redis-server\b|^ray::RedisServer", re.IGNORECASE), Role.REDIS),
+    (re.compile(r"^\S*(redis|valkey)-server\b|^ray::RedisServer", re.IGNORECASE), Role.REDIS),
     (re.compile(r"^ray::|/ray/|\bray-dashboard"), Role.RAY),
     (re.compile(r"^VLLM::APIServer|\bvllm\.entrypoints\.cli\.main serve\b"), Role.API_SERVER),
 )

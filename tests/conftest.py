@@ -16,6 +16,7 @@ import uvloop
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
+from tests.oldest_redis import oldest_redis
 
 # An example takes what the machine needs for it. `make test` tries few of each property, `make test-all` more of them.
 UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -66,6 +67,14 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
+    yield server.url
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def oldest_redis_url() -> Iterator[str]:
+    """Redis 6.2, the oldest that is supported; where `oldest_redis` finds none, no test may ask for it."""
+    server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16), oldest_redis())
     yield server.url
     server.close()
 

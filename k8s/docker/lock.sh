@@ -9,5 +9,5 @@ resolve() {
         --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet "$@" >/dev/null
 }
 uv=$1
-resolve --extra cpu --override requirements/overrides.txt --constraint requirements/cpu.lock --output-file k8s/docker/cpu.lock
+resolve --extra cpu --override requirements/overrides.txt --constraint requirements/cpu-3.11.lock --output-file k8s/docker/cpu.lock
 resolve --extra gpu --output-file k8s/docker/gpu.lock

