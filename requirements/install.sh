@@ -31,7 +31,7 @@ if ! $pip "$torch" >"$log" 2>&1; then
     grep -qE 'No matching distribution|ResolutionImpossible' "$log" || { tail -n 20 "$log" >&2; fail "pip could not install $torch."; }
     echo "  $torch is in no package index that pip is configured for; taking it from $torch_index"
     $pip --extra-index-url "$torch_index" "$torch" >>"$log" 2>&1 || {
-        grep -E '^(ERROR|WARNING: Retrying)' "$log" | tail -n 3 >&2
+        grep '^WARNING: Retrying' "$log" | tail -n 1 >&2 || true
         fail "$torch, the CPU build of PyTorch, is neither where pip is configured to look nor to be had from $torch_index.
 Where that is out of reach, name a mirror of it or a folder with the wheel, and try again:
 
@@ -40,10 +40,15 @@ Where that is out of reach, name a mirror of it or a folder with the wheel, and 
     }
 fi
 progress() {
-    awk -v total="$(grep -c '==' "$lock")" '
-        /^(Collecting|Requirement already)/ { printf "\r  %d of %d", ++seen, total; fflush() }
-        /^Installing collected/ { printf "\r  unpacking ...        "; fflush() }
-        END { print "" }'
+    local total seen=0 line
+    total=$(grep -c '==' "$lock")
+    while IFS= read -r line; do
+        case $line in
+        "Collecting "* | "Requirement already"*) printf '\r  %d of %d' $((++seen)) "$total" ;;
+        "Installing collected"*) printf '\r  unpacking ...        ' ;;
+        esac
+    done
+    echo
 }
 $pip -r "$lock" 2>&1 | tee -a "$log" | progress || { tail -n 20 "$log" >&2; fail "pip could not install $lock."; }
 $pip --no-build-isolation -e . >>"$log" 2>&1 || { tail -n 20 "$log" >&2; fail "pip could not install Sluice itself."; }

