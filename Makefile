@@ -27,7 +27,6 @@ test-all: test ## everything: the long suites of tests/suites.py after `make tes
 test-system:
 	@sh requirements/system.sh test
 
-
 test-unit: venv ## the fast tests, contracts among them: no Ray, no engine, no chart
 	@$(STAGE) fast "the fast tests" $(PYTEST) $(UNITS) --ignore=tests/k8s -m "not slow and not long and not soak"
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# system.sh serve|test: what `make serve` or `make test` needs of the system, beside git and make.
+# system.sh serve|test|test-all: what this target of make needs of the system, beside git and make.
 #
 # Root on Debian or Ubuntu: what is missing is installed. Anybody else is told the one line that does it. In a terminal
 # this then goes on by itself once that is done; without one it fails, and the same command again goes on.
@@ -22,10 +22,11 @@ missing() {
         "$python" -c 'import ensurepip, venv' 2>/dev/null || "$python" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])'
         "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || echo libnuma1 # vLLM's build for CPUs
     fi
-    [ "$what" = test ] || return 0
+    [ "$what" != serve ] || return 0
     has chromium chromium-browser google-chrome || echo "$chromium" # the page
     has ip || echo iproute2                                         # networks that fail
     has npm || echo npm                                             # Helm 3, for the chart
+    [ "$what" != test-all ] || has debootstrap || echo debootstrap  # new machines
 }
 
 # Ubuntu's own is a package of another name, which installs a snap.
