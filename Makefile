@@ -22,6 +22,7 @@ test: test-system venv ## check, units, and one whole application; each stage sa
 	@$(STAGE) application "one application: API, page, batches, traces, deaths" $(PYTEST) tests/integration -m "not long and not soak"
 
 test-all: test ## everything: the long suites of tests/suites.py after `make test`
+	@sh requirements/system.sh test-all
 	@$(BIN)/python -m tests.suites
 
 test-system:

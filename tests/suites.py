@@ -1,6 +1,6 @@
 """The long suites: what `make test-all` runs after `make test`, and CI after a change of what they are about.
 
-    python -m tests.suites                        all of them
+    python -m tests.suites                        all of them but those that take too long
     python -m tests.suites deaths chart           these
     python -m tests.suites --touched "2 days ago" whose folders commits since then have touched
     python -m tests.suites --list                 what there is
@@ -28,6 +28,7 @@ class Suite:
     touched_by: beginnings of paths; beside these the suite's own paths and EVERYWHERE.
     options: of pytest, in the place of `-m long`.
     beside: runs while the one before it runs, for both are mostly waited for.
+    by_name_alone: neither `make test-all` nor CI has the time for it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Suite:
     touched_by: tuple[str, ...]
     options: tuple[str, ...] = ("-m", "long")
     beside: bool = False
+    by_name_alone: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -113,6 +115,13 @@ SUITES = (
         ("k8s/", "deployments/app.py", "deployments/config/", "deployments/process/"),
         beside=True,
     ),
+    Suite(
+        "fresh",
+        "make serve and make test on a new Debian 12 and 13: half an hour each, as root",
+        ("tests/fresh",),
+        ("requirements/", "Makefile"),
+        by_name_alone=True,
+    ),
 )
 
 
@@ -149,19 +158,21 @@ def main() -> int:
         prog="python -m tests.suites", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [suite.name for suite in SUITES]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all where none is named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--touched", metavar="SINCE", help="only those that commits since then touch, as git reads it")
     parser.add_argument("--list", action="store_true", help="say which would run, and run none")
     options = parser.parse_args()
     if unknown := set(options.names) - set(names):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    chosen = [suite for suite in SUITES if not options.names or suite.name in options.names]
+    chosen = [suite for suite in SUITES if suite.name in options.names or not (options.names or suite.by_name_alone)]
     if options.touched:
         files = touched_files(options.touched)
         chosen = [suite for suite in chosen if suite.is_touched(files)]
-    for suite in chosen if options.list else ():
-        print(f"{suite.name:16}{suite.what}")
-    failed = [] if options.list else run(chosen)
+    if options.list:
+        for suite in chosen:
+            print(f"{suite.name:16}{suite.what}")
+        return 0
+    failed = run(chosen)
     if failed:
         print(f"long suites that failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
