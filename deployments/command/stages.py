@@ -1,5 +1,6 @@
 """What `sluice serve` is doing until it is ready: its own steps, and what its processes tell (`process/stages.py`)."""
 
+import os
 import sys
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 LOOK_S = 0.2
+STILL_S = 20.0  # what takes longer says so, and again: beside others a start may take minutes, and is not hung
 
 
 class Stages:
@@ -19,7 +21,7 @@ class Stages:
         """
         self._output = sys.stderr if output is None else output
         self._is_terminal = self._output.isatty()
-        self._began_s = time.monotonic()
+        self._began_s = self._stage_began_s = self._said_s = time.monotonic()
         self._what, self._is_drawn = "", False
         self._file: Path | None = None
         self._told: TextIO | None = None
@@ -38,6 +40,7 @@ class Stages:
         """The one before is over."""
         with self._lock:
             self._what = what
+            self._stage_began_s = self._said_s = time.monotonic()
             if self._is_terminal:
                 self._draw()
             else:
@@ -72,8 +75,24 @@ class Stages:
         while not self._is_over.wait(LOOK_S):
             with self._lock:
                 self._look()
-                if self._is_terminal and self._what:
-                    self._draw()
+                if self._what:
+                    self._say_that_it_goes_on()
+
+    def _say_that_it_goes_on(self) -> None:
+        if self._is_terminal:
+            self._draw()
+        elif time.monotonic() - self._said_s >= STILL_S:
+            self._said_s = time.monotonic()
+            self._write(f"{self._elapsed()}  {self._still()}\n")
+
+    def _still(self) -> str:
+        """The stage, and once it takes long how long it does and what else the machine has to do."""
+        in_stage_s = time.monotonic() - self._stage_began_s
+        if in_stage_s < STILL_S:
+            return self._what
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        of_machine = f"the machine has a load of {load:.0f} on {cores} core{'s' * (cores > 1)}"
+        return f"still {self._what} ({in_stage_s:.0f} s; {of_machine})"
 
     def _look(self) -> None:
         while self._told is not None and (line := self._told.readline()):
@@ -92,7 +111,8 @@ class Stages:
 
     def _draw(self) -> None:
         self._is_drawn = True
-        self._write(f"\r\x1b[K{self._elapsed()}  {self._what}")
+        columns = os.get_terminal_size(self._output.fileno()).columns  # a line of two rows would leave the first behind
+        self._write(f"\r\x1b[K{f'{self._elapsed()}  {self._still()}'[: columns - 1 if columns else None]}")
 
     def _clear(self) -> None:
         if self._is_drawn:

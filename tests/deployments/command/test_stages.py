@@ -3,8 +3,10 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,32 @@ def test_without_a_terminal_each_stage_has_a_line_with_the_seconds_so_far() -> N
     assert whats(output) == ["starting Ray", "logs: here", "deploying"]
     assert seconds == sorted(seconds) and len(seconds) == 2
     assert "\x1b" not in output.getvalue() and "\r" not in output.getvalue()
+
+
+def test_a_stage_that_takes_long_says_again_what_is_waited_for_and_how_busy_the_machine_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.command.stages.STILL_S", 0.3)
+    output = io.StringIO()
+    with Stages(output) as stages:
+        stages.begin("starting Ray")
+        wait_until(lambda: len(whats(output)) >= 3, PATIENCE_S, "it says so twice")
+        stages.begin("deploying")
+    first, *again, last = whats(output)
+    assert (first, last) == ("starting Ray", "deploying")
+    still = re.compile(r"still starting Ray \(\d+ s; the machine has a load of \d+ on \d+ cores?\)")
+    assert all(still.fullmatch(line) for line in again)
+
+
+def test_a_line_that_counts_is_no_longer_than_the_terminal_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.command.stages.STILL_S", 0.0)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 30))
+    with os.fdopen(theirs, "w") as output, Stages(output) as stages:
+        stages.begin("starting Ray")
+        drawn = os.read(ours, 4096)
+    os.close(ours)
+    assert b"still starting" in drawn and len(drawn.removeprefix(b"\r\x1b[K")) < 30
 
 
 def test_what_other_processes_tell_is_shown_as_it_comes_and_numbered_by_process(tmp_path: Path) -> None:
