@@ -44,6 +44,10 @@ ROUTER_ENV = {
 # prompt before the first of them meets a limit or a quota. vLLM allows 16 million of them.
 REQUEST_LIMITS = {"VLLM_MAX_N_SEQUENCES": "128", "VLLM_MAX_COMPLETION_PROMPTS": "128"}
 HEALTH_CHECK_PERIOD_S = 2.0
+# Ray Serve ends who is silent for three times as long, whether it hangs or waits for a core, the last router as well.
+# Beside fifty others for each core an answer takes a minute. Who hangs ends itself (`process/watch.py`), who dies is
+# seen at once, and HAProxy and the routers give requests to others before either.
+HEALTH_CHECK_TIMEOUT_S = 600.0
 # Beyond max_ongoing_requests. A burst passes through here even while there is room, so it is no small number.
 ROUTER_QUEUE = 1000
 ROUTER_RETRY_AFTER_S = 5.0
@@ -118,6 +122,7 @@ def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployme
         },
         **_placement(config.engine),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.engine.drain_timeout_s + DRAIN_MARGIN_S,
     )
 
@@ -147,6 +152,7 @@ def _router_deployment(config: AppConfig) -> Deployment:
         max_queued_requests=ROUTER_QUEUE,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=ROUTER_RETRY_AFTER_S),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.engine.drain_timeout_s + DRAIN_MARGIN_S,
     )
 

@@ -1,9 +1,12 @@
-"""How long an event loop stands still."""
+"""How long an event loop stands still, and how much of that it waits for a core."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 LOOK_S = 0.05
+CORE_WAIT_LOOK_S = 1.0  # no more often: each look reads a file
 
 
 async def look_for_lag(observe: Callable[[float], object]) -> None:
@@ -12,3 +15,28 @@ async def look_for_lag(observe: Callable[[float], object]) -> None:
     due_s = loop.time() + LOOK_S
     await asyncio.sleep(LOOK_S)
     observe(max(0.0, loop.time() - due_s))
+
+
+class CoreWait:
+    """For how many seconds the thread that makes it has been ready to run, with every core taken; as Linux counts it.
+
+    0 where it does not (/proc/PID/task/TID/schedstat: microseconds to read).
+    """
+
+    def __init__(self) -> None:
+        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def seconds(self) -> float:
+        """Since the thread began; any thread may ask."""
+        try:
+            _, waited_ns, _ = self._file.read_text().split()
+        except (OSError, ValueError):  # a kernel without it
+            return 0.0
+        return int(waited_ns) / 1e9
+
+
+async def look_for_core_wait(core_wait: CoreWait, observe: Callable[[float], object]) -> None:
+    """One look: for how many seconds out of CORE_WAIT_LOOK_S its thread has waited for a core."""
+    before_s = core_wait.seconds()
+    await asyncio.sleep(CORE_WAIT_LOOK_S)
+    observe(core_wait.seconds() - before_s)

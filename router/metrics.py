@@ -232,6 +232,10 @@ class RouterMetrics:
             registry=self.registry,
             buckets=_LAG_BUCKETS_S,
         )
+        self.core_wait_s = self._counter(
+            "event_loop_core_wait_seconds",
+            "For how long this router's event loop was ready to run and had no core, as the system counts it.",
+        )
         self.cached_blocks = self._gauge(
             "cached_blocks", "Blocks in the replicas' prefix caches that this router knows, as their engines tell it."
         )

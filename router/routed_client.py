@@ -38,7 +38,7 @@ from router.clock import Clock, SharedClock
 from router.codec import WHOLE, EngineCodec, Output, RequestSize
 from router.connection import ReplicaConnection
 from router.connections import Connections
-from router.event_loop import look_for_lag
+from router.event_loop import CoreWait, look_for_core_wait, look_for_lag
 from router.local_capacity import LocalCapacity
 from router.metrics import ClassMetrics, RouterMetrics
 from router.recent import RecentRequests
@@ -210,6 +210,8 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self._background.repeat(self._heartbeat, self._config.heartbeat_s, "heartbeat")
         self._background.repeat(self._exchange, self._config.heartbeat_s, "exchange")
         self._background.repeat(lambda: look_for_lag(self._metrics.loop_lag_s.observe), 0, "event loop")
+        core_wait = CoreWait()
+        self._background.repeat(lambda: look_for_core_wait(core_wait, self._metrics.core_wait_s.inc), 0, "core wait")
         self._background.repeat(self._settle, self._config.heartbeat_s, "settle")
         try:
             async with asyncio.timeout(self._config.silence_s):

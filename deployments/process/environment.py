@@ -174,8 +174,10 @@ def serve_env() -> dict[str, str]:
     HAProxy in the place of Serve's own proxy saves about 4 ms of CPU a request. At every change of the routers it
     starts anew and ends the old process after HARD_STOP_AFTER_S, streams and all: so that is an hour. gRPC between
     replicas is off, for it listens on all interfaces and our tokens do not travel that way. Ray bounds the logs of its
-    workers, the request log among them, only where it is told a size. A HAProxy that has died is replaced when three
-    looks have found that, and Ray Serve's own time between two of them makes half a minute without service.
+    workers, the request log among them, only where it is told a size. Those workers, routers and proxies and the
+    controller among them, would run at niceness 15: beside others that compute, they would come last. A HAProxy that
+    has died is replaced when three looks have found that, and Ray Serve's own time between two of them makes half a
+    minute without service.
     """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -186,6 +188,7 @@ def serve_env() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(HAPROXY_BUFFER_BYTES),
         "RAY_SERVE_PORT_QUARANTINE_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+        "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ROTATION_MAX_BYTES": str(LOG_FILE_BYTES),
         "RAY_ROTATION_BACKUP_COUNT": str(OLD_LOG_FILES),

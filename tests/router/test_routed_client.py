@@ -30,7 +30,7 @@ from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from router import cached_blocks, redis_store, routed_client, wire
+from router import cached_blocks, event_loop, redis_store, routed_client, wire
 from router.admission import ClassLimits, Door, Tenant
 from router.cached_blocks import BlockHashing
 from router.classifier import Classifier, Mode
@@ -689,6 +689,15 @@ async def test_a_router_that_stands_still_says_for_how_long(service: Service) ->
     front_end = await service.front_end()
     asyncio.get_running_loop().call_soon(time.sleep, 0.3)
     await until(lambda: front_end.count("event_loop_lag_seconds_sum") > 0.2)
+
+
+async def test_a_router_says_for_how_long_it_has_waited_for_a_core(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop, "CORE_WAIT_LOOK_S", 0.01)
+    monkeypatch.setattr(event_loop.CoreWait, "seconds", lambda _: 2.0 * time.monotonic())
+    front_end = await service.front_end()
+    await until(lambda: front_end.count("event_loop_core_wait_seconds_total") > 0.02)
 
 
 # What engines are told of promises

@@ -9,6 +9,7 @@
 - {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: "32768"}
 - {name: RAY_SERVE_PORT_QUARANTINE_S, value: "60"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "0.5"}
+- {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_ROTATION_MAX_BYTES, value: "100000000"}
 - {name: RAY_ROTATION_BACKUP_COUNT, value: "5"}

@@ -1,0 +1,67 @@
+"""A process whose event loop stands still for good ends itself; one that waits for a core, among others, does not.
+
+Ray Serve cannot tell the two apart: it ends a replica that is silent, and on a machine with too much to do all are.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from router.event_loop import CoreWait
+
+HANG_S = 90.0  # after which Ray Serve itself, by its defaults, replaces a replica that does not answer
+LOOK_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def watched_loop(hang_s: float = HANG_S, end: Callable[[], object] = lambda: os._exit(1)) -> Iterator[None]:
+    """For the time of the block, which is entered in the loop: calls `end`, in a thread, once the loop hangs.
+
+    What is not seen is a loop that stands in a C function and keeps Python's lock to itself.
+    """
+    over = threading.Event()
+    watch = threading.Thread(
+        target=_watch,
+        args=(asyncio.get_running_loop(), threading.get_ident(), CoreWait(), over, hang_s, end),
+        name="watch",
+        daemon=True,
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(
+    loop: asyncio.AbstractEventLoop,
+    thread: int,
+    core_wait: CoreWait,
+    over: threading.Event,
+    hang_s: float,
+    end: Callable[[], object],
+) -> None:
+    look_s = min(LOOK_S, hang_s / 4)
+    while not over.wait(look_s):
+        turned, waited_s, looks = threading.Event(), core_wait.seconds(), 0
+        try:
+            loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # it is closed
+            return
+        while not turned.wait(look_s) and not over.is_set():
+            looks += 1  # not by a clock, which goes on while the whole process is stopped, or starves
+            if looks * look_s - (core_wait.seconds() - waited_s) >= hang_s:
+                logger.critical("the event loop hangs, this process ends:\n%s", _stack(thread))
+                end()
+                return
+
+
+def _stack(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "its thread has ended"
