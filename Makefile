@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 STAGE  := sh tests/stage.sh
 UNITS  := tests --ignore=tests/integration -n 2 --dist loadgroup
 
-.PHONY: help serve test test-all test-system test-unit soak check venv lock bench clean
+.PHONY: help serve test test-all test-fresh test-system test-unit soak check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,8 +22,11 @@ test: test-system venv ## check, units, and one whole application; each stage sa
 	@$(STAGE) application "one application: API, page, batches, traces, deaths" $(PYTEST) tests/integration -m "not long and not soak"
 
 test-all: test ## everything: the long suites of tests/suites.py after `make test`
-	@sh requirements/system.sh test-all
 	@$(BIN)/python -m tests.suites
+
+test-fresh: venv ## make serve and make test on a new Debian 12 and 13; as root, an hour
+	@sh requirements/system.sh test-fresh
+	@$(BIN)/python -m tests.suites fresh
 
 test-system:
 	@sh requirements/system.sh test

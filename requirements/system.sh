@@ -1,5 +1,5 @@
 #!/bin/sh
-# system.sh serve|test|test-all: what this target of make needs of the system, beside git and make.
+# system.sh serve|test|test-fresh: what this target of make needs of the system, beside git and make.
 #
 # Root on Debian or Ubuntu: what is missing is installed. Anybody else is told the one line that does it. In a terminal
 # this then goes on by itself once that is done; without one it fails, and the same command again goes on.
@@ -26,7 +26,7 @@ missing() {
     has chromium chromium-browser google-chrome || echo "$chromium" # the page
     has ip || echo iproute2                                         # networks that fail
     has npm || echo npm                                             # Helm 3, for the chart
-    [ "$what" != test-all ] || has debootstrap || echo debootstrap  # new machines
+    [ "$what" != test-fresh ] || has debootstrap || echo debootstrap  # new machines
 }
 
 # Ubuntu's own is a package of another name, which installs a snap.
