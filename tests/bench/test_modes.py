@@ -35,6 +35,7 @@ def test_a_load_for_which_no_time_is_left_ends_at_once(monkeypatch: pytest.Monke
     assert load(1, 1).ends_s(1090.0, 60.0) == 1090.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_load_has_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:

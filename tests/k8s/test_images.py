@@ -73,6 +73,7 @@ def _build_stage(file: Path) -> str:
     return "\n".join(lines).replace(f"{file.suffix[1:]}.lock", "LOCK")
 
 
+@pytest.mark.long
 def test_the_build_steps_work_in_a_clean_environment() -> None:
     """The wheel alone: what the lock names is installed where CI makes its environment. Without it both are one."""
     command = [sys.executable, str(DOCKER / "check.py"), str(FILES[0]), "--without-lock"]

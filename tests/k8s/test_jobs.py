@@ -189,12 +189,14 @@ def _check(job: Manifest, folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_check_takes_what_the_application_takes(helm4: Helm4, tmp_path: Path) -> None:
     done = _check(_job(helm4, named("cpu-demo"), "config-check"), tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_check_refuses_an_argument_that_vllm_does_not_know(helm4: Helm4, tmp_path: Path) -> None:
     """Helm's schema takes it, for it is a text like another."""
