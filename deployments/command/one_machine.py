@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 import signal
@@ -18,21 +17,20 @@ from pathlib import Path
 
 import psutil
 
+from deployments.command.ray_start import start_ray
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
-from deployments.process.environment import address, cores_beside_engines, one_machine_env, serve_env
+from deployments.process.environment import START_S, address, cores_beside_engines, one_machine_env, serve_env
 from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 
-READY_TIMEOUT_S = 60.0
 ENDING_S = 5.0
-RAY_STARTS = 3  # Ray gives its own parts 30 s to come up, which a busy machine may not keep
+ANSWER_S = 30.0  # a router that starves beside others answers late, and asking anew makes it later
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
 VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
 STAGES = "stages"  # what processes tell while they start, in the folder of the run
-OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 
 
 def port_number(text: str) -> int:
@@ -200,48 +198,13 @@ def _ray(run_dir: Path, port: int, stages: Stages) -> Iterator[None]:
 
 
 def _start_ray(run_dir: Path, port: int, stages: Stages) -> None:
-    """Anew where it did not come up, as the kubelet does with a container.
-
-    Raises:
-        ApplicationStartError: not in the last of RAY_STARTS either.
-    """
-    # Its lines of the start are not about what the user did, and one reads like a warning.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    for number in range(1, RAY_STARTS + 1):
-        before = set(psutil.Process().children(recursive=True))
-        try:
-            return _start_ray_once(run_dir, port)
-        except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
-            if number == RAY_STARTS:
-                raise ApplicationStartError(
-                    f"Ray did not start: {error}\nOn a machine that is busy with something else, try again when it is "
-                    "not; what Ray says of it is in the folder of logs named above"
-                ) from error
-            stages.say(f"Ray did not start, another try: {error}")
-        _end_ray(before)
-
-
-def _start_ray_once(run_dir: Path, port: int) -> None:
-    import ray
-    from ray import serve
-
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(run_dir / "ray"),
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-
-
-def _end_ray(before: set[psutil.Process]) -> None:
-    """What a start that came to nothing has left: every child that was not there before."""
-    import ray
-
-    ray.shutdown()
-    end(set(psutil.Process().children(recursive=True)) - before)
+    """Raises ApplicationStartError."""
+    try:
+        start_ray(run_dir, port, stages)
+    except Exception as error:  # for what does not come up in its time Ray has errors of every kind, bare ones too
+        raise ApplicationStartError(
+            f"Ray did not start: {error}\nWhat its parts say of it is in the folder of logs named above"
+        ) from error
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
@@ -316,11 +279,11 @@ def _why(name: str) -> str:
 
 
 def _wait_until_healthy(url: str) -> None:
-    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    give_up_s = time.monotonic() + START_S
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            with no_proxy.open(f"{url}/health", timeout=5) as response:
+            with no_proxy.open(f"{url}/health", timeout=ANSWER_S) as response:
                 if response.status == 200:
                     return
                 why = f"status {response.status}"

@@ -52,9 +52,12 @@ HAPROXY_BUFFER_BYTES = 32_768
 # looks of its controller at the deployments, which take 4 % of a slow core.
 MOST_HAPROXY_THREADS = 4
 CONTROL_LOOP_S = 0.25
-# A proxy that three times did not say within this that it is ready is replaced, and Ray Serve does not come up then.
-# Its own 5 s are too short where something else has the cores.
-PROXY_READY_S = 20
+# How long a part of Ray or of an application may take to come up on one machine, before that is given up: at a load of
+# 50 for each core, what takes 10 s of CPU time takes so long. Waits that show what they are for may be long.
+START_S = 600
+# How long something of Ray that is there may be silent before it counts as dead. On one machine nothing is won by that:
+# what has died is known by its sockets, at once, and what only waits for a core would be started anew, on fewer.
+SILENT_S = 120
 
 _HAPROXY_ENV = "RAY_SERVE_HAPROXY_BINARY_PATH"
 HAPROXY = Path(__file__).with_name("haproxy.sh")
@@ -68,6 +71,22 @@ _WITHOUT_RAYS_PAGES = {
     "LOG_NAME_UPDATE_INTERVAL_S": str(10**9),
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_enable_metrics_collection": "0",
+}
+
+# Ray would keep its first driver waiting until a worker for each core is there, for tasks that nobody sends.
+_WITHOUT_WORKERS_IN_ADVANCE = {"RAY_prestart_worker_first_driver": "0"}
+
+# What Ray waits for when it starts, and for whom: for its tables, for its agent, for workers that it has started, for a
+# raylet's socket; and for a proxy and its HAProxy. Its own times are between 5 s and a minute.
+_PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": str(START_S),
+    "RAY_agent_register_timeout_ms": str(START_S * 1000),
+    "RAY_worker_register_timeout_seconds": str(START_S),
+    "RAY_raylet_client_num_connect_attempts": str(START_S),
+    "RAY_health_check_timeout_ms": str(SILENT_S * 1000),
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(SILENT_S),
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": str(START_S),
 }
 
 logger = logging.getLogger(__name__)
@@ -361,8 +380,9 @@ def one_machine_env(run_dir: Path, host: str = "127.0.0.1", port: int = 8000) ->
     return {
         **loopback_env(run_dir, host, port),
         **_WITHOUT_RAYS_PAGES,
+        **_WITHOUT_WORKERS_IN_ADVANCE,
+        **_PATIENCE,
         CORES_ENV: ",".join(map(str, sorted(cores))),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(haproxy_threads(len(cores))),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": str(CONTROL_LOOP_S),
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_READY_S),
     }
