@@ -75,6 +75,7 @@ BESIDES = {
     "vllm.v1.engine.EngineCoreOutput": """
         kv_transfer_params new_logprobs new_prompt_logprobs_tensors new_sampling_mask new_token_ids
         prefill_stats prompt_token_id_logprobs request_id routed_experts""",
+    "vllm.v1.engine.EngineCoreReadyResponse": "block_size max_model_len max_num_batched_tokens max_num_seqs",
     "vllm.v1.engine.EngineCoreRequest": """
         abort_immediately lora_request mm_features prompt_embeds prompt_token_ids request_id resumable
         sampling_params""",
@@ -82,12 +83,15 @@ BESIDES = {
         _add_request abort add_request check_admission check_health engine_core errored get_supported_tasks
         input_processor model_config notify_kv_transfer_request_rejected output_processor renderer vllm_config""",
     "vllm.v1.engine.core.EngineCore": "scheduler vllm_config",
+    "vllm.v1.engine.core.EngineCoreProc": "ENGINE_CORE_DEAD add_lora run_engine_core",
     "vllm.v1.engine.core_client.EngineCoreClient": """
         abort_requests_async add_lora_async add_request_async get_output_async get_supported_tasks_async
         reset_mm_cache_async shutdown""",
     "vllm.v1.engine.core_client.AsyncMPClient": "engine_ranks_managed resources",
     "vllm.v1.engine.input_processor.InputProcessor": "structured_outputs_config",
     "vllm.v1.engine.output_processor.OutputProcessor": "abort_requests",
+    "vllm.v1.engine.utils.EngineHandshakeMetadata": "addresses parallel_config",
+    "vllm.v1.engine.utils.EngineZmqAddresses": "inputs outputs",
     "vllm.v1.kv_cache_interface.KVCacheSpec": "max_memory_usage_bytes page_size_bytes",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "first_spec",
     "vllm.v1.metrics.stats.PrefillStats": "num_cached_tokens",

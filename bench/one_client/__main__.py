@@ -154,7 +154,7 @@ def main() -> None:
     redis = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the demo model is made for less
     from bench.one_client.null_engine import serve
-    from deployments.engines.vllm.codec import ENGINE_VERSION
+    from deployments.engines.vllm.version import ENGINE_VERSION
 
     namespace = config.namespace(ENGINE_VERSION)
     try:

@@ -11,7 +11,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bench.rig.null_engine import NullEngine, NullOutput, NullRequest
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
+from deployments.engines.vllm.codec import VllmCodec
+from deployments.engines.vllm.version import ENGINE_VERSION
 from deployments.process.parent import die_with_parent
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo

@@ -166,7 +166,7 @@ class _VllmEngine:
     """An engine in this process, as `Calibration` drives it."""
 
     def __init__(self, model: str, vllm_args: Sequence[str], *, gpu: bool) -> None:
-        from deployments.engines.vllm.engine import calibration_engine
+        from deployments.engines.vllm.calibration_engine import calibration_engine
 
         self._engine = calibration_engine(*_of_vllm(model, vllm_args, gpu=gpu), SCHEDULER_CLASS)
         self.scheduler = self._engine.engine_core.engine_core.scheduler

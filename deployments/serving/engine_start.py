@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +44,24 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
 
 
 async def _build(config: AppConfig, role: Role) -> Any:
-    with heavy_imports():
-        from deployments.engines.vllm.args import parse_vllm_args
-
-    args = parse_vllm_args(config.engine_argv(role))
+    argv = config.engine_argv(role)
     if config.engine.kind == "vllm":
         check_build(config.engine.num_gpus)
-        return await _vllm(args, config.gang.batch_size if config.gang else None)
-    from deployments.engines.transformers.engine import TransformersEngine
+        return await _vllm(argv, config.gang.batch_size if config.gang else None)
+    with heavy_imports():
+        from deployments.engines.transformers.engine import TransformersEngine
+        from deployments.engines.vllm.args import parse_vllm_args
 
-    return await asyncio.to_thread(TransformersEngine, args, config.engine.gang, asyncio.get_running_loop())
+    return await asyncio.to_thread(
+        TransformersEngine, parse_vllm_args(argv), config.engine.gang, asyncio.get_running_loop()
+    )
 
 
-async def _vllm(args: Namespace, batch_size: int | None) -> Any:
+async def _vllm(argv: list[str], batch_size: int | None) -> Any:
     from deployments.engines.vllm.engine import VllmEngine
 
     try:
-        return await asyncio.to_thread(VllmEngine, args, batch_size)
+        return await asyncio.to_thread(VllmEngine, argv, batch_size)
     except RuntimeError as error:  # it says "see above", and above is the log of this process
         why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
         raise EngineStartError(f"the engine did not start: {why or error}") from error
@@ -83,7 +83,7 @@ async def _make_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
 
 
 def _kill_engine_cores() -> None:
-    """vLLM would wait for them without end, in a thread that nothing else ends."""
+    """A thread that nothing else ends waits for them without end."""
     for engine_core in multiprocessing.active_children():
         engine_core.kill()
 

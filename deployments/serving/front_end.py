@@ -97,8 +97,9 @@ class FrontEnd:
         with heavy_imports():
             from deployments.engines.transformers.step import unsupported
             from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
-            from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec
+            from deployments.engines.vllm.codec import VllmCodec
             from deployments.engines.vllm.front_end import RoutedAsyncLLM, as_front_end_of_any_model
+            from deployments.engines.vllm.version import ENGINE_VERSION
 
         vllm_version = ENGINE_VERSION.removeprefix("vllm-")
         self.metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})

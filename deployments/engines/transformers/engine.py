@@ -28,8 +28,9 @@ from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel, load
 from deployments.engines.transformers.sampling import RowSampling
 from deployments.engines.transformers.step import unsupported
-from deployments.engines.vllm.codec import ENGINE_VERSION, VllmCodec, step_outputs
+from deployments.engines.vllm.codec import VllmCodec, step_outputs
 from deployments.engines.vllm.request_metadata import metadata_of
+from deployments.engines.vllm.version import ENGINE_VERSION
 from policies.errors import ConfigError, ReplicaLostError
 from policies.gang.batches import memory_safe_gang, rows_that_fit
 

@@ -100,6 +100,32 @@ def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
+def generating_config(args: Namespace) -> VllmConfig:
+    """Of an engine: `engine_config` of a model that generates.
+
+    Raises:
+        ConfigError: it embeds, classifies or scores.
+    """
+    config = engine_config(AsyncEngineArgs.from_cli_args(args))
+    if config.model_config.runner_type == "pooling":
+        raise ConfigError(
+            f"{config.model_config.model} is a pooling model, and Sluice serves models that generate text"
+        )
+    return config
+
+
+def kv_layout(config: VllmConfig) -> str:
+    """What two replicas must have in common, besides the size of blocks, to read each other's KV cache; "" without a
+    connector."""
+    if (transfer := config.kv_transfer_config) is None:
+        return ""
+    model, cache = config.model_config, config.cache_config
+    return (
+        f"model={model.model} revision={model.revision} dtype={model.dtype} kv_dtype={cache.cache_dtype} "
+        f"connector={transfer.kv_connector}"
+    )
+
+
 def lora_id(name: str, path: str) -> int:
     """By which engines tell adapters apart: the same on both sides, where vLLM's front end would count from 1.
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import vllm
 from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -15,14 +14,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.engines.base import Logprobs, RowOutput
 from deployments.engines.vllm.cached_blocks import request_block_hashes
-from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of, without_metadata
+from deployments.engines.vllm.request_metadata import RequestMetadata, unread_tokens, without_metadata
+from deployments.engines.vllm.version import ENGINE_VERSION
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
 from router.state_store import Ticket
 from router.trail import TraceHeaders
 from router.wire import Buffer
 
-ENGINE_VERSION = f"vllm-{vllm.__version__}"
 # vLLM's name for what a KV connector is told of a request. It names addresses to read from: never a client's to say.
 TRANSFER_KEY = "kv_transfer_params"
 # In it, of how much of the prompt the replica that read it had a cache.
@@ -116,9 +115,7 @@ class VllmCodec:
 
     def unread_tokens(self, request: EngineCoreRequest, replica_id: str) -> int:
         params = request.sampling_params
-        said = metadata_of(params.extra_args if params else None)
-        everywhere = self.size(request).prompt_tokens if said.unread_tokens is None else said.unread_tokens
-        return said.unread_at.get(replica_id, everywhere)
+        return unread_tokens(params.extra_args if params else None, self.size(request).prompt_tokens, replica_id)
 
     def cached_tokens(self, output: Any) -> int | None:
         return None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol
 
-from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-
+from deployments.engines.vllm.frames import RelayedRequest, RequestFields
 from deployments.engines.vllm.request_metadata import RequestMetadata
 
 # Prompts of each load: a form counts as measured with 16 steps.
@@ -58,7 +56,7 @@ def loads(*, slots: int, max_batch_tokens: int, max_model_len: int, cache_tokens
 class Measured(Protocol):
     """What of an engine this needs."""
 
-    async def add(self, request: EngineCoreRequest) -> None: ...
+    async def add(self, request: RelayedRequest) -> None: ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
@@ -108,22 +106,23 @@ class _Run:
 
     async def _add(self, request_id: str, prompt_tokens: int, output_tokens: int) -> None:
         told = RequestMetadata(measures=True)
-        params = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=output_tokens, extra_args=told.as_extra_args()
+        fields = RequestFields(
+            request_id=request_id,
+            prompt_token_ids=[1 + at % 7 for at in range(prompt_tokens)],
+            mm_features=None,
+            sampling_params={
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "max_tokens": output_tokens,
+                "extra_args": told.as_extra_args(),
+            },
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=request_id,  # a prefix of no other request
+            data_parallel_rank=None,
         )
-        await self._engine.add(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=[1 + at % 7 for at in range(prompt_tokens)],
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=request_id,  # a prefix of no other request
-                data_parallel_rank=None,
-            )
-        )
+        await self._engine.add(RelayedRequest(fields))
 
     async def _until(self, done: Any) -> None:
         while not done():

@@ -62,3 +62,10 @@ def without_metadata(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | N
     """What the client itself gave."""
     rest = {name: value for name, value in (extra_args or {}).items() if name != KEY}
     return rest or None
+
+
+def unread_tokens(extra_args: Mapping[str, Any] | None, prompt_tokens: int, replica_id: str) -> int:
+    """Of a prompt of so many tokens, those that this replica would read; all where nothing is said."""
+    said = metadata_of(extra_args)
+    everywhere = prompt_tokens if said.unread_tokens is None else said.unread_tokens
+    return said.unread_at.get(replica_id, everywhere)

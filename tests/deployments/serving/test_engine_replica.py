@@ -98,11 +98,7 @@ class Fleet:
         self.engine, self.logs_by = Engine(), list[LogSettings]()
         self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))
         self.prefill_store = RedisStateStore(self._redis, self.config.prefill_namespace("fake-1"))
-        for name, module in (
-            ("engine", SimpleNamespace(VllmEngine=self._build)),
-            ("args", SimpleNamespace(parse_vllm_args=list)),
-        ):
-            monkeypatch.setitem(sys.modules, f"deployments.engines.vllm.{name}", module)
+        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.engine", SimpleNamespace(VllmEngine=self._build))
         monkeypatch.setattr("deployments.serving.engine_replica.log_by", self.logs_by.append)
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
         monkeypatch.setattr("deployments.serving.engine_replica.serve.get_replica_context", lambda: context)

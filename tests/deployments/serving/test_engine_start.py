@@ -53,11 +53,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None
     """Puts something else in the place of vLLM."""
 
     def stands_in(make: Callable[..., Any]) -> None:
-        for name, module in (
-            ("engine", SimpleNamespace(VllmEngine=make)),
-            ("args", SimpleNamespace(parse_vllm_args=list)),
-        ):
-            monkeypatch.setitem(sys.modules, f"deployments.engines.vllm.{name}", module)
+        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.engine", SimpleNamespace(VllmEngine=make))
         monkeypatch.setattr("deployments.serving.engine_start.last_line", lambda logs: "Loading weights: 3 of 9")
         monkeypatch.setattr("deployments.serving.engine_start.last_error", lambda log: "ValueError: no memory left")
 

@@ -16,16 +16,14 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
 
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm import cached_blocks
-from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.cached_blocks import core_blocks, note_cached_blocks, request_block_hashes
 from deployments.engines.vllm.engine import VllmEngine
 from router.cached_blocks import BlockChanges, BlockHashing, BlockSet, CachedBlocks
 from router.metrics import RouterMetrics
+from tests.deployments.engines.vllm.links import core_link
 from tests.fakes import ManualClock
 from tests.virtual_engine import VirtualEngine
 
@@ -258,9 +256,8 @@ async def test_an_engine_that_tells_no_hits_is_asked_once_and_says_why(
         asked.append(call)
         return "prefix caching is off"
 
-    core = SimpleNamespace(call_utility_async=answer, resources=SimpleNamespace(engine_dead=False))
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
-    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
+    monkeypatch.setattr("deployments.engines.vllm.engine.CoreLink", lambda _: core_link(call=answer))
+    engine = VllmEngine([])
     with caplog.at_level(logging.INFO):
         assert [await engine.cached_blocks(None) for _ in range(3)] == [None] * 3
     assert (asked, caplog.text.count("prefix caching is off")) == ([("sluice_blocks", None)], 1)

@@ -12,22 +12,22 @@ import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
 from deployments.config.scheduler import SCHEDULER_CLASS
 from deployments.engines.vllm import engine as vllm_engine
-from deployments.engines.vllm.args import parse_vllm_args
-from deployments.engines.vllm.codec import ENGINE_VERSION
-from deployments.engines.vllm.engine import VllmEngine, calibration_engine
+from deployments.engines.vllm.args import generating_config, parse_vllm_args
+from deployments.engines.vllm.calibration_engine import calibration_engine
+from deployments.engines.vllm.engine import VllmEngine
 from deployments.engines.vllm.front_end import RoutedAsyncLLM, front_end_config
+from deployments.engines.vllm.version import ENGINE_VERSION
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.router import Router
 from policies.errors import ConfigError, SluiceError
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
+from tests.deployments.engines.vllm.links import core_link
 from tests.deployments.refused_args import REFUSED_ARGS
 from tests.waiting import until
 
@@ -73,10 +73,9 @@ def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch
 
     served = limits(engine_args().create_engine_config(UsageContext.OPENAI_API_SERVER))
     assert served != limits(engine_args().create_engine_config())
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
     monkeypatch.setattr(LLMEngine, "from_vllm_config", lambda config: config)
-    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
-    assert (engine.slots, engine.max_batch_tokens) == served
+    engine = generating_config(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+    assert limits(engine) == served
     assert limits(calibration_engine(str(DEMO_MODEL), argv, SCHEDULER_CLASS)) == served
 
 
@@ -84,28 +83,11 @@ async def test_an_engine_of_batches_offers_a_whole_one_whatever_memory_let_run(m
     async def status(_: str) -> dict[str, int]:
         return {"batch_size": 3, "late_requests": 2, "free_blocks": 9}
 
-    core = SimpleNamespace(call_utility_async=status, resources=SimpleNamespace(engine_dead=False))
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
-    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
-    single, batches = VllmEngine(args), VllmEngine(args, batch_size=24)
+    monkeypatch.setattr(vllm_engine, "CoreLink", lambda _: core_link(call=status))
+    single, batches = VllmEngine([]), VllmEngine([], batch_size=24)
     for engine in (single, batches):
         await engine.status()
     assert (single.slots, batches.slots) == (3 + 2, 24)
-
-
-async def test_nobody_waits_for_an_answer_of_an_engine_core_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = SimpleNamespace(
-        call_utility_async=lambda *_: asyncio.Event().wait(), resources=SimpleNamespace(engine_dead=False)
-    )
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core)
-    monkeypatch.setattr(vllm_engine, "DEAD_LOOK_S", 0.01)
-    engine = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS]))
-    asked = asyncio.create_task(engine.control({"mode": "mixed"}))
-    await asyncio.sleep(0.1)
-    assert not asked.done()
-    core.resources.engine_dead = True
-    with pytest.raises(EngineDeadError):
-        await asked
 
 
 async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_url: str, namespace: str) -> None:
@@ -194,7 +176,6 @@ def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
         parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
 
 
-def test_a_model_that_embeds_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: None)
+def test_a_model_that_embeds_is_refused_before_it_is_loaded() -> None:
     with pytest.raises(ConfigError, match="is a pooling model"):
-        VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--runner", "pooling"]))
+        generating_config(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--runner", "pooling"]))

@@ -12,7 +12,6 @@ from vllm.v1.engine import EngineCoreRequest
 
 from deployments.config.application import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.codec import VllmCodec
 from deployments.engines.vllm.engine import VllmEngine
 from deployments.process.environment import REPLICA_ENV, cpu_env
@@ -46,7 +45,7 @@ def engine() -> Iterator[VllmEngine]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**cpu_env(eager=True), REPLICA_ENV: "1", "VLLM_LOGGING_LEVEL": "WARNING"}.items():
             patch.setenv(name, value)
-        made = VllmEngine(parse_vllm_args(["--model", str(DEMO_MODEL), *argv]))
+        made = VllmEngine(["--model", str(DEMO_MODEL), *argv])
     yield made
     made.shutdown()
 
@@ -172,7 +171,7 @@ async def test_after_a_reset_nothing_is_taken_to_be_cached(service: Service) -> 
     await router.ask(prompt)
     await service.told()
     assert (await router.ask(prompt))[:2] == (448 - 448 % BLOCK, 448 - 448 % BLOCK)
-    assert await service.engine._core.reset_prefix_cache_async()
+    assert await service.engine._core.call("reset_prefix_cache")
     await service.told()
     assert (await router.ask(prompt))[:2] == (0, 0)
 

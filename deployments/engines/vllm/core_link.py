@@ -1,0 +1,225 @@
+"""The relay's side of an engine process: starts it, and speaks vLLM's messages with it. Imports nothing of vLLM.
+
+As vLLM's own client does: requests go out over one ZeroMQ socket, batches of outputs and the answers to calls come in
+over another one, and a third one is there until the engine has loaded.
+"""
+
+import asyncio
+import itertools
+import multiprocessing
+import pickle
+import tempfile
+import weakref
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+import msgspec
+import ray
+import zmq
+import zmq.asyncio
+
+from deployments.engines.vllm import core_process
+from deployments.engines.vllm.core_process import RayPlace, Told
+from deployments.engines.vllm.frames import FrameCodec, RelayedBatch
+from policies.errors import ConfigError, EngineCallError, ReplicaLostError
+from router.wire import Buffer
+
+_ENGINE = b"\0\0"  # the name of the first engine of a client, and there is no other
+_ADD, _ABORT, _CALL = b"\x00", b"\x01", b"\x03"  # vLLM's EngineCoreRequestType
+_DEAD = b"ENGINE_CORE_DEAD"
+_END_S = 5.0  # before a process that was told to end is killed
+
+
+class Ready(msgspec.Struct):
+    """Of vLLM's EngineCoreReadyResponse: how the engine has loaded."""
+
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def _ray_place() -> RayPlace | None:
+    """Of this replica; None outside of Ray."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return None
+    placed = context.runtime_env, ray.util.get_current_placement_group()
+    return RayPlace(context.gcs_address, pickle.dumps(placed))
+
+
+def _end(process: Any) -> None:
+    process.terminate()
+    process.join(_END_S)
+    process.kill()
+    process.join()
+
+
+class CoreLink:
+    """An engine process and what is said to it."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Starts it and blocks until it has loaded: run it in a thread.
+
+        Raises:
+            ConfigError: the arguments are wrong, or the model does not generate text.
+            RuntimeError: it ended; its last words stand in this process's log.
+        """
+        self.codec = FrameCodec()
+        self.dead = False
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._batches = asyncio.Queue[RelayedBatch | None]()
+        self._listener: asyncio.Task[None] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="sluice-engine-")
+        self._context = zmq.asyncio.Context()
+        self._input = self._bound(zmq.ROUTER, "input")
+        self._output = self._bound(zmq.PULL, "output")
+        hears, tells = multiprocessing.Pipe(duplex=False)
+        handshake = f"ipc://{self._folder.name}/handshake"
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=core_process.run, args=(list(argv), handshake, tells, _ray_place()), name="EngineCore"
+        )
+        try:
+            with zmq.Socket(self._context, zmq.ROUTER) as socket, hears:
+                socket.bind(handshake)
+                self._process.start()
+                tells.close()
+                self._end = weakref.finalize(self, _end, self._process)
+                self.told = self._heard(hears)
+                self.ready = self._shaken_hands(socket)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _bound(self, kind: int, name: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.bind(f"ipc://{self._folder.name}/{name}")
+        return socket
+
+    # Until it has loaded
+
+    def _heard(self, hears: connection.Connection) -> Told:
+        """Raises as the constructor."""
+        try:
+            told = msgspec.msgpack.decode(hears.recv_bytes(), type=Told)
+        except EOFError as error:
+            raise RuntimeError("the engine process has ended, see above") from error
+        if told.refused is not None:
+            raise ConfigError(told.refused)
+        return told
+
+    def _shaken_hands(self, handshake: zmq.Socket[bytes]) -> Ready:
+        """It says hello and is told where to listen; when it is ready, it says how it has loaded."""
+        addresses = {"inputs": [f"ipc://{self._folder.name}/input"], "outputs": [f"ipc://{self._folder.name}/output"]}
+        engine, _ = self._received(handshake)
+        told = {"addresses": addresses, "parallel_config": {}}
+        handshake.send_multipart([engine, msgspec.msgpack.encode(told)])
+        _, ready = self._received(zmq.Socket.shadow(self._input))
+        self._received(handshake)
+        return msgspec.msgpack.decode(ready, type=Ready)
+
+    def _received(self, socket: zmq.Socket[bytes]) -> list[bytes]:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._process.sentinel, zmq.POLLIN)
+        if socket not in dict(poller.poll()):
+            raise RuntimeError("the engine process has ended, see above")
+        return socket.recv_multipart()
+
+    # Once it has loaded
+
+    async def add(self, parts: Sequence[Buffer]) -> None:
+        """Raises ReplicaLostError when it has died."""
+        await self._send(_ADD, parts)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if not self.dead:
+            await self._send(_ABORT, [msgspec.msgpack.encode(request_ids)])
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the engine core between two steps.
+
+        Raises:
+            EngineCallError: with the engine's words.
+            ReplicaLostError: it has died.
+        """
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(_CALL, [msgspec.msgpack.encode((0, number, method, arguments))])
+            return await answer
+        finally:
+            del self._calls[number]
+
+    async def next_batch(self) -> RelayedBatch:
+        """Raises ReplicaLostError when it has died."""
+        self._listen()
+        batch = await self._batches.get()
+        if batch is None:
+            self._batches.put_nowait(None)
+            raise ReplicaLostError("the engine core has died")
+        return batch
+
+    async def _send(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        self._listen()
+        if self.dead:
+            raise ReplicaLostError("the engine core has died")
+        await self._input.send_multipart([_ENGINE, kind, *parts], copy=False)
+
+    def _listen(self) -> None:
+        if self._listener is None:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._process.sentinel, self._died)
+            self._listener = loop.create_task(self._take_all())
+
+    async def _take_all(self) -> None:
+        try:
+            while not self.dead:
+                frames = await self._output.recv_multipart(copy=False)
+                if bytes(frames[0].buffer) == _DEAD:
+                    break
+                self._take(self.codec.decode_batch([frame.buffer for frame in frames]))
+        finally:
+            self._died()
+
+    def _take(self, batch: RelayedBatch) -> None:
+        if batch.outputs:
+            self._batches.put_nowait(batch)
+        answer = batch.fields.utility_output
+        if answer is None or (waits := self._calls.get(answer.call_id)) is None or waits.done():
+            return
+        if answer.failure_message is not None:
+            waits.set_exception(EngineCallError(answer.failure_message))
+        else:
+            waits.set_result(None if answer.result is None else answer.result[1])
+
+    def _died(self) -> None:
+        """The process has ended, or its engine has."""
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if self.dead:
+            return
+        self.dead = True
+        self._batches.put_nowait(None)
+        for waits in self._calls.values():
+            if not waits.done():
+                waits.set_exception(ReplicaLostError("the engine core has died"))
+
+    def shutdown(self) -> None:
+        """Blocks until its process has ended."""
+        if self._process.pid is not None:
+            self._end()
+        if self._listener is None or (loop := self._listener.get_loop()).is_closed():
+            self._close()
+        else:
+            loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        if self._listener is not None:
+            self._listener.cancel()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
