@@ -232,7 +232,11 @@ def run(options: argparse.Namespace) -> None:
         for repeat in range(options.repeats):
             for spec in specs if repeat % 2 == 0 else reversed(specs):
                 print(f"repeat {repeat + 1}/{options.repeats}, {spec.name}", file=sys.stderr, flush=True)
-                starts[spec.name].append(measure(spec, options.ready_timeout, Path(logs)))
+                start = measure(spec, options.ready_timeout, Path(logs))
+                starts[spec.name].append(start)
+                print(
+                    f"  {start.total_cpu_s:.1f} CPU s, ready after {start.ready_s:.0f} s", file=sys.stderr, flush=True
+                )
     print(f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}\n")
     print(as_markdown(starts))
 

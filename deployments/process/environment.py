@@ -65,12 +65,14 @@ HAPROXY = Path(__file__).with_name("haproxy.sh")
 
 # What Ray's own processes would do for people whom nobody has told of them: look for new logs ten times a second, to
 # print them, which is off; and collect numbers of every process, every 5 s, for a page that is off, and of every call,
-# for a Prometheus of its own. A quarter of what Ray takes of a core for ever.
+# for a Prometheus of its own. A quarter of what Ray takes of a core for ever. And it would start a worker for each core
+# before anybody asks for one: ours have environments of their own, for which it starts others.
 _WITHOUT_RAYS_PAGES = {
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": str(10**9),
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 # Ray would keep its first driver waiting until a worker for each core is there, for tasks that nobody sends.
