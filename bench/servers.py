@@ -50,12 +50,16 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """`ready_line` starts the line that announces readiness; None: /health answers."""
+    """`ready_line` starts the line that announces readiness; None: /health answers.
+
+    `folder`: where it is started, which Ray's workers import from; None is here.
+    """
 
     name: str
     command: tuple[str, ...]
     port: int
     ready_line: str | None = None
+    folder: Path | None = None
 
     @property
     def url(self) -> str:
@@ -166,6 +170,7 @@ class Server:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=server_environment(self._mark),
+                    cwd=self.spec.folder,
                     start_new_session=True,  # Ctrl-C ends the bench, and the bench ends the server
                 )
         except OSError as error:

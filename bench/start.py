@@ -177,6 +177,7 @@ def spec_of(name: str, checkout: Path | None, options: argparse.Namespace) -> Se
         command=(str(programs / "sluice"), "serve", f"--host={HOST}", f"--port={options.port}", *counts),
         port=options.port,
         ready_line=SLUICE_READY,
+        folder=checkout,
     )
 
 

@@ -62,6 +62,7 @@ def test_each_checkout_is_started_by_its_own_program(tmp_path: Path) -> None:
     assert mine.command[0] == str(Path(sys.executable).with_name("sluice"))
     assert other.command[0] == f"{tmp_path}/.venv/bin/sluice"
     assert mine.command[1:] == other.command[1:]
+    assert (mine.folder, other.folder) == (None, tmp_path)
     assert "--engine-replicas=3" in mine.command and "--port=9000" in mine.command
 
 
