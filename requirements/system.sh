@@ -24,7 +24,7 @@ missing() {
     fi
     [ "$what" != serve ] || return 0
     has chromium chromium-browser google-chrome || echo "$chromium" # the page
-    has ip || echo iproute2                                         # networks that fail
+    has ip /usr/sbin/ip || echo iproute2                            # networks that fail
     has npm || echo npm                                             # Helm 3, for the chart
     [ "$what" != test-fresh ] || has debootstrap || echo debootstrap  # new machines
 }
