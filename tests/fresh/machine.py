@@ -23,6 +23,7 @@ NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 # $1 is the machine, $2 the folders that it shares with this one, $3 the command.
 ENTER = """
 set -e
+mount --bind "$1" "$1"  # `ip netns` wants its root to be a mount
 mount -t proc proc "$1/proc"
 mount -t sysfs -o ro sysfs "$1/sys"
 mount --rbind /dev "$1/dev"

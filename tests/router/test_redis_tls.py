@@ -25,6 +25,18 @@ from router.state_store import Assignment, ReplicaInfo, Ticket
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
 
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+
 
 @dataclass(frozen=True)
 class Authority:
@@ -38,8 +50,10 @@ class Authority:
     def make(cls, folder: Path, common_name: str) -> "Authority":
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-        signed = _certificate(name, name, key).add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        signed = (
+            _certificate(name, name, key, signer=key)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(SIGNS_CERTIFICATES, critical=True)
         )
         file = folder / f"{common_name}.crt"
         file.write_bytes(signed.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
@@ -50,7 +64,7 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, address)])
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-        signed = _certificate(subject, self.name, key).add_extension(names, critical=False)
+        signed = _certificate(subject, self.name, key, signer=self.key).add_extension(names, critical=False)
         file = folder / f"{address}.pem"
         file.write_bytes(
             key.private_bytes(
@@ -61,9 +75,12 @@ class Authority:
         return file
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    """With the identifiers of both keys, without which Python 3.13 trusts none."""
     now = datetime.now(UTC)
-    return x509.CertificateBuilder(
+    made = x509.CertificateBuilder(
         subject_name=subject,
         issuer_name=issuer,
         public_key=key.public_key(),
@@ -71,6 +88,9 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePri
         not_valid_before=now - timedelta(days=1),
         not_valid_after=now + timedelta(days=1),
     )
+    ours = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    return made.add_extension(ours, critical=False).add_extension(theirs, critical=False)
 
 
 class Terminator:
