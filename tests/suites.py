@@ -55,7 +55,7 @@ SUITES = (
         "properties and histories on a hundred examples",
         ("tests/contracts", "tests/policies", "tests/router"),
         ("policies/", "router/"),
-        options=("-m", "not slow", "--hypothesis-profile=thorough", "-n", "2"),
+        options=("-m", "not slow and not long and not soak", "--hypothesis-profile=thorough", "-n", "2"),
     ),
     Suite(
         "simulations",
