@@ -2,10 +2,8 @@
 
 import gc
 import os
-import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import connection, parent_process
+from multiprocessing import parent_process
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -13,14 +11,14 @@ from vllm.platforms import current_platform
 
 from deployments.engines.vllm.grammars import MAX_AT_ONCE
 from deployments.process.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
+from deployments.process.parent import watch_parent
 
 GRAMMAR_THREADS = MAX_AT_ONCE + 1  # what a router lets through at once, and one
 
 
 def register_plugin() -> None:
     """vLLM calls this in each of its processes; it acts only in those under an engine replica of ours."""
-    parent = parent_process()
-    if REPLICA_ENV not in os.environ or parent is None:
+    if REPLICA_ENV not in os.environ or parent_process() is None:
         return
     from vllm.v1.engine.core import EngineCore
 
@@ -41,7 +39,7 @@ def register_plugin() -> None:
         # On CPUs vLLM's connector binds the thread that makes it to the machine's last core, for moving caches. Here
         # that is the thread that computes: every engine of the machine would share this one core.
         current_platform.discover_numa_topology = list
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="end-with-replica").start()
+    watch_parent()  # an engine that outlived its replica would go on holding the GPU
 
 
 def compile_grammars_side_by_side() -> None:
@@ -70,9 +68,3 @@ def count_prefix_hits() -> None:
         start(manager, *args, **{**settings, "log_stats": True})
 
     KVCacheManager.__init__ = start_with_counts
-
-
-def _end_with(sentinel: int) -> None:
-    """A replica that is killed cannot end its engine, which would go on holding the GPU: so the engine watches it."""
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)

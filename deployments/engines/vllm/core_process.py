@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from deployments.process.heavy_imports import heavy_imports
+from deployments.process.parent import watch_parent
 from policies.errors import ConfigError
 
 
@@ -41,6 +42,7 @@ class RayPlace(msgspec.Struct):
 
 def run(argv: Sequence[str], handshake: str, telling: Connection, place: RayPlace | None) -> None:
     """The whole life of the process: `telling` and then `handshake` hear of its start."""
+    watch_parent()  # from the beginning: to import vLLM takes longer than a replica that is told to end has
     # As vLLM does it for whatever runs in an actor of Ray: its own workers are not forked.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if place is not None:
