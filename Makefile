@@ -6,7 +6,7 @@ PORT   ?= 8000
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 STAGE  := sh tests/stage.sh
-UNITS  := tests --ignore=tests/integration -n 2 --dist loadgroup
+UNITS  := tests --ignore=tests/integration -n 2 --dist worksteal
 
 .PHONY: help serve test test-all test-fresh test-system test-unit soak check venv lock bench clean
 
