@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import re
 import secrets
@@ -62,6 +63,17 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     if any(item.path.is_relative_to(path) for path in ON_UVLOOP):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """Replicas and routers set up the loggers of their process: tests that follow look at what these tell."""
+    loggers = [logging.getLogger(name) for name in ("policies", "predictor", "router", "deployments")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from deployments.batches.metrics import BatchMetrics
 from deployments.batches.runner import OpenBatches
 from deployments.config.application import AppConfig, BatchesSection, ResponsesSection
 from deployments.http.keys import digest
-from deployments.process.logs import OUR_PACKAGES
 from deployments.serving.router import Router
 from policies.batches.in_flight import Load
 from policies.errors import AdmissionError, ConfigError, SluiceError, StateStoreAccessError, StateStoreError
@@ -58,11 +56,7 @@ class Unserved(Router):
 
 
 @pytest.fixture
-def router(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in OUR_PACKAGES:  # as they are, once the test is over: a router sets them up for its process
-        for attribute in ("handlers", "propagate", "level"):
-            logger = logging.getLogger(name)
-            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+def router() -> Any:
     made: Any = Unserved(AppConfig(model="m"), "redis://127.0.0.1:1/0", [], None)
     made._front_ends = [FrontEnd()]
     return made
