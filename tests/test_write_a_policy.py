@@ -39,6 +39,7 @@ def commands(name: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
+@pytest.mark.long
 def test_the_policy_preempts_less_than_plain_vllm_in_the_simulations_of_the_page() -> None:
     shown = [argv[2:] for argv in commands("sluice simulate")]
     assert len(shown) == 5

@@ -28,6 +28,7 @@ def trained(samples: list[Sample], folder: Path, **settings: Any) -> Ranker:
     return Ranker.load(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["log_l1", "l1"])
 def test_500_real_rows_beat_the_histogram_on_prompts_never_seen(
     real_samples: list[Sample], tmp_path: Path, loss: str
@@ -88,6 +89,7 @@ class StoppedTraining(Training):
         raise Stopped
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_to_the_same_end(real_samples: list[Sample], tmp_path: Path) -> None:
     config = TrainingConfig(layers=1, adapter_rank=2, epochs=2, tokens_per_step=512)
     whole, broken = Training(real_samples[:40], config), StoppedTraining(real_samples[:40], config)

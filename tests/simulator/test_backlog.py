@@ -49,6 +49,7 @@ ARRIVALS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arrival_s", ARRIVALS.values(), ids=ARRIVALS)
 def test_batches_make_more_tokens_and_cost_others_no_more_than_a_point(arrival_s: np.ndarray) -> None:
     alone, beside = run(CONFIG, chat(arrival_s)), run(CONFIG, chat(arrival_s), backlog=batch(10_000))

@@ -50,6 +50,7 @@ def test_a_day_is_read_of_one_model(tmp_path: Path) -> None:
         day_of(rates_file(tmp_path, [1.0, 2.0, 3.0]))
 
 
+@pytest.mark.long
 def test_batches_add_tokens_by_window_and_cost_others_no_more_than_a_point() -> None:
     job = Job("half", (8.0, 2.0, 8.0), SECONDS, has_batches=False)
     alone, beside = (measured(trace(), 24.0, job._replace(has_batches=each)) for each in (False, True))

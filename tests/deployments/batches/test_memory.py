@@ -16,5 +16,6 @@ def peak_bytes(requests: int) -> int:
     return int(subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, timeout=600).stdout)
 
 
+@pytest.mark.long
 def test_a_hundred_times_as_many_requests_take_no_more_memory() -> None:
     assert peak_bytes(100_000) - peak_bytes(1_000) < MOST_BYTES

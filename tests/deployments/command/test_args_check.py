@@ -15,6 +15,7 @@ def test_a_check_that_dies_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> Non
         check_args([AppConfig(model="m")])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_model_s_arguments_are_read_by_vllm_and_the_option_that_was_meant_is_named() -> None:

@@ -124,6 +124,7 @@ def command(*options: str) -> list[str]:
     return [str(Path(sys.executable).with_name("sluice")), "calibrate", *options]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_measures_the_demo_model_writes_as_it_goes_and_says_what_it_found(tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def test_the_command_measures_the_demo_model_writes_as_it_goes_and_says_what_it_
         assert times.step_s(prefill_tokens=128) > 0.0 and times.step_s(decode_requests=4, kv_tokens=1024) > 0.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_few_seconds_are_enough_for_a_profile(tmp_path: Path) -> None:

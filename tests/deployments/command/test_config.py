@@ -96,6 +96,7 @@ def test_a_wrong_file_ends_the_check_before_vllm_is_asked(file: Any, monkeypatch
     assert "cannot read nowhere.yaml" in refused("check", "nowhere.yaml")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_files_of_both_kinds_are_checked_with_vllm_s_own_parser(capsys: pytest.CaptureFixture[str], file: Any) -> None:

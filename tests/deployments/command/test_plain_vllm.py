@@ -56,6 +56,7 @@ def test_on_cpus_it_runs_as_a_replica_does_there(build: str | None, tmp_path: Pa
     assert environment["PYTHONPATH"] == ("" if build else f"{tmp_path}/plain-vllm-{os.getuid()}:")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_of_the_build_installed_here_starts() -> None:
     launcher = [sys.executable, "-m", "deployments.plain_vllm", "--help"]

@@ -80,6 +80,7 @@ async def test_a_grammar_without_end_holds_up_no_other() -> None:
                 await each
 
 
+@pytest.mark.long
 async def test_after_the_end_of_its_process_the_next_grammar_starts_another() -> None:
     async with compiling() as grammars:
         await grammars.compiled(SMALL)

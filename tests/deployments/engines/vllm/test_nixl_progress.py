@@ -26,6 +26,7 @@ def idle_cpu_s(how: str) -> float:
     return float(line.removeprefix("cpu_s "))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_idle_agent_takes_next_to_no_processor() -> None:
     takes = (idle_cpu_s("sleeping") for _ in range(3))  # a noisy machine may count other things with it

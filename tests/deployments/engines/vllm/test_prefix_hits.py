@@ -144,6 +144,7 @@ def said(session: int, turn: int) -> list[int]:
     return [200] * 40 + words if turn == 0 else words
 
 
+@pytest.mark.long
 async def test_predicted_hits_are_those_that_vllm_counts_while_conversations_grow_and_evict_each_other(
     service: Service,
 ) -> None:

@@ -1010,6 +1010,7 @@ def test_live_control_of_plain_vllm_is_refused() -> None:
         core_control(core, {"mode": "auto"})
 
 
+@pytest.mark.long
 @both_depths
 def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(depth: int) -> None:
     rng = random.Random(11)
