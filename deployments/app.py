@@ -3,7 +3,6 @@
 What the environment says of API keys and of requests' limits is read here alone, and handed to the replicas.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from deployments.serving.router import Router
 from policies.errors import ConfigError
 
 DRAIN_MARGIN_S = 5.0
-READY_MARGIN_S = 60
 ROUTER_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
@@ -174,8 +172,6 @@ def router_env() -> dict[str, str]:
 def engine_env(config: AppConfig) -> dict[str, str]:
     """The environment of engine replicas."""
     env = {REPLICA_ENV: "1", "VLLM_NO_USAGE_STATS": "1"}
-    # Later than ours, which says what to do and ends the engine core.
-    env["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.engine.start_timeout_s) + READY_MARGIN_S)
     if config.engine.num_gpus == 0:
         # Ray (2.60) shows whoever has asked for no GPU all that the machine has, and each such engine would take the
         # first one.

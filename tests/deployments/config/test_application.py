@@ -431,12 +431,6 @@ def test_what_the_replicas_take_is_that_of_each_group_times_its_number_at_the_st
     assert made.resources == {"CPU": 3 * 2 + 4 + 5 * 3, "GPU": 0, "rack": 3, "other": 1}
 
 
-def test_vllm_gives_an_engine_up_only_after_the_replica_has() -> None:
-    """It knows no setting of ours to name, and half a second would be none at all."""
-    for seconds in (0.5, 1800.0):
-        assert int(engine_env(config(engine={"start_timeout_s": seconds}))["VLLM_ENGINE_READY_TIMEOUT_S"]) > seconds
-
-
 def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
     for kind in ("vllm", "transformers"):
         assert engine_env(config(engine={"kind": kind}))["CUDA_VISIBLE_DEVICES"] == ""
