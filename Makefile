@@ -24,7 +24,7 @@ test: test-system venv ## check, units, and one whole application; each stage sa
 test-all: test ## everything: the long suites of tests/suites.py after `make test`
 	@$(BIN)/python -m tests.suites
 
-test-fresh: venv ## make serve and make test on a new Debian 12 and 13; as root, an hour
+test-fresh: venv ## make serve and make test on a new Debian 12 and 13; as root, twenty minutes
 	@sh requirements/system.sh test-fresh
 	@$(BIN)/python -m tests.suites fresh
 

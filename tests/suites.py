@@ -117,7 +117,7 @@ SUITES = (
     ),
     Suite(
         "fresh",
-        "make serve and make test on a new Debian 12 and 13: half an hour each, as root",
+        "make serve and make test on a new Debian 12 and 13: ten minutes each, as root",
         ("tests/fresh",),
         ("requirements/", "Makefile"),
         by_name_alone=True,

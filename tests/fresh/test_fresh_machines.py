@@ -1,6 +1,6 @@
 """`make serve` and `make test` on a new Debian 12 and a new Debian 13, with nothing but git and make before.
 
-Half an hour each. Of the tests those run there that need what the system has to have, and the fast ones: all of them
+Ten minutes each. Of the tests those run there that need what the system has to have, and the fast ones: all of them
 run where CI does.
 """
 
