@@ -64,9 +64,8 @@ def _lock_of(machine: Machine) -> str:
 def _a_user_is_told_what_to_install(machine: Machine) -> None:
     told = machine.attempt("cd /sluice && sh requirements/system.sh test", user="nobody")
     assert told.returncode != 0
-    assert re.search(
-        r"^    sudo apt-get install .*python3-venv libnuma1 chromium iproute2 npm$", told.stdout, re.MULTILINE
-    )
+    packages = "python3-venv libnuma1 libatomic1 chromium iproute2 npm"
+    assert re.search(rf"^    sudo apt-get install .*{packages}$", told.stdout, re.MULTILINE)
 
 
 def _make_serve_answers(machine: Machine, folder: Path) -> None:
