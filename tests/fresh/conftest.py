@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh.machine import why_there_is_none
-from tests.fresh.suites import SUITES
+from tests.fresh.machine import DEBIANS, why_there_is_none
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -13,7 +12,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if config.option.markexpr != "long":
         return True
-    why = why_there_is_none(list(SUITES))
+    why = why_there_is_none(list(DEBIANS))
     if why is not None:
         config.issue_config_time_warning(UserWarning(f"{collection_path.name} is left out: {why}"), stacklevel=2)
     return why is not None or None

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+DEBIANS = {"bookworm": "3.11", "trixie": "3.13"}
+"""What is tried, and the Python of each."""
 NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 # $1 is the machine, $2 the folders that it shares with this one, $3 the command.
 ENTER = """

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from deployments.process.environment import free_port
-from tests.fresh.machine import Machine, has_torch, new_machine
-from tests.fresh.suites import SUITES
+from tests.fresh.machine import DEBIANS, Machine, has_torch, new_machine
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3 * 3600)]
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,7 @@ WITHOUT_TORCH = (
 )
 
 
-@pytest.fixture(params=SUITES)
+@pytest.fixture(params=DEBIANS)
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     with new_machine(request.param) as made:
         made.run("apt-get update -q >/dev/null && apt-get install -qy --no-install-recommends git make >/dev/null")
@@ -54,11 +53,11 @@ def test_two_commands_and_nothing_else(machine: Machine, tmp_path: Path) -> None
 
 def _has_torch(machine: Machine) -> bool:
     (torch,) = re.findall(r"^(torch==\S+)", (ROOT / _lock_of(machine)).read_text(), re.MULTILINE)
-    return has_torch(SUITES[machine.suite], torch)
+    return has_torch(DEBIANS[machine.suite], torch)
 
 
 def _lock_of(machine: Machine) -> str:
-    return f"requirements/cpu-{SUITES[machine.suite]}.lock"
+    return f"requirements/cpu-{DEBIANS[machine.suite]}.lock"
 
 
 def _a_user_is_told_what_to_install(machine: Machine) -> None:

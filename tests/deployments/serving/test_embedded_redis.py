@@ -54,7 +54,7 @@ def test_the_system_s_valkey_comes_first_then_the_one_of_the_package_then_a_redi
     (tmp_path / "redis-server").touch(mode=0o755)
     assert find_server() == carried
     with monkeypatch.context() as without:
-        without.setattr(embedded_redis, "_carried", lambda: None)
+        without.setattr(embedded_redis, "carried_server", lambda package, name: None)
         assert find_server() == str(tmp_path / "redis-server")
         (tmp_path / "redis-server").unlink()
         with pytest.raises(StateStoreError, match="apt-get install redis-server"):
