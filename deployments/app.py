@@ -13,7 +13,9 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from deployments.config.application import AppConfig, AutoscalingSection, EngineSection, Role, checked
+from deployments.config.application import AppConfig, checked
+from deployments.config.engine import EngineSection, Role
+from deployments.config.scaling import AutoscalingSection
 from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
 from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env

@@ -25,7 +25,8 @@ from bench.chat_client import ChatClient
 from bench.one_client.attacks import Attack, attacks
 from bench.one_client.servers import route
 from bench.summary import Spread
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig
+from deployments.config.application import AppConfig
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 

@@ -28,7 +28,7 @@ from bench.transformers.decode import Decodes
 from bench.transformers.lengths import PUBLISHED, batches, from_file, published
 from bench.transformers.prefill import MODES, Prefills
 from bench.transformers.report import spread, write_runs, write_table
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from deployments.engines.transformers.model import PACKED_ROOM, GangModel, load
 from policies.gang.prefill import PrefillConfig, decode_layout
 from predictor.calibration import DAY_0

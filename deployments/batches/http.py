@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.batches.files import FileRecord, Files, NotFoundError, owner_of
 from deployments.batches.state import ENDED, Batches
 from deployments.batches.storage import CHUNK_BYTES, Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from deployments.http.bodies import ClientLeftError
 from deployments.http.middleware import error_response, route_path
 from policies.errors import SluiceError

@@ -21,7 +21,7 @@ from deployments.batches.results import Reply, answered
 from deployments.batches.run import BatchRun
 from deployments.batches.state import ENDED, Batches, BatchRecord, FencedError, Status
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from policies.batches.in_flight import InFlight, InFlightConfig, Load
 from policies.batches.turns import Waiting
 from policies.errors import ReplicaLostError

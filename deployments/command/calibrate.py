@@ -153,7 +153,7 @@ def _restart_with(env: dict[str, str]) -> None:
 
 def _of_vllm(model: str, vllm_args: Sequence[str], *, gpu: bool) -> tuple[str, Sequence[str]]:
     """The model and the arguments that an engine of `sluice serve` would have."""
-    from deployments.config.application import DEMO, DEMO_ARGS, DEMO_MODEL, ModelSection
+    from deployments.config.model import DEMO, DEMO_ARGS, DEMO_MODEL, ModelSection
 
     if model == DEMO:
         return str(DEMO_MODEL), [*DEMO_ARGS, "--dtype", cpu_dtype(), *vllm_args]

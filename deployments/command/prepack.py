@@ -23,7 +23,7 @@ from typing import IO, Any, Self, get_args
 import numpy as np
 from tqdm import tqdm
 
-from deployments.config.application import DEMO, DEMO_MODEL
+from deployments.config.model import DEMO, DEMO_MODEL
 from policies.errors import ConfigError, InputError
 from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode, PrefillPass, prefill_passes

@@ -5,7 +5,8 @@ from typing import Any
 
 import yaml
 
-from deployments.config.application import DEMO, AppConfig
+from deployments.config.application import AppConfig
+from deployments.config.model import DEMO
 from policies.errors import ConfigError
 
 DRAIN_TIMEOUT_S = 5.0

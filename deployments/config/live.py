@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from deployments.config.application import AppConfig, ClassSection, Role, checked
+from deployments.config.application import AppConfig, checked
+from deployments.config.classes import ClassSection
+from deployments.config.engine import Role
 from deployments.config.reference import is_live
 from deployments.process.log_settings import LogSettings
 from policies.errors import ConfigError

@@ -9,18 +9,18 @@ the routers, or live control.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from deployments.config.messages import what_is_wrong
 from deployments.config.profile import calibrated
+from deployments.config.section import Seconds, Section
 from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.registry import Family, build_of
 from policies.types import BatchPolicy, StepTimes
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mode = Literal["stock", "mixed", "exclusive", "auto"]
 
 # What the driver itself obeys, and what tells classes apart: it goes with any policy.
@@ -30,12 +30,11 @@ KEY = "sluice"
 SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
 
 
-class SchedulerSettings(BaseModel):
+class SchedulerSettings(Section):
     """What each engine step may do, and which rule decides it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     # The others change while an engine runs. What it is measured for it has begun with.
-    FIXED: ClassVar = frozenset({"policy", "policy_args", "measure_s"})
+    FIXED: ClassVar[frozenset[str]] = frozenset({"policy", "policy_args", "measure_s"})
 
     mode: Mode = "auto"
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets

@@ -10,7 +10,7 @@ import redis.asyncio as redis
 from prometheus_client import Counter
 
 from deployments.batches.files import NOBODY, owner_of
-from deployments.config.application import ResponsesSection
+from deployments.config.services import ResponsesSection
 from policies.errors import SluiceError, StateStoreError
 from router.clock import Clock
 from router.redis_store import guarded, scripts_in

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from deployments.config.application import AutoscalingSection, RouterAutoscalingSection, ScalingSection
+from deployments.config.scaling import AutoscalingSection, RouterAutoscalingSection, ScalingSection
 from policies.router.autoscale import (
     FleetState,
     ReplicasForCpu,

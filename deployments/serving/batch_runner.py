@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.batches.results import Reply
 from deployments.batches.runner import OpenBatches, Runner
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback

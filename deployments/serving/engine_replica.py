@@ -9,7 +9,8 @@ from typing import Any
 import ray
 from ray import serve
 
-from deployments.config.application import AppConfig, Role
+from deployments.config.application import AppConfig
+from deployments.config.engine import Role
 from deployments.config.live import EngineTerms
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces

@@ -7,7 +7,8 @@ from typing import Any
 
 from ray._private.worker import global_worker
 
-from deployments.config.application import AppConfig, Role
+from deployments.config.application import AppConfig
+from deployments.config.engine import Role
 from deployments.config.scheduler import SchedulerSettings
 from deployments.process.environment import check_build
 from deployments.process.heavy_imports import heavy_imports

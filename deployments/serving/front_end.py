@@ -17,8 +17,11 @@ import redis.asyncio as redis
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config.application import AppConfig, ClassSection, PrefillSection, least_replicas
+from deployments.config.application import AppConfig
+from deployments.config.classes import ClassSection
+from deployments.config.engine import PrefillSection
 from deployments.config.live import EngineTerms
+from deployments.config.scaling import least_replicas
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import log_causes

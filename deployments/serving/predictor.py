@@ -13,7 +13,7 @@ from ray.serve import Application
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config.application import PredictorSection
+from deployments.config.lengths import PredictorSection
 from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback

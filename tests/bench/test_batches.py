@@ -19,7 +19,7 @@ from bench.open_loop import Lengths
 from deployments.batches.http import BatchApi
 from deployments.batches.runner import Runner
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
 
 LENGTHS = Lengths(tight_prompt=8, loose_prompt=16, answer=4)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from deployments.process.environment import cpu_env, free_port
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice
 from tests.integration.traced import traced_env

@@ -9,7 +9,7 @@ import pytest
 import redis
 import yaml
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from deployments.process.environment import cores_beside_engines, free_port
 from tests import tutorial
 from tests.integration.application import Sluice

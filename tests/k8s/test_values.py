@@ -23,7 +23,7 @@ DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 def test_the_schema_of_app_is_that_of_the_application() -> None:
-    """After a change of deployments/config/application.py: python -m tests.k8s.refresh"""
+    """After a change of deployments/config: python -m tests.k8s.refresh"""
     assert (CHART / "values.schema.json").read_text() == refresh.schema_text()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from deployments.config.application import GangSection
+from deployments.config.engine import GangSection
 from deployments.engines.base import RowOutput
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel, load

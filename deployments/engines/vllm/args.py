@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
-from deployments.config.application import FILE_CONNECTOR, why_one_worker, why_refused
+from deployments.config.vllm_args import FILE_CONNECTOR, why_one_worker, why_refused
 from policies.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def _refuse_files_of_several_workers(args: Namespace) -> None:
 def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
 
-    What `deployments.config.application` refuses by name is refused in the file of `--config` as well, and a name
+    What `deployments.config.vllm_args` refuses by name is refused in the file of `--config` as well, and a name
     cannot be shortened to pass by it.
 
     Raises:

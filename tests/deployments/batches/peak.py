@@ -13,7 +13,7 @@ from deployments.batches.files import Files
 from deployments.batches.runner import Runner
 from deployments.batches.state import Batches
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from tests.deployments.batches.routers import COMPLETIONS, Routers, line
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.batches.http import BatchApi, NoBatchApi
 from deployments.batches.runner import Runner
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises

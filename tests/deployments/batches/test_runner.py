@@ -19,7 +19,7 @@ from deployments.batches.results import Reply
 from deployments.batches.runner import Runner
 from deployments.batches.state import ENDED, Batches, BatchRecord
 from deployments.batches.storage import Storage
-from deployments.config.application import BatchesSection
+from deployments.config.services import BatchesSection
 from deployments.process.spans import Tracing
 from policies.batches.in_flight import Load
 from router.trail import TraceHeaders

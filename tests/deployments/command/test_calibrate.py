@@ -8,7 +8,8 @@ import pytest
 from deployments.command.calibrate import _of_vllm, exclusive_gain, in_words, write_profile
 from deployments.command.calibration import Measured
 from deployments.command.cli import parser
-from deployments.config.application import DEMO_ARGS, WorkSection
+from deployments.config.lengths import WorkSection
+from deployments.config.model import DEMO_ARGS
 from deployments.config.scheduler import SchedulerSettings
 from deployments.process.environment import cpu_dtype
 from policies.errors import ConfigError, InputError

@@ -14,7 +14,8 @@ import yaml
 
 from deployments.command import cli, one_machine
 from deployments.command.settings import sharing_memory
-from deployments.config.application import DEMO_ARGS, DEMO_NAME, AppConfig
+from deployments.config.application import AppConfig
+from deployments.config.model import DEMO_ARGS, DEMO_NAME
 from policies.errors import ConfigError
 
 CONFIGS = Path(cli.__file__).parents[1] / "configs"

@@ -35,7 +35,8 @@ from deployments.command.one_machine import (
     running,
 )
 from deployments.command.stages import Stages
-from deployments.config.application import AppConfig, RouterSection
+from deployments.config.application import AppConfig
+from deployments.config.router import RouterSection
 from deployments.process import environment
 from deployments.process.environment import (
     CORES_ENV,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from deployments.command import cli
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from policies.errors import ConfigError, InputError
 from tests.deployments import tiny_models
 

@@ -14,7 +14,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
-from deployments.config.application import DEMO_ARGS, AppConfig, GangSection
+from deployments.config.application import AppConfig
+from deployments.config.engine import GangSection
+from deployments.config.model import DEMO_ARGS
 from policies.router.multi_bin import MultiBin
 from policies.router.promise import Promise
 from tests.deployments.refused_args import REFUSED_ARGS

@@ -12,15 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.config.application import (
-    AppConfig,
-    BinsSection,
-    ClassSection,
-    GangSection,
-    LogsSection,
-    OrderSection,
-    Section,
-)
+from deployments.config.application import AppConfig
+from deployments.config.classes import ClassSection, OrderSection
+from deployments.config.engine import GangSection
+from deployments.config.lengths import BinsSection
+from deployments.config.section import Section
+from deployments.config.services import LogsSection
 from policies.engine.step_budget import StepBudget
 from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.admission import Queue, no_room

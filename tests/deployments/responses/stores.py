@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from deployments.config.application import ResponsesSection
+from deployments.config.services import ResponsesSection
 from deployments.responses.store import Encoded, Place, ResponseStore
 from router.clock import MonotonicClock
 from router.metrics import RouterMetrics

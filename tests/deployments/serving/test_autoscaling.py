@@ -8,7 +8,7 @@ from ray.serve import autoscaling_policy as serve_policy
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
-from deployments.config.application import AutoscalingSection
+from deployments.config.scaling import AutoscalingSection
 from deployments.serving.autoscaling import ByCpu, ByPredictedWork, CpuUse, Stats, engines_config, fleet_stats
 from router.state_store import ReplicaLoad, Snapshot
 

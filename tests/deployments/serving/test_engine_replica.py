@@ -13,8 +13,10 @@ from uuid import uuid4
 
 import pytest
 
-from deployments.config.application import AppConfig, EngineSection, PrefillSection, Role, RouterSection
+from deployments.config.application import AppConfig
+from deployments.config.engine import EngineSection, PrefillSection, Role
 from deployments.config.live import EngineTerms, with_live
+from deployments.config.router import RouterSection
 from deployments.process.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
 from deployments.process.log_settings import LogSettings
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs

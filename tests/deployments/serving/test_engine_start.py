@@ -10,7 +10,9 @@ from typing import Any, Literal, NoReturn
 
 import pytest
 
-from deployments.config.application import AppConfig, BinsSection, EngineSection, GangSection
+from deployments.config.application import AppConfig
+from deployments.config.engine import EngineSection, GangSection
+from deployments.config.lengths import BinsSection
 from deployments.serving.engine_start import started_engine
 from policies.errors import EngineStartError
 from tests.fakes import FakeEngine

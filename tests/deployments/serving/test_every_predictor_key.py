@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.config.application import AppConfig, PredictorSection
+from deployments.config.application import AppConfig
+from deployments.config.lengths import PredictorSection
 from deployments.serving.predictor import learned_predictor
 from policies.types import FloatArray
 from predictor.batching import Batcher

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from deployments.config.application import AppConfig, EngineSection, Role
+from deployments.config.application import AppConfig
+from deployments.config.engine import EngineSection, Role
 from deployments.config.live import EngineTerms, with_live
 from deployments.serving import front_end as under_test
 from deployments.serving.front_end import FrontEnd

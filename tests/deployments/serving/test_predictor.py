@@ -7,7 +7,7 @@ from ray import serve
 from ray.serve._private import replica
 from ray.serve.exceptions import BackPressureError
 
-from deployments.config.application import PredictorSection
+from deployments.config.lengths import PredictorSection
 from deployments.process.environment import LOOPBACK_ENV
 from deployments.process.log_settings import LogSettings
 from deployments.serving.predictor import (

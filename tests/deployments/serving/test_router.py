@@ -17,7 +17,8 @@ from starlette.requests import Request
 from deployments.batches.files import owner_of
 from deployments.batches.metrics import BatchMetrics
 from deployments.batches.runner import OpenBatches
-from deployments.config.application import AppConfig, BatchesSection, ResponsesSection
+from deployments.config.application import AppConfig
+from deployments.config.services import BatchesSection, ResponsesSection
 from deployments.http.keys import digest
 from deployments.serving.router import Router
 from policies.batches.in_flight import Load

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from deployments.http.keys import digest, new_key
 from tests.adapters import write_adapter
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from tests.integration.application import Sluice
 from tests.integration.several_models.models import EDGE_TOKENS, GANG_SIZE, GANG_WAIT_S, GANGS, KEY
 from tests.waiting import wait_until

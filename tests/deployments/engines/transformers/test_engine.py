@@ -15,7 +15,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.config.application import GangSection
+from deployments.config.engine import GangSection
 from deployments.engines.base import Engine
 from deployments.engines.transformers.engine import TransformersEngine, _max_model_len
 from deployments.engines.vllm.request_metadata import RequestMetadata

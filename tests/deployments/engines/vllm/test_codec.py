@@ -168,7 +168,7 @@ def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pyte
     """They may look at the answer so far, also without arguments of the request."""
     from importlib.metadata import EntryPoint
 
-    from deployments.config.application import DEMO_MODEL
+    from deployments.config.model import DEMO_MODEL
     from deployments.engines.vllm import args
     from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
     from deployments.engines.vllm.codec import VllmCodec
@@ -188,7 +188,7 @@ def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    from deployments.config.application import DEMO_MODEL
+    from deployments.config.model import DEMO_MODEL
     from deployments.engines.vllm.args import parse_vllm_args
 
     plugin = tmp_path / f"sluice_{kind}_plugin.py"
@@ -294,7 +294,7 @@ def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.multimodal.cache import factories
 
-    from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+    from deployments.config.model import DEMO_ARGS, DEMO_MODEL
     from deployments.engines.vllm.args import parse_vllm_args
     from deployments.engines.vllm.front_end import front_end_config
 

@@ -14,7 +14,9 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, EngineSection, PrefillSection
+from deployments.config.application import AppConfig
+from deployments.config.engine import EngineSection, PrefillSection
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.config.scheduler import SCHEDULER_CLASS
 from deployments.engines.vllm import engine as vllm_engine
 from deployments.engines.vllm.args import generating_config, parse_vllm_args

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm import core_plugin
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import front_end_config

@@ -17,7 +17,9 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from deployments import app
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL, AppConfig, RouterSection
+from deployments.config.application import AppConfig
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
+from deployments.config.router import RouterSection
 from deployments.engines.vllm.grammars import Compiled
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, log_causes

@@ -10,7 +10,7 @@ import pytest_asyncio
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.engines.vllm.codec import VllmCodec
 from deployments.engines.vllm.engine import VllmEngine

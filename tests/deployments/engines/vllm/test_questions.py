@@ -18,7 +18,7 @@ def renderer() -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+    from deployments.config.model import DEMO_ARGS, DEMO_MODEL
     from deployments.engines.vllm.args import parse_vllm_args
     from deployments.engines.vllm.front_end import note_chats
 

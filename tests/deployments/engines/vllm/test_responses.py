@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from deployments import app
-from deployments.config.application import DEMO_ARGS, DEMO_MODEL
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.http.in_process import ask
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import TENANT, SluiceMiddleware

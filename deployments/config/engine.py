@@ -1,0 +1,254 @@
+"""The engines: `engine`, with its gangs, its adapters and the replicas that only read prompts."""
+
+import ipaddress
+import json
+import os
+import tempfile
+from collections.abc import Container
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from deployments.config.reference import AllBut
+from deployments.config.scaling import AutoscalingSection
+from deployments.config.scheduler import SchedulerSettings
+from deployments.config.section import Seconds, Section
+from deployments.config.vllm_args import FILE_CONNECTOR
+from policies.gang.batches import GangConfig
+from policies.gang.packing import Packing
+from policies.gang.prefill import PrefillConfig, PrefillMode
+from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+
+Bundle = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+"""Of a placement group: Ray resources by their names."""
+Role = Literal["prefill", "decode"]
+"""Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
+
+
+class LoraSection(Section):
+    """LoRA adapters over the model, each served by a name of its own, on every replica."""
+
+    adapters: dict[str, str] = Field(min_length=1)
+    """By the name that clients use: a folder that every node has, or a name on the hub."""
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """The highest rank among the adapters; memory is set aside for it."""
+    max_in_step: int = Field(default=4, ge=1)
+    """Adapters that one engine step may use; the engine keeps that many on the device, requests for others wait."""
+
+    def vllm_argv(self) -> list[str]:
+        in_memory = max(len(self.adapters), self.max_in_step)  # all, so that none is read from disk while serving
+        modules = [json.dumps({"name": name, "path": path}) for name, path in self.adapters.items()]
+        limits = ["--max-loras", str(self.max_in_step), "--max-lora-rank", str(self.max_rank)]
+        return ["--enable-lora", *limits, "--max-cpu-loras", str(in_memory), "--lora-modules", *modules]
+
+
+class GangSection(Section):
+    """Batches that run until their longest request ends: of the Transformers engine, and `batch_size` and `max_wait_s`
+    of engines of kind vllm with `bins.dispatch: batches`."""
+
+    batch_size: int = Field(default=8, ge=1, le=1024)
+    """Most requests of a batch; all are of one bin and class. What memory allows may be less, and `--max-num-seqs`."""
+    max_wait_s: float = Field(default=0.1, ge=0)
+    """How long a request waits for a full batch; 0 starts with what is there, .inf waits for ever."""
+    prefill: PrefillMode = "prepacked"
+    """`prepacked` puts short prompts into shared rows, `padded` gives each a row, `length_ordered` runs prompts of like
+    length together."""
+    max_pass_tokens: int = Field(default=8192, ge=1)
+    """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
+    row_tokens: int | None = Field(default=None, ge=1)
+    """Least tokens of a packed row; null is the longest prompt of the batch."""
+    packing: Packing = "first_fit"
+    """Where `prepacked` puts the next shorter prompt: `first_fit` into the first row with room, as paper 004 says,
+    `best_fit` into the fullest, as its authors' code does. The rows are about as many."""
+    pack_decode_from: float = Field(default=1.5, ge=1)
+    """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
+    cache) / (packed / padded tokens of a step) is at least this; .inf never."""
+    flash_attention: bool = True
+    """FlashAttention's kernels where they are installed and the model, in 16 bits, can use them; `row_tokens` and
+    `pack_decode_from` do nothing then. false is PyTorch's attention."""
+    shrink: bool = True
+    """Rows leave the batch as they end; false computes all of them until the longest ends."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a batch's cache may hold, padding included; null is by the memory that is free at the start."""
+    gather_s: Seconds = 0.01
+    """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
+
+    def of_transformers_only(self) -> list[str]:
+        """Names of settings that differ from their defaults and that an engine of kind vllm would not heed."""
+        given = self.model_dump(exclude_defaults=True).keys()
+        return sorted(given - {"batch_size", "max_wait_s"})
+
+    def prefill_config(self) -> PrefillConfig:
+        return PrefillConfig(
+            mode=self.prefill,
+            max_pass_tokens=self.max_pass_tokens,
+            row_tokens=self.row_tokens,
+            packing=self.packing,
+            pack_decode_from=self.pack_decode_from,
+        )
+
+    @model_validator(mode="after")
+    def _is_valid(self) -> Self:
+        GangConfig(batch_size=self.batch_size, max_wait_s=self.max_wait_s)
+        return self
+
+
+class PrefillSection(Section):
+    """Replicas that only read prompts; `engine.replicas` then decode, and read what is not worth the way.
+
+    They are placed as those are, with the same GPUs, model and arguments.
+    """
+
+    replicas: int = Field(default=1, ge=1)
+    """Replicas that only read prompts."""
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    resources: dict[str, float] | None = None
+    """Custom Ray resources for each of them; null is those of `engine`."""
+    scheduler: SchedulerSettings = SchedulerSettings(mode="mixed", admission="slots")
+    """Their engine steps."""
+    connector: Literal["nixl", "file"] = "nixl"
+    """How KV caches travel: `nixl` from memory to memory (package nixl), `file` through a folder that both see."""
+    keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
+    """How long a cache is kept for a replica that has not begun to fetch it. It holds its blocks meanwhile."""
+    folder: Path | None = None
+    """Of connector `file`; null is a folder under the temporary ones of this machine."""
+    max_folder_bytes: int = Field(default=4 << 30, ge=1)
+    """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
+    split: Literal["auto", "always", "never"] = "auto"
+    """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
+    min_prompt_tokens: int = Field(default=256, ge=1)
+    """Shorter prompts are never split."""
+    max_wait_s: Seconds = 2.0
+    """Prompts that would wait longer for these replicas go to the others."""
+    bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
+    """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the KV cache that is free on such a replica, how much the prompts may take that it is given at once: the rest
+    is for caches that wait to be fetched. BucketServe's equations 5 and 6."""
+    transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
+    """Seconds that moving a cache takes, whatever its size."""
+    transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
+    """And for each token; the default is 131 072 bytes over 25 GB/s."""
+
+    def policy(self, max_batch_tokens: int) -> PrefillDecodeConfig:
+        return PrefillDecodeConfig(
+            mode=self.split,
+            min_prompt_tokens=self.min_prompt_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_wait_s=self.max_wait_s,
+            transfer=TransferTimes(overhead_s=self.transfer_overhead_s, s_per_token=self.transfer_s_per_token),
+        )
+
+    def order(self) -> BucketOrderConfig:
+        return BucketOrderConfig(window_s=self.bucket_window_s)
+
+    def transfer_argv(self, role: Role, application: str, num_gpus: float) -> list[str]:
+        """Arguments for vLLM; those that prefill and those that decode get the same, but for what they do."""
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        settings: dict[str, Any] = {"kv_role": kv_role, "kv_load_failure_policy": "recompute"}
+        if self.connector == "nixl":
+            settings["kv_connector"] = "NixlConnector"
+            settings["kv_connector_extra_config"] = {"kv_lease_duration": int(self.keep_s)}
+        else:
+            folder = self.folder or Path(tempfile.gettempdir(), f"sluice-kv-{os.getuid()}-{application}")
+            settings["kv_connector"] = FILE_CONNECTOR
+            settings["kv_connector_module_path"] = "deployments.engines.vllm.kv_files"
+            settings["kv_connector_extra_config"] = {
+                "folder": str(folder),
+                "max_bytes": self.max_folder_bytes,
+                "keep_s": self.keep_s,
+            }
+        if num_gpus == 0:
+            settings["kv_buffer_device"] = "cpu"
+        return ["--kv-transfer-config", json.dumps(settings)]
+
+
+class EngineSection(Section):
+    """The deployment that runs the model."""
+
+    FIXED: ClassVar[Container[str]] = AllBut({"credit_s"})
+
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
+    gang: GangSection = GangSection()
+    """How an engine takes whole batches."""
+    replicas: int = Field(default=1, ge=1)
+    """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
+    prefill: PrefillSection | None = None
+    """A second group of replicas, which only reads prompts; see docs/guides/prefill-decode.md."""
+    autoscaling: AutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs for each replica; 0 runs the CPU build."""
+    num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each replica; it may use more."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources for each replica, to place it."""
+    placement_group_bundles: tuple[Bundle, ...] = ()
+    """Of an engine larger than a node: its parts, each on one node, by their Ray resources, as `{GPU: 1}`. A worker of
+    vLLM's runs in each bundle with a GPU, the replica in the first, which needs `num_cpus` and `resources` besides."""
+    placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How Ray places the bundles: `PACK` on as few nodes as it can, `SPREAD` on as many; `STRICT_PACK` on one, and
+    `STRICT_SPREAD` each on one of its own, or not at all."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of each replica, on top of what the CPU build needs."""
+    bind_host: str | None = None
+    """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
+    credit_lookahead: int | None = Field(default=None, ge=0)
+    """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends. null is an eighth
+    of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
+    credit_s: float | None = Field(default=None, gt=0)
+    """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
+    replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets
+    no bound."""
+    lora: LoraSection | None = None
+    """Adapters served beside the model."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """What each engine step may do; `mode: stock` is plain vLLM."""
+    start_timeout_s: Seconds = 1800.0
+    """How long loading the model may take."""
+    hang_timeout_s: Seconds = 120.0
+    """An engine that hangs for so long is replaced: longer than its longest step."""
+    drain_timeout_s: Seconds = 3600.0
+    """How long running requests may go on when a replica is told to leave: at least the longest generation."""
+
+    @field_validator("bind_host")
+    @classmethod
+    def _can_be_called(cls, host: str | None) -> str | None:
+        try:
+            everywhere = host is not None and ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            raise ValueError(f"must be a numeric address, got {host!r}") from None
+        if everywhere:
+            raise ValueError(f"{host} is no address that routers on other nodes could call: name one, or leave it out")
+        return host
+
+    @model_validator(mode="after")
+    def _fits_into_its_bundles(self) -> Self:
+        bundles = self.placement_group_bundles
+        if not bundles:
+            if self.placement_group_strategy != "PACK":
+                raise ValueError("placement_group_strategy places placement_group_bundles, and there are none")
+            return self
+        if too_many := next((bundle for bundle in bundles if bundle.get("GPU", 0) not in (0, 1)), None):
+            raise ValueError(
+                f"placement_group_bundles: vLLM runs one worker in each bundle with a GPU, make several of {too_many}"
+            )
+        gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
+        if not gpus:
+            raise ValueError("placement_group_bundles are of engines on GPUs: one on CPUs has a node, leave them out")
+        if gpus != self.num_gpus:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g}, and placement_group_bundles hold {gpus:g} GPUs: set num_gpus to that"
+            )
+        own = {"CPU": self.num_cpus} | self.resources
+        if lacking := {name: amount for name, amount in own.items() if amount > bundles[0].get(name, 0)}:
+            raise ValueError(
+                f"the replica runs in the first of placement_group_bundles, which lacks {lacking}, by num_cpus and "
+                "resources: add it there, or set num_cpus to 0"
+            )
+        if self.prefill is not None:
+            raise ValueError("prefill hands caches from node to node: it goes without placement_group_bundles")
+        return self

@@ -1,0 +1,87 @@
+"""The routers: `router` and `placement`."""
+
+from collections.abc import Container
+from typing import ClassVar
+
+from pydantic import Field, IPvAnyNetwork, model_validator
+
+from deployments.config.reference import AllBut
+from deployments.config.scaling import RouterAutoscalingSection
+from deployments.config.section import Seconds, Section
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from router.routed_client import RoutedClientConfig
+
+
+class RouterSection(Section):
+    """The deployment that speaks HTTP."""
+
+    FIXED: ClassVar[Container[str]] = AllBut(
+        {
+            "max_body_bytes", "max_buffered_bytes", "body_timeout_s", "max_engine_requests", "max_prompt_logprobs",
+            "grammar_timeout_s", "max_wait_s", "late_patience_s",
+        }
+    )  # fmt: skip
+
+    replicas: int = Field(default=1, ge=1)
+    """One front end handles about 13 000 tokens/s per core: several for each fast GPU."""
+    autoscaling: RouterAutoscalingSection | None = None
+    """In place of a fixed number of replicas."""
+    num_cpus: float = Field(default=1, ge=0)
+    """Cores that Ray reserves for each router."""
+    max_ongoing_requests: int = Field(default=10_000, ge=1)
+    """HTTP requests that one router replica handles at once; 1 000 more wait for it, beyond them it is 503 with
+    Retry-After."""
+    max_body_bytes: int | None = Field(default=None, ge=1024)
+    """Longer request bodies get 413. null goes by the model: 1 MiB, or 64 MiB where it takes images or sounds, and 32
+    bytes for each token of its context."""
+    max_buffered_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """Bodies of all requests that a router handles together. Beyond it the largest of those still on their way get
+    503."""
+    body_timeout_s: Seconds = 30.0
+    """The longest that a body may take to come; then it gets 408."""
+    max_engine_requests: int = Field(default=256, ge=1)
+    """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
+    max_prompt_logprobs: int = Field(default=1 << 14, ge=1)
+    """Values that `prompt_logprobs` (or `echo` with `logprobs`) may ask for: tokens of the prompt, times one more than
+    the logprobs of each. More get 400. vLLM's front end makes them while all streams of the router wait: a hundred
+    thousand take about a second."""
+    grammar_timeout_s: Seconds = 5.0
+    """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
+    request gets 400."""
+    media_networks: list[IPvAnyNetwork] = []
+    """Networks, as 10.1.0.0/16, from which images, audio and video that a request names by URL are fetched, besides
+    public addresses. Other private, loopback and link-local addresses are refused, also after a redirect. Where routers
+    reach the world by a proxy (HTTP_PROXY), its address must be in one of them; what it fetches is for itself to
+    check."""
+    max_wait_s: Seconds = 600.0
+    """The longest that a request may wait for a replica before it fails."""
+    late_patience_s: Seconds = 60.0
+    """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
+    for longer, is owed one start in ten."""
+    heartbeat_s: Seconds = 1.0
+    """How often routers and replicas say that they live, and exchange what they have learned."""
+    silence_s: Seconds = 10.0
+    """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
+
+    @model_validator(mode="after")
+    def _beats_often_enough(self) -> "RouterSection":
+        if self.silence_s < 3 * self.heartbeat_s:
+            raise ValueError(f"silence_s ({self.silence_s}) must be at least three heartbeat_s ({self.heartbeat_s})")
+        return self
+
+    def build(self) -> RoutedClientConfig:
+        return RoutedClientConfig(
+            max_wait_s=self.max_wait_s,
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+        )
+
+
+class PlacementSection(Section):
+    """Which replica takes a request: the one predicted to send its first token soonest (docs/guides/prefixes.md)."""
+
+    prefix_entries: int = Field(default=65536, ge=1)
+    """(replica, block of 64 tokens) pairs that a router remembers of the prompts that it sent, some 200 bytes each."""
+
+    def prefixes(self) -> PrefixIndex:
+        return PrefixIndex(PrefixIndexConfig(max_entries=self.prefix_entries))

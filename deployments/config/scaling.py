@@ -1,0 +1,59 @@
+"""Groups of replicas that follow the load."""
+
+from typing import Protocol, Self
+
+from pydantic import Field, model_validator
+
+from deployments.config.section import Seconds, Section
+
+
+class ScalingSection(Section):
+    """Between which numbers of replicas, and how long a need must stand."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """Also at no traffic at all: from nothing, no replica would be there to report."""
+    max_replicas: int = Field(ge=1)
+    """However great the need."""
+    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """How long the need for more must stand."""
+    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    """How long the need for fewer must stand: longer than loading the model takes."""
+    interval_s: Seconds = 1.0
+    """How often the need is looked at."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+        return self
+
+
+class AutoscalingSection(ScalingSection):
+    """Shared engine replicas follow the predicted work."""
+
+    slot_use: float = Field(default=0.8, gt=0, lt=1)
+    """Fraction of all slots that should be in use."""
+    max_queue_s: Seconds = 5.0
+    """Longest time that working off the queue should take, by prediction."""
+
+
+class RouterAutoscalingSection(ScalingSection):
+    """Routers follow the CPU that they use."""
+
+    cpu_use: float = Field(default=0.6, gt=0, lt=1)
+    """Cores that a router should use on average; it cannot use much more than one."""
+
+
+class Scaled(Protocol):
+    """A group of replicas, of a fixed number or of one that follows the load."""
+
+    @property
+    def replicas(self) -> int: ...
+
+    @property
+    def autoscaling(self) -> ScalingSection | None: ...
+
+
+def least_replicas(group: Scaled) -> int:
+    """How many there are at the start, and of a group that is scaled at any time."""
+    return group.autoscaling.min_replicas if group.autoscaling else group.replicas
