@@ -8,6 +8,7 @@ import pytest
 
 from deployments.command import cli
 from deployments.config.application import AppConfig
+from deployments.config.gone import GONE
 from deployments.config.reference import all_keys
 from deployments.http.keys import KeyEntry
 from tests import command_line_page, metrics_page
@@ -19,6 +20,7 @@ _HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 _DOTTED = re.compile(r"`([a-z]\w*(?:\.[\w<>*\[\]-]+)+)(?:: [^`]*)?`")
 _METRIC = re.compile(r"(?<![.\w/])sluice_[a-z_]+[a-z]\b")
 NO_KEYS = {"metadata.sluice_expected_end", "state.now_s", "state.waiting"}  # of a batch, and of a policy's snapshot
+UPGRADE = ROOT / "docs/guides/upgrade.md"
 OF_SPANS = ("sluice.", "gen_ai.")
 NAMES_OF_CODE = {ROOT / "docs/concepts/papers.md", ROOT / "docs/reference/workarounds.md"}  # which have no folder there
 _NO_METRICS = {"sluice_engine", "sluice_prefill", "sluice_control"}  # Ray's resources, and the call of live control
@@ -96,7 +98,13 @@ def test_every_configuration_key_that_a_page_names_is_there(page: Path) -> None:
     named -= NO_KEYS
     if page in NAMES_OF_CODE:
         named = {path for path in named if path.partition(".")[0] in sections}
-    assert [path for path in named if _of_any_name(path) not in _configuration_keys()] == []
+    gone = GONE if page == UPGRADE else {}
+    assert [path for path in named if _of_any_name(path) not in _configuration_keys() | gone.keys()] == []
+
+
+def test_the_page_of_upgrades_names_every_key_that_is_gone() -> None:
+    text = UPGRADE.read_text()
+    assert [path for path in GONE if f"`{path}`" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -31,7 +31,7 @@ _HEAD = """\
 <!-- Written by `python -m tests.k8s.refresh`; the text is that of deployments/config/. -->
 
 What stands under `args` in a file for `serve deploy`, in a file for `sluice serve --config`, and under `app` in the
-values of the chart, which sets some of it itself ([table](../../k8s/sluice/README.md)). `NAME` stands for any name,
+values of the chart, which sets some of it itself ([which](../../k8s/sluice/README.md)). `NAME` stands for any name,
 `[]` for each item of a list. `sluice config check FILE` checks a file, vLLM's arguments included;
 `sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
 
@@ -149,8 +149,8 @@ def _tables(model: type[BaseModel], top: str) -> str:
 
 def _about_section(keys: Sequence[Key], path: str) -> Iterator[str]:
     section = find(keys, path.removesuffix(".NAME"))
-    if section is not None and section.holds is not None:
-        yield f"\n{' '.join((section.holds.__doc__ or '').split())}\n"
+    if section is not None and section.holds:
+        yield f"\n{section.holds}\n"
 
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:

@@ -14,20 +14,19 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Container
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
-from deployments.config.classes import ClassSection, OrderSection, default_classes
+from deployments.config.classes import DEFAULT_CLASSES, ClassSection, OrderSection
 from deployments.config.engine import GangSection, Role
 from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
-from deployments.config.reference import AllBut
 from deployments.config.router import PlacementSection, RouterSection
 from deployments.config.scaling import least_replicas
-from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
+from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerMode, SchedulerSettings
+from deployments.config.section import Live
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
 from deployments.config.vllm_args import EXECUTOR, options
 from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
@@ -43,8 +42,6 @@ ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 class AppConfig(ModelSection):
     """One model behind one address, or several."""
-
-    FIXED: ClassVar[Container[str]] = AllBut({"classes", "default_class", "service_tiers"})
 
     more_models: tuple[ModelSection, ...] = ()
     """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
@@ -68,11 +65,11 @@ class AppConfig(ModelSection):
     predictor: PredictorSection = PredictorSection()
     batches: BatchesSection = BatchesSection()
     responses: ResponsesSection = ResponsesSection()
-    classes: dict[str, ClassSection] = Field(default_factory=default_classes)
+    classes: Live[dict[str, ClassSection]] = DEFAULT_CLASSES
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
-    default_class: str = "standard"
+    default_class: Live[str] = "standard"
     """Of requests that ask for none, and whose key has none of its own."""
-    service_tiers: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
+    service_tiers: Live[dict[ServiceTier, str]] = {"priority": "interactive", "default": "standard", "flex": "offline"}
     """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
     here are left alone; of the default ones those also whose class is not configured."""
 
@@ -285,8 +282,12 @@ class AppConfig(ModelSection):
 
     def plug_in_settings(self, role: Role) -> SchedulerSettings:
         """Of an engine replica, if it has loaded the plug-in."""
-        prefill = self.engine.prefill
-        settings = prefill.scheduler if prefill is not None and role == "prefill" else self.engine.scheduler
+        settings = self.engine.scheduler
+        if self.engine.prefill is not None and role == "prefill":
+            # Its answers end with their first token: there are no lengths to foresee, and no decodes to keep apart.
+            mode: SchedulerMode = "stock" if settings.mode == "stock" else "mixed"
+            most = settings.max_batch_size
+            settings = SchedulerSettings(mode=mode, admission="slots", max_batch_size=most, classes=settings.classes)
         return settings.changed({"classes": sorted({*self.classes, *settings.classes})})
 
     def itl_targets(self) -> dict[str, float | None]:

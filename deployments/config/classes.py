@@ -1,12 +1,10 @@
 """What requests are promised, and in which order they wait: `classes` and `order`."""
 
-from collections.abc import Container
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from deployments.config.reference import AllBut
-from deployments.config.section import Seconds, Section
+from deployments.config.section import Live, Seconds, Section
 from policies.registry import Family, build_of
 from policies.router.order import IdleOrder, Order
 from policies.router.promise import Promise
@@ -16,26 +14,24 @@ from router.admission import ClassLimits
 class ClassSection(Section):
     """A service class."""
 
-    FIXED: ClassVar[Container[str]] = frozenset({"own_replicas"})
-
-    ttft_s: Seconds | None = 1.0
+    ttft_s: Live[Seconds | None] = 1.0
     """Target for the first token, from the arrival of the HTTP request; the earliest deadline starts first. None has no
     target: it goes behind those that can be in time, and before late ones."""
-    tpot_s: Seconds | None = None
+    tpot_s: Live[Seconds | None] = None
     """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
     what it runs. None has no target."""
-    max_waiting: int = Field(default=4096, ge=1)
+    max_waiting: Live[int] = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
-    when_late: Literal["serve", "refuse"] = "serve"
+    when_late: Live[Literal["serve", "refuse"]] = "serve"
     """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
     behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
-    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    max_key_share: Live[float] = Field(default=0.5, gt=0, le=1)
     """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
     for others. 1 sets no bound, and requests without a key have none."""
-    fills_idle: bool = False
+    fills_idle: Live[bool] = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
-    order: IdleOrder = "deadline"
+    order: Live[IdleOrder] = "deadline"
     """With `fills_idle`, its requests among themselves: `deadline` as they came, or by prompt length those that come
     within one `ttft_s` (without one, `router.late_patience_s`), window by window. `shortest_first` ends more requests
     a second while they wait, `longest_first` brings the long ones together; a longer `ttft_s` sorts more of them."""
@@ -59,12 +55,10 @@ class ClassSection(Section):
 class OrderSection(Section):
     """Order of waiting requests: whose first token is due earlier starts earlier."""
 
-    FIXED: ClassVar[Container[str]] = AllBut({"policy_args"})
-
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
     that deadline. See docs/guides/write-a-policy.md."""
-    policy_args: dict[str, JsonValue] = Field(default_factory=dict)
+    policy_args: Live[dict[str, JsonValue]] = {}
     """Settings of `policy`, its keywords."""
 
     @model_validator(mode="after")
@@ -82,9 +76,8 @@ class OrderSection(Section):
         return order
 
 
-def default_classes() -> dict[str, ClassSection]:
-    return {
-        "interactive": ClassSection(ttft_s=0.5),
-        "standard": ClassSection(ttft_s=2.0),
-        "offline": ClassSection(ttft_s=60.0, fills_idle=True),
-    }
+DEFAULT_CLASSES = {
+    "interactive": ClassSection(ttft_s=0.5),
+    "standard": ClassSection(ttft_s=2.0),
+    "offline": ClassSection(ttft_s=60.0, fills_idle=True),
+}

@@ -4,16 +4,14 @@ import ipaddress
 import json
 import os
 import tempfile
-from collections.abc import Container
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.reference import AllBut
 from deployments.config.scaling import AutoscalingSection
 from deployments.config.scheduler import SchedulerSettings
-from deployments.config.section import Seconds, Section
+from deployments.config.section import Live, Seconds, Section
 from deployments.config.vllm_args import FILE_CONNECTOR
 from policies.gang.batches import GangConfig
 from policies.gang.packing import Packing
@@ -106,8 +104,6 @@ class PrefillSection(Section):
     """In place of a fixed number of replicas."""
     resources: dict[str, float] | None = None
     """Custom Ray resources for each of them; null is those of `engine`."""
-    scheduler: SchedulerSettings = SchedulerSettings(mode="mixed", admission="slots")
-    """Their engine steps."""
     connector: Literal["nixl", "file"] = "nixl"
     """How KV caches travel: `nixl` from memory to memory (package nixl), `file` through a folder that both see."""
     keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
@@ -168,8 +164,6 @@ class PrefillSection(Section):
 class EngineSection(Section):
     """The deployment that runs the model."""
 
-    FIXED: ClassVar[Container[str]] = AllBut({"credit_s"})
-
     kind: Literal["vllm", "transformers"] = "vllm"
     """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
     gang: GangSection = GangSection()
@@ -184,7 +178,7 @@ class EngineSection(Section):
     """GPUs for each replica; 0 runs the CPU build."""
     num_cpus: float = Field(default=1, ge=0)
     """Cores that Ray reserves for each replica; it may use more."""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: dict[str, float] = {}
     """Custom Ray resources for each replica, to place it."""
     placement_group_bundles: tuple[Bundle, ...] = ()
     """Of an engine larger than a node: its parts, each on one node, by their Ray resources, as `{GPU: 1}`. A worker of
@@ -192,14 +186,14 @@ class EngineSection(Section):
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """How Ray places the bundles: `PACK` on as few nodes as it can, `SPREAD` on as many; `STRICT_PACK` on one, and
     `STRICT_SPREAD` each on one of its own, or not at all."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = {}
     """Environment of each replica, on top of what the CPU build needs."""
     bind_host: str | None = None
     """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
     credit_lookahead: int | None = Field(default=None, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends. null is an eighth
     of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
-    credit_s: float | None = Field(default=None, gt=0)
+    credit_s: Live[float | None] = Field(default=None, gt=0)
     """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
     replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets
     no bound."""

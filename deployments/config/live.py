@@ -7,7 +7,7 @@
           default_class: interactive
 
 It lies over `args`, in the same form: sections merge, any other value replaces that of `args`, a mapping as a whole.
-Ray Serve gives it to the routers that run, and restarts none. Which keys are live their sections say (`FIXED`).
+Ray Serve gives it to the routers that run, and restarts none. Which keys are live their sections say (`section.Live`).
 """
 
 import hashlib
@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 
 from deployments.config.application import AppConfig, checked
 from deployments.config.classes import ClassSection
 from deployments.config.engine import Role
-from deployments.config.reference import is_live
+from deployments.config.section import Section
 from deployments.process.log_settings import LogSettings
 from policies.errors import ConfigError
 
@@ -52,23 +51,23 @@ def with_live(config: AppConfig, user_config: object) -> AppConfig:
     return changed
 
 
-def _over(section: BaseModel, given: Mapping[Any, Any], path: str, refused: list[str]) -> dict[Any, Any]:
+def _over(section: Section, given: Mapping[Any, Any], path: str, refused: list[str]) -> dict[Any, Any]:
     """What was set in a section, with what lies over it. What is no key is for the whole check to name."""
     merged = {name: getattr(section, name) for name in section.model_fields_set}
     for name, value in given.items():
         here, place = getattr(section, str(name), None), f"{path}{name}"
-        if isinstance(here, BaseModel) and isinstance(value, Mapping):
+        if isinstance(here, Section) and isinstance(value, Mapping):
             merged[name] = _over(here, value, f"{place}.", refused)
         elif name == "more_models":
             merged[name] = _over_each(here or (), value, place, refused)
-        elif name in type(section).model_fields and not is_live(type(section), name):
+        elif name in section.fixed_keys():
             refused.append(_cannot_change(place))
         else:
             merged[name] = value
     return merged
 
 
-def _over_each(models: Sequence[BaseModel], given: Any, place: str, refused: list[str]) -> list[dict[Any, Any]]:
+def _over_each(models: Sequence[Section], given: Any, place: str, refused: list[str]) -> list[dict[Any, Any]]:
     if not isinstance(given, list | tuple) or [type(each) for each in given] != [dict] * len(models):
         refused.append(f"{place}: must be a list with a mapping, maybe {{}}, for each of the {len(models)} of args")
         return []
@@ -85,7 +84,7 @@ def _with_own_replicas(config: AppConfig, classes: Any, refused: list[str]) -> A
     if not isinstance(classes, Mapping):
         return classes
     for name, section in classes.items():
-        fixed = [key for key in section if key in ClassSection.FIXED] if isinstance(section, Mapping) else []
+        fixed = [key for key in section if key in ClassSection.fixed_keys()] if isinstance(section, Mapping) else []
         refused += [_cannot_change(f"classes.{name}.{key}") for key in fixed]
     own = {name: section.own_replicas for name, section in config.classes.items() if section.own_replicas}
     refused += [
@@ -130,7 +129,7 @@ class EngineTerms(msgspec.Struct, frozen=True, kw_only=True):
         """Of one model: `config` is what its engines began with."""
         begun = config.scheduler_settings(role)
         settings = None if begun is None else changed.plug_in_settings(role)
-        live = None if settings is None else settings.model_dump(mode="json", exclude=set(settings.FIXED))
+        live = None if settings is None else settings.model_dump(mode="json", include=settings.live_keys())
         return cls(
             scheduler=live,
             credit_s=changed.credit_s if role == "decode" else None,

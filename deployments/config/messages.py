@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deployments.config.reference import Key, all_keys, below, find, nearest
+from deployments.config.gone import GONE
+from deployments.config.reference import Key, all_keys, below, find, matches, nearest
 
 ARGUMENTS = 'one item for each word, as in [--max-model-len, "8192"]'
 _IN_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -54,7 +55,9 @@ def _why(fault: Any, keys: Sequence[Key], shows_values: bool) -> str:
 
 
 def _no_such_key(path: str, keys: Sequence[Key]) -> str:
-    """With the key that is most like it, or all that may stand there."""
+    """What has become of it, or the key that is most like it, or all that may stand there."""
+    if (why := next((why for old, why in GONE.items() if matches(old, path)), None)) is not None:
+        return f"is gone: {why}"
     if (found := nearest(keys, path)) is not None:
         return f"there is no such key; did you mean {found[0]}{found[1].in_unit}?"
     beside = below(keys, path.rpartition(".")[0])

@@ -9,13 +9,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 ANY_NAME = "NAME"
 CLOSE = 0.7  # of difflib: a letter too many in a short name is above, another word below
@@ -38,16 +34,8 @@ _BOUNDS = {
 _TYPES = {"boolean": "true or false", "null": "null", "array": "list", "object": "mapping"}
 
 
-class AllBut(frozenset[str]):
-    """All names but these."""
-
-    def __contains__(self, name: object) -> bool:
-        return not super().__contains__(name)
-
-
-def is_live(section: type[BaseModel], name: str) -> bool:
-    """Whether a field changes while engines serve: `FIXED` of its section names those that do not."""
-    return name not in getattr(section, "FIXED", ())
+LIVE = "x-live"
+"""In the schema of what changes while engines serve; see ``section.Live``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +44,18 @@ class Key:
 
     Attributes:
         path: from the top; NAME stands for any name, [] for each item of a list.
-        owner: the section whose field it is.
-        holds: the section below it; None where it has a value of its own.
+        owner: name of the section whose field it is.
+        holds: what the section below it is for; "" where it has a value of its own.
         type: in words, with its bounds.
-        default: in JSON, as it is in force at this place; "" for a section that is always there.
+        default: in JSON; "" for a section that is always there.
         is_needed: it has no default.
         unit: "" where it has none.
         is_live: it changes while engines serve; any other change restarts them.
     """
 
     path: str
-    owner: type[BaseModel]
-    holds: type[BaseModel] | None
+    owner: str
+    holds: str
     type: str
     default: str
     is_needed: bool
@@ -105,59 +93,52 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 @cache
 def all_keys(model: type[BaseModel]) -> tuple[Key, ...]:
     """Depth first, in the order of the fields."""
-    return tuple(_keys(model, model, "", None))
-
-
-def _keys(root: type[BaseModel], model: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Iterator[Key]:
-    """`defaults`: of this section at this place, where they may differ from those of the class."""
     made = schema(model)
-    for name, field in model.model_fields.items():
-        path, value = f"{prefix}{name}", made["properties"][name]
-        default = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
-        held, joint = _section_in(field)
+    return tuple(_keys(model.__name__, made, made.get("$defs", {}), ""))
+
+
+def _keys(owner: str, section: Mapping[str, Any], sections: Mapping[str, Any], prefix: str) -> Iterator[Key]:
+    for name, value in section["properties"].items():
+        path = f"{prefix}{name}"
+        held, joint = _section_in(value, sections)
         yield Key(
             path=path,
-            owner=model,
-            holds=held,
-            type=_type(value, made.get("$defs", {})),
-            default=""
-            if default is PydanticUndefined or isinstance(default, BaseModel)
-            else json.dumps(plain(default)),
-            is_needed=field.is_required(),
+            owner=owner,
+            holds=sections[held]["description"] if held else "",
+            type=_type(value, sections),
+            default="" if "$ref" in value else json.dumps(_short(value.get("default"), sections.get(held))),
+            is_needed=name in section.get("required", ()),
             unit=_unit(name, value),
             meaning=value["description"],
-            is_live=is_live(model, name),
+            is_live=LIVE in value,
         )
-        if held is not None and not issubclass(root, held):  # else as at the top
-            yield from _keys(root, held, f"{path}{joint}", default if isinstance(default, held) else None)
+        if held and name != "more_models":  # whose keys are those at the top
+            yield from _keys(held, sections[held], sections, f"{path}{joint}")
 
 
-def _section_in(field: FieldInfo) -> tuple[type[BaseModel] | None, str]:
-    """The section that a field holds, and what joins its path to those of the keys below."""
-    annotation, joint = field.annotation, "."
-    while True:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return annotation, joint
-        origin, inner = get_origin(annotation), get_args(annotation)
-        if origin is dict:
-            annotation, joint = inner[1], f".{ANY_NAME}."
-        elif origin in (tuple, list) and inner:
-            annotation, joint = inner[0], "[]."
-        elif origin in (Union, UnionType):
-            annotation = next((part for part in inner if part is not type(None)), None)
-        else:
-            return None, ""
+def _section_in(value: Mapping[str, Any], sections: Mapping[str, Any]) -> tuple[str, str]:
+    """Name of the section that a field holds, and what joins its path to those of the keys below; "" for none."""
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        return (name, ".") if "properties" in sections[name] else ("", "")
+    held = [(f".{ANY_NAME}.", _values_of(value)), ("[].", value.get("items", {}))]
+    found = [(_section_in(inner, sections)[0], joint) for joint, inner in held if inner]
+    found += [_section_in(part, sections) for part in value.get("anyOf", ())]
+    return next((each for each in found if each[0]), ("", ""))
 
 
-def plain(value: Any) -> Any:
-    """As JSON has it; of a section what differs from its defaults."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_defaults=True)
-    if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+def _short(default: Any, held: Mapping[str, Any] | None) -> Any:
+    """A mapping of sections without what each of them has by default."""
+    if held is None or not isinstance(default, dict):
+        return default
+    usual = {name: value.get("default") for name, value in held["properties"].items()}
+    return {name: {key: each[key] for key in usual if each[key] != usual[key]} for name, each in default.items()}
+
+
+def _values_of(value: Mapping[str, Any]) -> Any:
+    """Schema of what a mapping holds by any name; {} where that is anything."""
+    named: Any = value.get("additionalProperties") or next(iter(value.get("patternProperties", {}).values()), {})
+    return {} if named is True else named
 
 
 def _type(value: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
@@ -173,7 +154,7 @@ def _type(value: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
     if kind == "array":
         return f"list of {_type(value.get('items', {}), sections)}"
     if kind == "object":
-        return f"mapping of names to {_type(value.get('additionalProperties', {}), sections)}"
+        return f"mapping of names to {_type(_values_of(value), sections)}"
     bounds = [text.format(f"{value[name]:.12g}") for name, text in _BOUNDS.items() if name in value]
     return " ".join([_TYPES.get(kind, kind), " and ".join(bounds)]).rstrip()
 
@@ -194,7 +175,7 @@ def _segments(path: str) -> list[str]:
     return parts[1:] if parts[:1] == ["more_models"] and len(parts) > 1 else parts
 
 
-def _is(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str) -> bool:
     """Whether a name, or the number of an item, stands in the place of each NAME and []."""
     parts, wanted = _segments(pattern), _segments(path)
     return len(parts) == len(wanted) and all(p in (ANY_NAME, w) for p, w in zip(parts, wanted, strict=True))
@@ -202,12 +183,12 @@ def _is(pattern: str, path: str) -> bool:
 
 def find(keys: Iterable[Key], path: str) -> Key | None:
     """The key of that path."""
-    return next((key for key in keys if _is(key.path, path)), None)
+    return next((key for key in keys if matches(key.path, path)), None)
 
 
 def below(keys: Iterable[Key], path: str) -> list[Key]:
     """The keys that stand directly in the section of that path; "" is the top."""
-    return [key for key in keys if _is(key.section, path)]
+    return [key for key in keys if matches(key.section, path)]
 
 
 def nearest(keys: Sequence[Key], path: str) -> tuple[str, Key] | None:

@@ -9,19 +9,19 @@ the routers, or live control.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from deployments.config.messages import what_is_wrong
 from deployments.config.profile import calibrated
-from deployments.config.section import Seconds, Section
+from deployments.config.section import Live, Seconds, Section
 from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.registry import Family, build_of
 from policies.types import BatchPolicy, StepTimes
 
-Mode = Literal["stock", "mixed", "exclusive", "auto"]
+SchedulerMode = Literal["stock", "mixed", "exclusive", "auto"]
 
 # What the driver itself obeys, and what tells classes apart: it goes with any policy.
 _OF_ANY_POLICY = {"mode", "policy", "policy_args", "max_batch_size", "classes", "ttft_s", "tpot_s"}
@@ -33,57 +33,54 @@ SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
 class SchedulerSettings(Section):
     """What each engine step may do, and which rule decides it."""
 
-    # The others change while an engine runs. What it is measured for it has begun with.
-    FIXED: ClassVar[frozenset[str]] = frozenset({"policy", "policy_args", "measure_s"})
-
-    mode: Mode = "auto"
+    mode: Live[SchedulerMode] = "auto"
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets
     prefill and decode share a step; `auto` chooses between these two by measured step times."""
-    admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
+    admission: Live[Literal["forecast", "memory_aware", "slots"]] = "forecast"
     """By survival forecast, by 001's Algorithm 1, or as vLLM does, until memory is full."""
-    memory_form: Literal["exact", "linear"] = "exact"
+    memory_form: Live[Literal["exact", "linear"]] = "exact"
     """Of `admission: memory_aware`: eq. 12, or eq. 14 with the buffer L0 of eq. 13."""
-    memory_basis: Literal["final", "resident"] = "final"
+    memory_basis: Live[Literal["final", "resident"]] = "final"
     """Of `admission: memory_aware`: a request counts as it is at its end, or at a random step of it, which is safer
     where the lengths of answers scatter more than geometric ones."""
-    prior_output_tokens: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    prior_output_tokens: Live[float | None] = Field(default=None, gt=0, allow_inf_nan=False)
     """Of `admission: memory_aware`: what an answer is taken for before any has been seen; null is 256."""
-    ttft_s: Seconds | None = None
+    ttft_s: Live[Seconds | None] = None
     """Seconds until the first token, promised to requests that bring no promise of their own, as under plain
     `vllm serve`."""
-    tpot_s: Seconds | None = None
+    tpot_s: Live[Seconds | None] = None
     """Mean seconds of a token after the first, promised likewise."""
-    sla: Literal["budget", "search"] = "budget"
+    sla: Live[Literal["budget", "search"]] = "budget"
     """How times per token are kept: by the model of step times, or by 001's Algorithm 2 for one mean time between
     tokens, `itl_target_s`."""
-    itl_target_s: Seconds | None = None
+    itl_target_s: Live[Seconds | None] = None
     """What `sla: search` holds."""
-    classes: tuple[str, ...] = ()
+    classes: Live[tuple[str, ...]] = ()
     """Service classes whose lengths are learned apart, by name; the application fills it in."""
-    refill: int | None = Field(default=None, ge=1)
+    refill: Live[int | None] = Field(default=None, ge=1)
     """k, the free slots at which exclusive batching refills; null is what `phase_rule` says."""
-    phase_rule: Literal["exact", "threshold", "ifr"] = "exact"
+    phase_rule: Live[Literal["exact", "threshold", "ifr"]] = "exact"
     """How long exclusive batching decodes between refills: the best length for the lengths of answers as measured, or
     003's theta0 for geometric ones, or that with its correction for a rising hazard."""
-    mode_rule: Literal["measured", "crossover"] = "measured"
+    mode_rule: Live[Literal["measured", "crossover"]] = "measured"
     """What `mode: auto` goes by: costs of steps with and without a prefill, or 003's eq. 8, which takes every mixed
     step to hold one."""
-    hysteresis_fraction: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    hysteresis_fraction: Live[float] = Field(default=0.01, ge=0, allow_inf_nan=False)
     """How much cheaper a token must be in the other mode before `mode: auto` changes to it."""
-    priority_margin_fraction: float = Field(default=0.0, allow_inf_nan=False)
+    priority_margin_fraction: Live[float] = Field(default=0.0, allow_inf_nan=False)
     """003's delta: how much cheaper a token must be in exclusive batching than in mixed besides. Above 0 favours a
     short time to the first token, below 0 a short time per token."""
-    exclusive_overflow_probability: float | None = Field(default=None, gt=0, lt=1)
+    exclusive_overflow_probability: Live[float | None] = Field(default=None, gt=0, lt=1)
     """With it 003's N* bounds the batch of exclusive batching: the chance that this outgrows the KV cache."""
-    max_wait_s: Seconds | None = None
+    max_wait_s: Live[Seconds | None] = None
     """In exclusive batching: the head of the queue waits at most this long for a refill."""
-    max_batch_size: int | None = Field(default=None, ge=1)
+    max_batch_size: Live[int | None] = Field(default=None, ge=1)
     """A fixed cap on running requests, below vLLM's own max_num_seqs."""
-    overflow_probability: float | None = Field(default=None, gt=0, lt=1)
+    overflow_probability: Live[float | None] = Field(default=None, gt=0, lt=1)
     """Chance allowed that the KV cache overflows and preempts; null is 0.05 by forecast and 0.01 by Algorithm 1."""
-    overcommit: bool = True
+    overcommit: Live[bool] = True
     """Admit beyond the forecast while preemptions cost less than the larger batch brings."""
-    profile: Path | None = None
+    profile: Live[Path | None] = None
     """A file that `sluice calibrate` wrote for this model and hardware."""
     measure_s: float = Field(default=10.0, ge=0, le=600, allow_inf_nan=False)
     """Most seconds at an engine's start, before it takes requests, to measure what steps cost, for `mode: auto` without
@@ -91,7 +88,7 @@ class SchedulerSettings(Section):
     policy: str | None = None
     """A class of your own that plans every step, `package.module:Class`, or another of policies/registry.py by name;
     null is Sluice's. See docs/guides/write-a-policy.md."""
-    policy_args: dict[str, JsonValue] = Field(default_factory=dict)
+    policy_args: dict[str, JsonValue] = {}
     """Settings of `policy`, its keywords."""
 
     @model_validator(mode="after")

@@ -1,13 +1,12 @@
 """What stands around the engines: `keys`, `logs`, `batches` and `responses`."""
 
 import re
-from collections.abc import Container
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.section import Seconds, Section
+from deployments.config.section import Live, Seconds, Section
 from deployments.process.log_settings import LogFormat, LogLevel, LogSettings, LogTarget
 
 
@@ -27,14 +26,12 @@ class LogsSection(Section):
     """Logs of Sluice's processes, with a line for each request when it ends, never with what it says. Routers and
     engine replicas follow a change. The runner of batches and predictor replicas of their own go by `args`."""
 
-    FIXED: ClassVar[Container[str]] = frozenset()
-
-    to: LogTarget = "files"
+    to: Live[LogTarget] = "files"
     """`files` of Ray's in each node's session folder. `stdout` has a copy of every line on the standard output of the
     pod, or of what else has started Ray there: `ray start --block`, `sluice serve`."""
-    format: LogFormat = "json"
+    format: Live[LogFormat] = "json"
     """`json` has one object a line, `human` text for people."""
-    level: LogLevel | None = None
+    level: Live[LogLevel | None] = None
     """From which one on; the line of a request is INFO. null goes by SLUICE_LOG_LEVEL, and without it by INFO."""
 
     def settings(self) -> LogSettings:

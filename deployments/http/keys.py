@@ -22,13 +22,14 @@ from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import redis.asyncio as redis
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from deployments.config.messages import what_is_wrong
+from deployments.config.section import Live
 from policies.errors import ConfigError, StateStoreError
 from router.admission import Tenant
 from router.redis_store import AWAY
@@ -49,21 +50,20 @@ class KeyEntry(BaseModel):
     """One key as it is written down."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    FIXED: ClassVar = frozenset[str]()  # all of it is read again
 
-    name: str = Field(min_length=1, max_length=64)
+    name: Live[str] = Field(min_length=1, max_length=64)
     """Whose key it is; it stands in logs and metrics."""
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: Live[str] = Field(pattern=r"^[0-9a-f]{64}$")
     """The SHA-256 of the key, in hexadecimal; `sluice keys new` prints it."""
-    default_class: str | None = None
+    default_class: Live[str | None] = None
     """Of its requests that name no class; null is `default_class` of the application."""
-    classes: frozenset[str] | None = None
+    classes: Live[frozenset[str] | None] = None
     """Those that it may ask for; null allows all."""
-    requests_per_minute: Rate | None = None
+    requests_per_minute: Live[Rate | None] = None
     """Requests that it may start; a minute's worth may come at once. null sets no limit."""
-    tokens_per_minute: Rate | None = None
+    tokens_per_minute: Live[Rate | None] = None
     """Tokens of prompts and answers together; a minute's worth may come at once. null sets no limit."""
-    may_tighten: bool = False
+    may_tighten: Live[bool] = False
     """Whether its requests may ask for tighter targets than their class has."""
 
     @cached_property

@@ -28,25 +28,25 @@ TABLE = CHART / "README.md"
 LIVE_KEYS = CHART / "files/live-keys.json"
 PAGE = CHART.parents[1] / "docs" / "reference" / "configuration.md"
 CHART_SETS = {
-    "AppConfig": {"redis_url", "redis_ca_certs"},
-    "EngineSection": {
-        "num_gpus",
-        "num_cpus",
-        "resources",
-        "bind_host",
-        "placement_group_bundles",
-        "placement_group_strategy",
-    },
-    "PrefillSection": {"resources"},
-    "KeysSection": {"file"},
+    "redis_url",
+    "redis_ca_certs",
+    "keys.file",
+    "engine.num_gpus",
+    "engine.num_cpus",
+    "engine.resources",
+    "engine.bind_host",
+    "engine.placement_group_bundles",
+    "engine.placement_group_strategy",
+    "engine.prefill.resources",
 }
 # Live, but they also say how engines and routers start: whether a new engine is measured, and whether a policy of one's
-# own can be made, and how those processes log that no router tells of a change. And of engine.prefill.scheduler the
-# defaults depend on whether the section is there. The chart leaves them in `args`.
-OF_THE_START = re.compile(r"(mode|profile|policy_args|logs\.to|logs\.format)$|engine\.prefill\.")
-DROPPED = ("title", "format", "writeOnly")
+# own can be made, and how those processes log that no router tells of a change. The chart leaves them in `args`.
+OF_THE_START = re.compile(r"(mode|profile|policy_args|logs\.to|logs\.format)$")
+DROPPED = ("title", "format", "writeOnly", reference.LIVE)
 ANYTHING: dict[str, Any] = {}  # the schema of pydantic's JsonValue
 APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."
+SET_ELSEWHERE = ", ".join(f"`{path}`" for path in sorted(CHART_SETS))
+APP_ROW = f"[Its keys](../../docs/reference/configuration.md), but for what the chart sets: {SET_ELSEWHERE}"
 README_HEAD = """\
 # The chart `sluice`
 
@@ -67,34 +67,22 @@ def definitions() -> dict[str, Any]:
     app = reference.schema(AppConfig)
     models = {**app.pop("$defs"), "AppConfig": app, "KeyEntry": reference.schema(KeyEntry)}
     sections = {name: model for name, model in sorted(models.items()) if "properties" in model}
-    return {_name(name): _draft_07(name, model, sections) for name, model in sections.items()}
+    return {_name(name): _draft_07(name, model) for name, model in sections.items()}
 
 
 def _name(model: str) -> str:
     return {"AppConfig": "app", "KeyEntry": "keyEntry"}.get(model, f"app{model}")
 
 
-def _draft_07(name: str, model: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    fields = {key: value for key, value in model["properties"].items() if key not in CHART_SETS.get(name, ())}
-    properties = {
-        key: {"description": value["description"], **_clean(value), **_other_defaults(value, sections)}
-        for key, value in fields.items()
-    }
+def _draft_07(name: str, model: dict[str, Any]) -> dict[str, Any]:
+    set_here = {key.name for key in reference.all_keys(AppConfig) if key.owner == name and key.path in CHART_SETS}
+    fields = {key: value for key, value in model["properties"].items() if key not in set_here}
+    properties = {key: {"description": value["description"], **_clean(value)} for key, value in fields.items()}
     if name == "AppConfig":
         properties["name"] = {"description": APP_NAME, "type": "string", "pattern": fields["name"]["pattern"]}
     schema = {"description": model["description"], "type": "object", "additionalProperties": False}
     required = {"required": model["required"]} if "required" in model else {}
     return schema | {"properties": properties} | required
-
-
-def _other_defaults(value: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """Of a section that has other defaults here than elsewhere."""
-    section = sections.get(value.get("$ref", "").split("/")[-1])
-    if section is None or "default" not in value:
-        return {}
-    usual = {key: each.get("default") for key, each in section["properties"].items()}
-    other = {key: here for key, here in value["default"].items() if not isinstance(here, dict) and here != usual[key]}
-    return {"default": other} if other else {}
 
 
 def _clean(schema: Any) -> Any:
@@ -127,7 +115,7 @@ def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any)
         value = _resolved(value, root)
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if key == "app":
-            yield from app_rows(default)
+            yield key, "object", "see values.yaml", f"{value['description']} {APP_ROW}"
             continue
         name, each = f"{path}{key}", _resolved(value.get("additionalProperties") or {}, root)
         if value.get("properties"):
@@ -143,20 +131,6 @@ def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any)
             yield name, _type(value), shown, value["description"]
         if "properties" in each:
             yield from rows(each, f"{name}.NAME.", root, None)
-
-
-def app_rows(defaults: Any) -> Iterator[tuple[str, str, str, str]]:
-    """The application's own, but for what the chart sets."""
-    for key in reference.all_keys(AppConfig):
-        if key.type == "section" or key.name in CHART_SETS.get(key.owner.__name__, ()):
-            continue
-        given = defaults
-        for part in key.path.split("."):
-            given = given.get(part) if isinstance(given, dict) else None
-        shown = key.default if given is None else json.dumps(given)
-        default = "" if key.path == "name" or shown in ("", "null") else f"`{shown}`"
-        unit = f" ({key.unit})" if key.unit else ""
-        yield f"app.{key.path}", f"{key.type}{unit}", default, APP_NAME if key.path == "name" else key.meaning
 
 
 def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:

@@ -604,12 +604,15 @@ def argv_of(section: dict[str, Any], role: config_module.Role) -> dict[str, Any]
 
 
 def test_both_groups_get_the_same_connector_with_its_two_roles_and_schedulers_of_their_own() -> None:
-    reading, answering = (argv_of({"scheduler": {"mode": "stock"}, "keep_s": 12}, r) for r in ("prefill", "decode"))
+    reading, answering = (argv_of({"keep_s": 12}, role) for role in ("prefill", "decode"))
     assert reading["transfer"] == answering["transfer"] | {"kv_role": "kv_producer"}
     assert answering["transfer"]["kv_role"] == "kv_consumer"
     assert reading["transfer"]["kv_connector"] == "NixlConnector"
     assert reading["transfer"]["kv_connector_extra_config"] == {"kv_lease_duration": 12}
-    assert (reading["scheduler"]["mode"], answering["scheduler"]["mode"]) == ("stock", "auto")
+    assert (reading["scheduler"]["mode"], answering["scheduler"]["mode"]) == ("mixed", "auto")
+    assert (reading["scheduler"]["admission"], answering["scheduler"].get("admission")) == ("slots", None)
+    stock = config(engine={"scheduler": {"mode": "stock"}, "prefill": {}}).plug_in_settings("prefill")
+    assert stock.mode == "stock", "as the other group"
 
 
 def test_files_go_into_a_bounded_folder_of_this_user() -> None:

@@ -122,7 +122,7 @@ def test_engines_that_began_as_stock_have_no_plug_in_to_turn_on() -> None:
 
 
 def test_engines_follow_classes_and_their_targets() -> None:
-    base = config(engine={"prefill": {"scheduler": {"mode": "mixed"}}})
+    base = config(engine={"prefill": {}})
     changed = with_live(
         base,
         {

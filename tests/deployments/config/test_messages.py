@@ -7,6 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.config.application import checked
+from deployments.config.gone import GONE
 from deployments.config.messages import what_is_wrong
 from deployments.http.keys import KeyEntry
 from policies.errors import ConfigError
@@ -29,6 +30,10 @@ def said(text: str) -> str:
         ("engine: {replica: 2}", "engine.replica: there is no such key; did you mean engine.replicas?"),
         ("engine_replicas: 2", "engine_replicas: there is no such key; did you mean engine.replicas?"),
         ("engin: {}", "engin: there is no such key; did you mean engine?"),
+        (
+            "engine: {prefill: {scheduler: {}}}",
+            f"engine.prefill.scheduler: is gone: {GONE['engine.prefill.scheduler']}",
+        ),
         ("ttft_ms: 500", "ttft_ms: there is no such key; did you mean classes.NAME.ttft_s, in seconds?"),
         (
             "classes: {standard: {ttft_ms: 500}}",

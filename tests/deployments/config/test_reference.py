@@ -45,9 +45,7 @@ def test_the_schema_takes_what_is_served_and_refuses_what_is_not() -> None:
     assert not validator.is_valid({"model": "m", "engin": {}})
 
 
-def test_defaults_are_those_in_force_at_their_place() -> None:
-    assert (key("engine.scheduler.mode").default, key("engine.prefill.scheduler.mode").default) == ('"auto"', '"mixed"')
-    assert key("engine.prefill.scheduler.admission").default == '"slots"'
+def test_defaults_are_those_in_force() -> None:
     assert key("model").is_needed and not key("name").is_needed
     made, compared = AppConfig(model="m"), 0
     for each in KEYS:
@@ -74,9 +72,8 @@ def test_units_follow_from_names() -> None:
 
 
 def test_what_changes_live_of_schedulers_is_what_live_control_takes() -> None:
-    for section in ("engine.scheduler", "engine.prefill.scheduler"):
-        live = {each.name for each in below(KEYS, section) if each.is_live}
-        assert live == SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED
+    live = {each.name for each in below(KEYS, "engine.scheduler") if each.is_live}
+    assert live == SchedulerSettings.live_keys()
 
 
 def test_targets_and_limits_change_live_and_what_is_deployed_does_not() -> None:

@@ -216,7 +216,7 @@ async def test_other_settings_by_configuration_begin_anew_and_those_of_before_fi
     replica, other = Replica(store), Replica(store)
     await replica.live.change({"mode": "mixed"})
     live = {name: value for name, value in CONFIGURED.changed({"tpot_s": 0.05}).model_dump(mode="json").items()}
-    live = {name: value for name, value in live.items() if name not in SchedulerSettings.FIXED}
+    live = {name: value for name, value in live.items() if name in SchedulerSettings.live_keys()}
     for each in (replica, other):
         await each.live.follow(live)
         assert each.settings == CONFIGURED.changed({"tpot_s": 0.05}), "what was changed was under other settings"

@@ -81,7 +81,7 @@ class SluiceScheduler(AsyncScheduler):
         """
         self.report()
         # Before they are looked at, which runs the code that they name: that is for the configuration alone to say.
-        for name in sorted(SchedulerSettings.FIXED):
+        for name in SchedulerSettings.fixed_keys():
             if changes.get(name, now := getattr(self.settings, name)) != now:
                 raise ConfigError(f"{name} cannot change while the engine runs: set engine.scheduler and redeploy")
         self._adopt(self.settings.changed(changes))

@@ -115,7 +115,7 @@ def test_every_setting_changes_what_steps_hold(key: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields.keys() - SchedulerSettings.FIXED))
+@pytest.mark.parametrize("key", sorted(SchedulerSettings.live_keys()))
 def test_a_live_change_is_served_as_if_it_had_stood_there_from_the_start(key: str, folder: Path) -> None:
     case = CASES[key]
     changes = {key: str(folder / case.value) if key == "profile" else case.value, **case.with_it}
