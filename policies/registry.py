@@ -25,9 +25,6 @@ from policies.router.order import (
     SJF,
     Deadline,
     DeadlineConfig,
-    EstimatedWork,
-    VirtualDeadline,
-    VirtualDeadlineConfig,
 )
 from policies.router.placement import (
     LeastOutstandingWork,
@@ -67,9 +64,7 @@ REGISTRY: dict[str, Entry] = {
     "fcfs": Entry(Family.ORDER, None, FCFS),
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),
-    "estimated_work": Entry(Family.ORDER, None, EstimatedWork),
     "deadline": Entry(Family.ORDER, DeadlineConfig, Deadline),
-    "virtual_deadline": Entry(Family.ORDER, VirtualDeadlineConfig, VirtualDeadline),
     "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
     "soonest_first_token": Entry(Family.PLACEMENT, None, SoonestFirstToken),
     "round_robin": Entry(Family.PLACEMENT, None, RoundRobin),

@@ -114,7 +114,7 @@ FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
     "forecast admission": _batch(admission="slots"),
     "promises": lambda config: replace(config, promises={}),
     "phases by cost": _batch(mode="mixed"),
-    "virtual deadline": _in_order_of_arrival,
+    "order by deadline": _in_order_of_arrival,
     "placement by first token": lambda config: replace(config, placement="most_credit"),
     "queue in the router": lambda config: replace(
         config, router=replace(config.router, credit_lookahead=None, credit_s=None)

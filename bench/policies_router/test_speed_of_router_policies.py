@@ -22,7 +22,7 @@ from policies.gang.packing import PackedBatch, best_fit_decreasing, first_fit_de
 from policies.papers.bin_worth import bins_for_load
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import EdgeRule, MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Deadline, DeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig, SoonestFirstToken
 from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
 
@@ -75,8 +75,8 @@ def test_bins_for_a_load(benchmark: BenchmarkFixture) -> None:
     assert benchmark(bins_for_load, 1.0, 8, draw_lengths(4096)) >= 1
 
 
-def test_key_of_a_virtual_deadline(benchmark: BenchmarkFixture) -> None:
-    order = VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"chat": 0.5, "batch": 30.0}))
+def test_key_of_a_deadline(benchmark: BenchmarkFixture) -> None:
+    order = Deadline(DeadlineConfig(class_targets_s={"chat": 0.5, "batch": 30.0}))
     assert benchmark(order.key, 1e9, "chat", 2.5, 900) > 1e9
 
 

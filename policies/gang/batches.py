@@ -9,8 +9,8 @@ Departures (ERRATA numbers):
   what is there at once; a batch that has to wait for a replica grows until one is idle, up to its size.
 - 0.18 There may be several replicas.
 - Time of formation is told by the keys of the order policy, not by a clock: a bin holds requests of one class and like
-  length, so their keys ascend as they arrive. With first come, first served it is the paper's order; with virtual
-  deadlines the classes' targets count between bins, and their ageing bounds the wait.
+  length, so their keys ascend as they arrive. With first come, first served it is the paper's order; by deadlines
+  the classes' targets count between bins, and bound the wait.
 - Shortest first would let short batches overtake a long one for ever: it ends with the long one's patience.
 """
 

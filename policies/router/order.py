@@ -4,10 +4,9 @@ A key is a finite double, so it serves as the score of a Redis sorted set; the l
 driver's to break (by arrival, or by id as Redis does). Keys of different orders must not share a queue.
 
 Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths; here for whole
-queues, and in `deadline_keys` for classes that fill idle capacity, as its offline tasks do). The default,
-`Deadline`, is earliest due date first (Jackson 1955), which keeps the greatest lateness least. Estimated work and the
-virtual deadline are this project's: shortest-first lowers the mean wait but starves the long, and LJF the short,
-without a bound; a deadline fixed at arrival keeps most of the gain and bounds the harm, see `VirtualDeadline`.
+queues, and in `deadline_keys` for classes that fill idle capacity, as its offline tasks do): shortest-first lowers the
+mean wait but starves the long, and LJF the short, without a bound. The default, `Deadline`, is earliest due date first
+(Jackson 1955), which keeps the greatest lateness least.
 """
 
 import math
@@ -73,13 +72,6 @@ class LJF:
         return -float(prompt_tokens)
 
 
-class EstimatedWork:
-    """Least work first: prompt and predicted output in seconds. No bound, as SJF."""
-
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
-        return estimated_work_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
     """Seconds in which a first token is due, where the request itself is promised nothing else; None is no target.
@@ -98,6 +90,12 @@ class DeadlineConfig:
     def __post_init__(self) -> None:
         require_at_least(0, self, "default_target_s")
         _check_targets(self.class_targets_s)
+
+
+def _check_targets(class_targets_s: Mapping[str, float | None]) -> None:
+    for slo_class, target_s in class_targets_s.items():
+        if target_s is not None and not 0.0 <= target_s < math.inf:
+            raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
 
 
 class Deadline:
@@ -196,98 +194,3 @@ let them start, and a tenth costs those in time a tenth at most."""
 def is_owed_a_start(starts: int, key: float, now_s: float) -> bool:
     """Whether the next start, after so many, is for a request behind those in time that has this key."""
     return starts % STARTS_FOR_THE_PATIENT == STARTS_FOR_THE_PATIENT - 1 and key % BAND_S <= now_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualDeadlineConfig:
-    """How much a class and a second of work count against a second of waiting.
-
-    Attributes:
-        class_targets_s: seconds in which a request of that class should start; a smaller target goes earlier.
-        default_target_s: the target of requests without a class, or of one not named above.
-        work_weight: seconds of head start that one second less of estimated work is worth; 0 orders by class and
-            arrival only, a large one approaches least work first. What 1 and 4 gain over first come, first served
-            docs/measurements/policies.md measures (`queue-order`).
-        max_work_s: work counts up to here, so that no estimate, however wrong, can put a request off by more than
-            work_weight * max_work_s.
-
-    Raises:
-        ConfigError: a value is negative or not finite.
-    """
-
-    class_targets_s: Mapping[str, float] = field(default_factory=dict)
-    default_target_s: float = 1.0
-    work_weight: float = 1.0
-    max_work_s: float = 15.0
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "default_target_s", "work_weight", "max_work_s")
-        _check_targets(self.class_targets_s)
-
-
-def _check_targets(class_targets_s: Mapping[str, float | None]) -> None:
-    for slo_class, target_s in class_targets_s.items():
-        if target_s is not None and not 0.0 <= target_s < math.inf:
-            raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
-
-
-class VirtualDeadline:
-    """Orders by a deadline fixed at arrival, which is ageing without ever touching a queued request again.
-
-        key = arrival_s + target_s(class) + work_weight * min(estimated_work_s, max_work_s)
-
-    Bound. Write a, t, w for a request's arrival, target and counted work (0 <= w <= max_work_s), t_min for the smallest
-    target of any class. A request that arrives at a' > a starts first only if its key is not higher:
-
-        a' + t' + work_weight * w' <= a + t + work_weight * w
-        a' - a <= (t - t') + work_weight * (w - w') <= (t - t_min) + work_weight * w =: D
-
-    because t' >= t_min and w' >= 0. So only arrivals within D seconds after a request can overtake it, whatever the
-    load (`overtaking_window_s`), and no request's D exceeds max target - min target + work_weight * max_work_s
-    (`overtaking_bound_s`). Nothing smaller holds: an arrival of the most urgent class without work just inside D does
-    overtake.
-
-    Consequence for the wait. Until a waiting request starts, a server that pops the lowest key starts only requests
-    that waited at a or arrived in (a, a + D]. Let U be their work and what was left at a of the running ones. A server
-    that never idles while something waits and does c seconds of work per second starts the request by a + U / c, and no
-    arrival after a + D can add to U.
-    """
-
-    def __init__(self, config: VirtualDeadlineConfig) -> None:
-        self.config = config
-        targets = (*config.class_targets_s.values(), config.default_target_s)
-        self._least_target_s, self._greatest_target_s = min(targets), max(targets)
-
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
-        """The virtual deadline, on the clock of ``arrival_s``.
-
-        Raises:
-            InputError: arrival_s is not finite, or estimated_work_s is negative or NaN (infinite work is capped).
-        """
-        if not math.isfinite(arrival_s):
-            raise InputError(f"arrival_s must be finite, got {arrival_s}")
-        return arrival_s + self._head_start_s(slo_class, estimated_work_s)
-
-    def _head_start_s(self, slo_class: str | None, estimated_work_s: float) -> float:
-        if not estimated_work_s >= 0.0:
-            raise InputError(f"estimated_work_s must be >= 0, got {estimated_work_s}")
-        return self._target_s(slo_class) + self.config.work_weight * min(estimated_work_s, self.config.max_work_s)
-
-    def _target_s(self, slo_class: str | None) -> float:
-        if slo_class is None:
-            return self.config.default_target_s
-        return self.config.class_targets_s.get(slo_class, self.config.default_target_s)
-
-    def overtaking_window_s(self, slo_class: str | None, estimated_work_s: float) -> float:
-        """D of this request: arrivals more than this many seconds after it cannot start before it.
-
-        Raises:
-            InputError: estimated_work_s is negative or NaN.
-        """
-        return self._head_start_s(slo_class, estimated_work_s) - self._least_target_s
-
-    @property
-    def overtaking_bound_s(self) -> float:
-        """The largest D of any request under this configuration."""
-        spread_s = self._greatest_target_s - self._least_target_s
-        return spread_s + self.config.work_weight * self.config.max_work_s

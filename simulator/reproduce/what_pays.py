@@ -342,9 +342,10 @@ def queue_order(setting: Setting) -> list[str]:
     """Bursts (gaps with a cv of 3) at 80 and 95 % load, 64 slots: latency by the order of the queue against FCFS."""
     source = {"azure_conv": setting.workload("azure_conv")}
     orders: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("fcfs", {}), ("virtual_deadline", {"work_weight": 1.0}), ("virtual_deadline", {"work_weight": 4.0}),
-        ("estimated_work", {}), ("sjf", {}),
-    )  # fmt: skip
+        ("fcfs", {}),
+        ("simulator.comparisons:LeastWork", {}),
+        ("sjf", {}),
+    )
     loads = (0.8, 0.95)
     jobs = list(product(loads, range(setting.runs)))
     found = np.array(setting.each(partial(_orders, source, orders), jobs)).reshape(len(loads), setting.runs, -1, 3)

@@ -25,10 +25,7 @@ from policies.router.order import (
     SJF,
     Deadline,
     DeadlineConfig,
-    EstimatedWork,
     Order,
-    VirtualDeadline,
-    VirtualDeadlineConfig,
 )
 from policies.router.placement import (
     LeastOutstandingWork,
@@ -44,9 +41,7 @@ ORDERS: dict[str, Callable[[], Order]] = {
     "fcfs": FCFS,
     "sjf": SJF,
     "ljf": LJF,
-    "estimated_work": EstimatedWork,
     "deadline": lambda: Deadline(DeadlineConfig(class_targets_s={"chat": 0.2, "batch": None})),
-    "virtual_deadline": lambda: VirtualDeadline(VirtualDeadlineConfig(class_targets_s={"chat": 0.2, "batch": 30.0})),
 }
 PLACEMENTS: dict[str, Callable[[], Placement]] = {
     "least_outstanding_work": lambda: LeastOutstandingWork(LeastOutstandingWorkConfig()),

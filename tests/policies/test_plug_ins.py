@@ -11,7 +11,7 @@ from policies.engine.plans import capped_plan
 from policies.errors import ConfigError, PolicyError
 from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
 from policies.registry import Family, build_of, kinds
-from policies.router.order import VirtualDeadline
+from policies.router.order import Deadline
 from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
 
 MODULE = """
@@ -144,7 +144,7 @@ def test_an_order_is_not_a_batch_policy_and_a_placement_is_nobody_s_own() -> Non
 
 
 def test_a_name_of_the_registry_is_taken_from_its_own_family_alone() -> None:
-    assert isinstance(build_of(Family.ORDER, "virtual_deadline", {"work_weight": 2.0}), VirtualDeadline)
+    assert isinstance(build_of(Family.ORDER, "deadline", {"default_target_s": 2.0}), Deadline)
     for family, name in ((Family.BATCH, "fcfs"), (Family.ORDER, "auto"), (Family.PLACEMENT, "fcfs")):
         with pytest.raises(ConfigError, match=f"{family.value} policy must be one of {kinds(family)[0]}.*got '{name}'"):
             build_of(family, name, {})

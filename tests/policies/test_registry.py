@@ -30,7 +30,7 @@ def test_settings_reach_the_config() -> None:
 
 
 def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'fastest'.*exclusive_mixed.*virtual_deadline"):
+    with pytest.raises(ConfigError, match=r"'fastest'.*exclusive_mixed.*sjf"):
         build("fastest")
 
 

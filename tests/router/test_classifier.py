@@ -9,7 +9,7 @@ from policies.errors import StateStoreError
 from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
 from policies.lengths.drift import DriftConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import IdleOrder, VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Band, Deadline, DeadlineConfig, IdleOrder, banded
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
@@ -66,9 +66,7 @@ def classifier(
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(bins),
-        order=VirtualDeadline(
-            VirtualDeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0, work_weight=1.0)
-        ),
+        order=Deadline(DeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0)),
         step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=100,
@@ -185,12 +183,11 @@ def test_the_callers_limit_caps_the_default() -> None:
     assert classifier().ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.025)
 
 
-def test_the_deadline_key_grows_with_arrival_target_and_work() -> None:
+def test_the_deadline_key_grows_with_arrival_and_target() -> None:
     sorter = classifier()
     base = sorter.ticket(size(), "fast", "a", 0.0).ticket.deadline_key
     assert sorter.ticket(size(), "fast", "a", 10.0).ticket.deadline_key == pytest.approx(base + 10.0)
     assert sorter.ticket(size(), "slow", "a", 0.0).ticket.deadline_key == pytest.approx(base + 59.0)
-    assert sorter.ticket(size(2000), "fast", "a", 0.0).ticket.deadline_key > base
 
 
 async def test_a_length_counts_after_the_exchange_and_once() -> None:
@@ -317,13 +314,13 @@ def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
     changed = classifier()
     before = changed.ticket(size(), "slow", "a", 100.0).ticket
     changed.adopt(
-        order=VirtualDeadline(VirtualDeadlineConfig(class_targets_s={}, default_target_s=2.0, work_weight=0.0)),
+        order=Deadline(DeadlineConfig(default_target_s=2.0)),
         fills_idle={"slow": "deadline"},
         late_patience_s=60.0,
     )
     after = changed.ticket(size(), "slow", "a", 100.0).ticket
     assert (before.fills_idle, after.fills_idle) == (False, True)
-    assert before.deadline_key > after.deadline_key == 102.0
+    assert before.deadline_key > after.deadline_key == banded(Band.IN_TIME, 102.0)
 
 
 def prompt(tokens: int, salt: str = "") -> RequestSize:

@@ -18,7 +18,7 @@ from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, StateStoreError
 from policies.router.admission import Limits, Refusal
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import VirtualDeadline, VirtualDeadlineConfig
+from policies.router.order import Deadline, DeadlineConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
 from policies.types import StepCoefficients, StepTimes
@@ -240,7 +240,7 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=VirtualDeadline(VirtualDeadlineConfig()),
+        order=Deadline(DeadlineConfig()),
         step_times=TIMES,
         shared_batch_size=4,
         default_output_tokens=16,

@@ -63,7 +63,7 @@ def small(batch: str, **changes: Any) -> ClusterConfig:
     kind, batch_settings = BATCHES[batch]
     bins = MultiBinConfig(bins=3, refit_every=16)
     router = RouterConfig(class_by_bin=True)
-    given = {"replicas": 2, "order": "virtual_deadline", "bins": bins, "router": router, **changes}
+    given = {"replicas": 2, "order": "deadline", "bins": bins, "router": router, **changes}
     return ClusterConfig(times=TIMES, engine=SMALL, batch=kind, batch_settings=batch_settings, **given)
 
 

@@ -108,7 +108,7 @@ def test_a_plan_says_what_went_in_and_what_each_point_cost(planned: Path) -> Non
         expect(given.get_by_role("row", name="good enough")).to_contain_text("95.0% of every class")
         expect(given).to_contain_text("sluice plan --engine Llama-3.1-8B@h100_sxm --price")
         expect(page.locator("tr.best")).to_have_count(2)
-        expect(page.locator("section").first).to_contain_text("virtual deadline")
+        expect(page.locator("section").first).to_contain_text("deadline")
         assert re.search(r"[12] × Llama-3.1-8B@h100_sxm (stock|sluice): cost \d.*% in time", told(page, 1))
         expect(page.locator(".chart").nth(1).locator("> svg .line")).to_have_count(2)
 
