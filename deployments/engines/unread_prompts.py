@@ -4,6 +4,7 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+from policies.live import Live
 from router.state_store import Reading
 
 # Prompts that took so long to read are told at once, and shorter ones when they add up to it: until then they drive
@@ -19,11 +20,11 @@ class UnreadPrompts:
     read than was counted, by as much as the engine says, and at most by what was taken for cached.
     """
 
-    def __init__(self, credit_s: float | None) -> None:
+    def __init__(self, credit_s: Live[float | None]) -> None:
         """Args:
-        credit_s: enough is what takes so long to read; None sets no bound.
+        credit_s: what takes this long to read is enough; None sets no bound.
         """
-        self.credit_s = credit_s
+        self._credit_s = credit_s
         self._unread: dict[str, tuple[int, int]] = {}  # tokens that count as unread, and those taken for cached
         self._read: set[str] = set()  # since the shared state was told
         self._untold_tokens = 0  # of those
@@ -84,9 +85,10 @@ class UnreadPrompts:
     @property
     def max_unread_tokens(self) -> int | None:
         """Where the engine has enough; None where nothing says so."""
-        if self.credit_s is None or not self._token_s:
+        credit_s = self._credit_s.now
+        if credit_s is None or not self._token_s:
             return None
-        most = self.credit_s / self._token_s
+        most = credit_s / self._token_s
         return max(1, math.floor(most)) if math.isfinite(most) else None
 
     def report(self) -> Reading:

@@ -12,7 +12,7 @@ from ray import serve
 from deployments.config.application import AppConfig
 from deployments.config.engine import Role
 from deployments.config.live import EngineTerms
-from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces
 from deployments.process.environment import nixl_env, set_up_gpu_engine
 from deployments.process.logs import log_by
@@ -26,6 +26,7 @@ from deployments.serving.live_control import LiveControl
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.redis_server import embedded_redis_url
 from policies.errors import ConfigError, ReplicaLostError
+from policies.live import Live
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import ReplicaInfo
 
@@ -113,7 +114,7 @@ class EngineReplica:
         settings = self._config.scheduler_settings(self._role)
         self._live_control = LiveControl(self._store, settings, self._engine.control)
         self._live_settings = LiveSettings(self._store, self._config)
-        self._terms = EngineTerms.of(self._config, self._config, self._role)
+        self._terms = Live(EngineTerms.of(self._config, self._config, self._role))
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
         check = None if self._config.engine.prefill is None else self._check_pairs
@@ -138,15 +139,16 @@ class EngineReplica:
             StateStoreError: the shared state does not answer.
             Exception: the engine refuses it; all but its scheduler's settings is in force.
         """
-        terms = await self._live_settings.terms() or self._terms
-        if terms != self._terms:
-            self._terms = terms
+        terms = await self._live_settings.terms() or self._terms.now
+        if terms != self._terms.now:
+            self._terms.replace(terms)
             log_by(terms.logs)
-            self._relay.adopt(credit_s=terms.credit_s, credit_lookahead=self._credit_lookahead())
         await self._live_control.follow(terms.scheduler or {})
 
-    def _credit_lookahead(self) -> int:
-        return self._config.credit_lookahead(self._engine.slots, self._terms.credit_s) if self._role == "decode" else 0
+    def _credit(self, terms: EngineTerms) -> Credit:
+        is_decode = self._role == "decode"
+        lookahead = self._config.credit_lookahead(self._engine.slots, terms.credit_s) if is_decode else 0
+        return Credit(lookahead=lookahead, reading_s=terms.credit_s)
 
     async def _check_pairs(self) -> None:
         """To be called once the other group can see this replica.
@@ -177,13 +179,12 @@ class EngineReplica:
                 kv_layout=self._engine.kv_layout,
             ),
             config=RelayConfig(
-                credit_lookahead=self._credit_lookahead(),
                 heartbeat_s=config.router.heartbeat_s,
                 hang_timeout_s=config.engine.hang_timeout_s,
                 step_times=None if config.mode == "stock" else config.work.build(),
-                credit_s=self._terms.credit_s,
                 **self._prefill_bounds(),
             ),
+            credit=self._terms.view(self._credit),
         )
 
     def _prefill_bounds(self) -> dict[str, Any]:
@@ -217,6 +218,6 @@ class EngineReplica:
         try:
             async with asyncio.timeout(timeout_s):
                 # What is taken until then has as long again, and what waits now waits no longer than max_wait_s.
-                await self._relay.drain(min(timeout_s / 2, self._terms.max_wait_s))
+                await self._relay.drain(min(timeout_s / 2, self._terms.now.max_wait_s))
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")

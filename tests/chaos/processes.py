@@ -17,8 +17,9 @@ from collections import Counter
 
 import uvloop
 
-from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.process.parent import die_with_parent
+from policies.live import Live
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
@@ -70,8 +71,8 @@ async def serve(options: argparse.Namespace) -> None:
             heartbeat_s=HEARTBEAT_S,
             lease_s=LEASE_S,
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
-            credit_s=CREDIT_S,
         ),
+        credit=Live(Credit(reading_s=CREDIT_S)),
     )
     await relay.start(options.host)
     stopped = asyncio.Event()

@@ -20,11 +20,12 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
-from deployments.engines.relay import Relay, RelayConfig
+from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces
 from deployments.process.environment import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
+from policies.live import Live
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
@@ -230,7 +231,8 @@ class Service:
             engine=engine,
             store=self._stores[-1],
             info=msgspec.structs.replace(_info(f"r{len(self.replicas)}", silence_s), classes=classes),
-            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times, credit_s=credit_s),
+            config=RelayConfig(heartbeat_s=HEARTBEAT_S, lease_s=lease_s, step_times=step_times),
+            credit=Live(Credit(reading_s=credit_s)),
             traces=traces,
         )
         await relay.start("127.0.0.1")
@@ -1611,7 +1613,7 @@ async def test_a_request_that_is_moved_goes_on_where_its_prompt_is_cached(servic
     answer = await front_end.ask(FakeRequest(request_id="q", prompt=PROMPT, max_tokens=2000))
     holder.engine.cache.blocks = all_blocks(holder)  # type: ignore[union-attr]
     await front_end.ask(FakeRequest(request_id="p", prompt=[1], max_tokens=3))
-    holder.relay._blocks_due.set()
+    holder.relay._blocks.due.set()
     await hits_are(front_end, r0=40, r1=0, r2=40)
     await lost.die()
     await until(lambda: holder.engine.held == 1)

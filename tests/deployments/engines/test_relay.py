@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from deployments.engines import relay as relay_module
+from deployments.engines import router_link
+from deployments.engines.on_board import StepSpeed
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.environment import free_port
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
@@ -114,7 +116,7 @@ def test_an_engine_that_steps_as_predicted_is_not_slow_whatever_its_requests_hol
         mixed=StepCoefficients(overhead_s=0.003, prefill_s=4e-5, decode_s=2e-4, kv_s=3e-7),
     )
     clock = ManualClock()
-    steps = relay_module._Steps(times, clock)
+    steps = StepSpeed(times, clock)
     for number in range(200):
         content = {"prefill_tokens": 500 * (number % 4 == 0), "decode_requests": 32, "kv_tokens": 32 * context}
         clock.advance_to(clock.now() + times.step_s(**content))
@@ -136,7 +138,7 @@ async def test_steps_are_compared_by_what_their_requests_hold(replica: Replica) 
         def idle(self) -> None: ...
 
     contents = Contents()
-    replica.relay._steps = contents  # type: ignore[assignment]
+    replica.relay._board.speed = contents  # type: ignore[assignment]
     reader = await replica.reader()
     reader.add("x", 5)
     await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
@@ -241,7 +243,7 @@ async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anyt
     dying.add("x", 5)
     living.add("y", 5)
     await until(lambda: replica.engine.held == 2)
-    (router,) = [held.router for held in replica.relay._held.values() if held.request_id == "x"]
+    (router,) = [held.link for held in replica.relay._board._held.values() if held.request_id == "x"]
     router.writer.transport.abort()
     await asyncio.sleep(0)  # it is closed now, and whoever reads from it has not woken yet
     assert "x" in router.request_ids
@@ -253,7 +255,7 @@ async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anyt
 
 
 async def test_a_router_that_does_not_read_is_hung_up_on(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(router_link, "MAX_UNSENT_BYTES", 1000)
     replica.engine.step_s = 0.0
     deaf = await replica.reader("deaf")
     deaf.ended.cancel()
@@ -578,7 +580,7 @@ async def test_without_its_shared_state_it_says_so_at_start_and_leaves_in_peace(
     await store.close()
 
 
-@pytest.mark.parametrize("wrong", [{"credit_lookahead": -1}, {"heartbeat_s": 0.0}, {"lease_s": 0.0}])
+@pytest.mark.parametrize("wrong", [{"heartbeat_s": 0.0}, {"lease_s": 0.0}])
 def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RelayConfig(**wrong)  # type: ignore[arg-type]
@@ -685,7 +687,7 @@ async def test_a_cache_that_was_lost_track_of_is_told_as_a_whole_to_all(replica:
 async def test_a_router_that_reads_nothing_holds_up_no_other_and_is_told_the_whole_later(
     replica: Replica, cache: FakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_module, "MAX_UNSENT_BEFORE_BLOCKS", 0)
+    monkeypatch.setattr(router_link, "MAX_UNSENT_BEFORE_BLOCKS", 0)
     quick, slow = [await replica.reader(name) for name in ("quick", "slow")]
     await until(lambda: bool(quick.changes) and bool(slow.changes))
     slow.connection._reader._transport.pause_reading()  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
 import math
 
 from deployments.engines.unread_prompts import UnreadPrompts
+from policies.live import Live
 from router.state_store import Reading
 
 
 def prompts(credit_s: float | None = 1.0, **status: float) -> UnreadPrompts:
-    made = UnreadPrompts(credit_s)
+    made = UnreadPrompts(Live(credit_s))
     made.told({"seconds_per_prompt_token": 0.01, **status}, 0, None)
     return made
 
@@ -16,11 +17,11 @@ def test_enough_is_what_takes_the_credit_to_read() -> None:
     assert prompts(None).max_unread_tokens is None
     for unknown in (0.0, math.nan):
         assert prompts(seconds_per_prompt_token=unknown).max_unread_tokens is None
-    assert UnreadPrompts(1.0).max_unread_tokens is None
+    assert UnreadPrompts(Live(1.0)).max_unread_tokens is None
 
 
 def test_what_the_engine_does_not_say_is_predicted() -> None:
-    made = UnreadPrompts(1.0)
+    made = UnreadPrompts(Live(1.0))
     made.told({}, 0, 0.1)
     assert made.max_unread_tokens == 10
 
@@ -48,8 +49,7 @@ def test_what_was_not_heard_is_told_again_while_it_is_there() -> None:
 
 
 def test_it_is_urgent_to_tell_what_was_read_once_there_was_enough() -> None:
-    made = prompts(seconds_per_prompt_token=1e-9)
-    made.credit_s = 1e-7
+    made = prompts(1e-7, seconds_per_prompt_token=1e-9)
     made.came("a", 60)
     assert not made.read("a")
     for name in "bc":
@@ -97,6 +97,6 @@ def test_what_was_taken_for_cached_and_is_not_counts_as_far_as_the_engine_says_s
 
 
 def test_the_pace_is_told_once_it_is_known() -> None:
-    assert UnreadPrompts(1.0).report().prompt_token_s is None
+    assert UnreadPrompts(Live(1.0)).report().prompt_token_s is None
     assert prompts(None).report().prompt_token_s == 0.01
     assert prompts(seconds_per_prompt_token=math.inf).report().prompt_token_s is None

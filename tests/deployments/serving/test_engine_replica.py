@@ -325,9 +325,9 @@ async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fl
     )
     await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
     await until(lambda: replica._live_control._begun_with["mode"] == "mixed")
-    assert (replica._terms.max_wait_s, replica._relay._prompts.credit_s) == (7, 0.5)
+    assert (replica._terms.now.max_wait_s, replica._relay._board.prompts.max_unread_tokens) == (7, 50)
     assert fleet.logs_by == [LogSettings(), LogSettings(level="DEBUG")]
     await fleet.store._redis.flushall()
     await asyncio.sleep(0.2)  # some heartbeats
-    assert replica._terms.max_wait_s == 7, "nobody tells of others"
+    assert replica._terms.now.max_wait_s == 7, "nobody tells of others"
     await replica.leave()

@@ -121,8 +121,8 @@ class Service:
     async def told(self) -> None:
         """Every router knows what the engine has cached by now: the second report began after this."""
         for _ in range(2):
-            self.relay._blocks_due.set()
-            await until(lambda: not self.relay._blocks_due.is_set())
+            self.relay._blocks.due.set()
+            await until(lambda: not self.relay._blocks.due.is_set())
         for router in self.routers:
             await until(lambda router=router: router.sequence == self.relay._blocks.sequence)
 
