@@ -10,13 +10,14 @@ from enum import Enum
 from typing import Any
 
 from policies.engine.auto import Auto, AutoConfig
-from policies.engine.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.engine.sla_constrained import SlaConstrained, SlaConstrainedConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
+from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
+from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
+from policies.papers.sla_constrained import SlaConstrained, SlaConstrainedConfig
 from policies.papers.sla_constrained_literal import SlaConstrainedLiteral, SlaConstrainedLiteralConfig
 from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
 from policies.router.order import (
@@ -61,6 +62,7 @@ REGISTRY: dict[str, Entry] = {
     "chunk_size": Entry(Family.BATCH, ChunkSizeConfig, ChunkSize),
     "forecast_admission": Entry(Family.BATCH, ForecastAdmissionConfig, ForecastAdmission),
     "exclusive_mixed": Entry(Family.BATCH, ExclusiveMixedConfig, ExclusiveMixed),
+    "exclusive_mixed_literal": Entry(Family.BATCH, ExclusiveMixedLiteralConfig, ExclusiveMixedLiteral),
     "fcfs": Entry(Family.ORDER, None, FCFS),
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),

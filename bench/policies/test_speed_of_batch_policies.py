@@ -11,7 +11,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.engine.phases import best_phase_of_survival, best_phase_steps
+from policies.engine.phases import best_phase_of_survival
 from policies.engine.step_time import StepTimeModel
 from policies.lengths.statistics import LengthStatistics, geometric_law
 from policies.registry import build
@@ -164,11 +164,6 @@ def test_step_times_of_the_fit(benchmark: BenchmarkFixture) -> None:
     for seed in range(64):
         model.observe(make_result(0, seed))
     benchmark(model.times)
-
-
-def test_exact_phase_of_1000_lengths(benchmark: BenchmarkFixture) -> None:
-    lengths = np.random.default_rng(2).geometric(1 / MEAN_OUTPUT, 1000)
-    benchmark(best_phase_steps, lengths, 0.02, 0.01)
 
 
 def test_thinned_phase_of_a_long_law(benchmark: BenchmarkFixture) -> None:

@@ -12,17 +12,19 @@ from math import inf
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_positive
-from policies.engine.chunk_size import ChunkSize, ChunkSizeConfig
-from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
+from policies.engine.exclusive import ExclusiveMixed
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.engine.sla_constrained import SlaConstrained, SlaConstrainedConfig
-from policies.engine.smallest import Smallest, joined, narrowed_by
+from policies.engine.plans import joined, narrowed_by
 from policies.engine.step_budget import StepBudget
 from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
 from policies.lengths.statistics import SurvivalLaw
+from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
+from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
+from policies.papers.sla_constrained import SlaConstrained, SlaConstrainedConfig
+from policies.papers.smallest import Smallest
 from policies.types import BatchState, StepPlan, StepResult, StepTimes
 
 
@@ -118,8 +120,14 @@ class AutoConfig:
             speculates=self.speculates,
         )
 
-    def exclusive(self) -> ExclusiveMixedConfig:
-        return ExclusiveMixedConfig(
+    @property
+    def literal_phases(self) -> bool:
+        """Whether a rule of 003 is chosen by name for the phases."""
+        chosen = (self.phase_rule, self.mode_rule, self.refill, self.exclusive_overflow_probability)
+        return chosen != ("exact", "measured", None, None)
+
+    def exclusive(self) -> ExclusiveMixedLiteralConfig:
+        return ExclusiveMixedLiteralConfig(
             mode=self.mode,
             phase_rule=self.phase_rule if self.refill is None else "fixed",
             refill=self.refill,
@@ -161,7 +169,8 @@ class Auto:
         if known != config.classes:
             raise ConfigError(f"of {config.classes} classes {known} are known: say with known_as what each was before")
         self.config: AutoConfig = config
-        self.phases: ExclusiveMixed = ExclusiveMixed(config.exclusive(), learned.phases if learned else None)
+        phases = ExclusiveMixedLiteral if config.literal_phases else ExclusiveMixed
+        self.phases: ExclusiveMixed = phases(config.exclusive(), learned.phases if learned else None)
         self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned, known_as)
         self.latency: StepBudget | Smallest = self._latency(config)
 

@@ -1,7 +1,8 @@
 """Exclusive or mixed batching, decided online: phases of pure prefill and pure decode, or both in one step.
 
 Source: 003 (EB+), the online controller: sliding-window length statistics, phase length, crossover with smoothed
-occupancy, KV gate and priority margin. The closed forms live in ``policies.engine.phases``.
+occupancy, KV gate and priority margin. The closed forms live in ``policies.engine.phases``; the paper's own rules, such
+as theta0, eq. 8 as printed and the bound N*, in ``policies.papers.exclusive_mixed_literal``.
 Departures, with ERRATA numbers:
 
 * The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
@@ -9,7 +10,6 @@ Departures, with ERRATA numbers:
   refill T would bring on average, but steadier: -0.2 to +0.5 % throughput in simulation against T steps by the clock,
   over geometric, uniform, lognormal and production lengths. Below saturation no request waits for k arrivals (3.8).
 * A refill takes ALL free slots (3.8), and one is due at once when nothing decodes.
-* theta0, the IFR correction and a fixed refill are there by name, and so are eq. 8 as printed and the bound N*.
 * What mixed batching costs is reckoned step by step: with answers longer than the batch is wide, most of its steps
   hold no prefill, which 003's formula does not know.
 * Mode switches are relative to the cost of a token (3.11). Step times are measured before an engine takes requests, or
@@ -19,7 +19,7 @@ Departures, with ERRATA numbers:
 """
 
 from dataclasses import dataclass, field
-from math import expm1, floor, inf, log1p, sqrt
+from math import expm1, floor, inf
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_positive, require_probability
@@ -28,14 +28,9 @@ from policies.engine.phases import (
     RefillLimits,
     WorkloadMeans,
     best_phase_of_survival,
-    crossover_margin,
     exclusive_throughput,
     exclusive_token_s,
-    max_batch_size_exclusive,
     mixed_steps_throughput,
-    overhead_ratio,
-    phase_threshold,
-    phase_threshold_ifr,
 )
 from policies.engine.plans import STANDING_SHARE, STANDING_STEPS, capped_plan
 from policies.engine.step_time import StepTimeConfig, StepTimeModel
@@ -46,10 +41,10 @@ from policies.types import BatchState, Limit, Phase, StepPlan, StepResult, StepT
 # A fitted overhead may come out as 0, and the phase length needs a ratio: a microsecond is below any step's.
 _LEAST_OVERHEAD_S = 1e-6
 # A geometric law needs a hazard below 1, also where every answer was of one token.
-_MOST_HAZARD = 0.999
+MOST_HAZARD = 0.999
 # A refill is due at the latest when nine times as many could start as still decode: a tail of a few would keep slots
 # empty for as long as it lives.
-_MOST_SHARE = 0.9
+MOST_SHARE = 0.9
 # Shares of slots are not exact: a refill of 3 of 10 must not wait for a fourth.
 _ROUNDING = 1e-9
 # A phase longer than this many times its length ends with whatever can start: none waits for a k-th arrival.
@@ -64,13 +59,6 @@ class ExclusiveMixedConfig:
 
     Attributes:
         mode: "auto" chooses by cost, "exclusive" and "mixed" stay what they say.
-        phase_rule: "exact" is the integer T; "threshold" k* = floor(theta0 N); "ifr" the paper's correction of theta0;
-            "fixed" ``refill``.
-        refill: requests per refill for "fixed".
-        mode_rule: what "auto" takes mixed steps to cost. "measured" tells steps with a prefill from those without;
-            "crossover" is eq. 8, which charges alpha_MB to every step.
-        overflow_probability: epsilon of N*, which then bounds the batch of exclusive batching besides the slots; None
-            sets no such bound.
         step_times: how step times are learned, and their prior.
         max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
@@ -83,14 +71,10 @@ class ExclusiveMixedConfig:
         initial_phase_steps, initial_slots_fraction: the phase until lengths and step times are known.
 
     Raises:
-        ConfigError: a value is out of bounds, or "fixed" comes without ``refill``.
+        ConfigError: a value is out of bounds.
     """
 
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
-    phase_rule: Literal["exact", "threshold", "ifr", "fixed"] = "exact"
-    refill: int | None = None
-    mode_rule: Literal["measured", "crossover"] = "measured"
-    overflow_probability: float | None = None
     step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
     max_wait_s: float | None = None
     hysteresis_fraction: float = 0.01
@@ -104,28 +88,22 @@ class ExclusiveMixedConfig:
 
     def __post_init__(self) -> None:
         require_one_of(("auto", "exclusive", "mixed"), self, "mode")
-        require_one_of(("exact", "threshold", "ifr", "fixed"), self, "phase_rule")
-        require_one_of(("measured", "crossover"), self, "mode_rule")
         require_at_least(1, self, "replan_steps", "min_samples", "window", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "initial_slots_fraction")
-        if self.overflow_probability is not None:
-            require_probability(self, "overflow_probability")
         require_positive(self, "max_wait_s")
-        require_at_least(1, self, "refill")
-        if (self.phase_rule == "fixed") != (self.refill is not None):
-            raise ConfigError(f'refill goes with phase_rule "fixed", got {self.refill} with "{self.phase_rule}"')
         if not abs(self.priority_margin_fraction) < inf:
             raise ConfigError(f"priority_margin_fraction must be finite, got {self.priority_margin_fraction}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Workload:
+class Workload:
     """What a look at the statistics found.
 
     Attributes:
         occupancy: smoothed batch size.
         slots: most requests in exclusive batching.
+        capacity_tokens: of the KV cache.
     """
 
     table: LifeTable
@@ -134,6 +112,7 @@ class _Workload:
     occupancy: float
     slots: int
     max_batch_tokens: int
+    capacity_tokens: int
 
     @property
     def means(self) -> WorkloadMeans:
@@ -150,7 +129,7 @@ class _Workload:
         """Ends per token at risk: the hazard of a geometric length."""
         hazard = self.table.constant_hazard()
         assert hazard is not None
-        return min(hazard, _MOST_HAZARD)
+        return min(hazard, MOST_HAZARD)
 
     @property
     def overheads_s(self) -> tuple[float, float]:
@@ -179,59 +158,21 @@ class _Workload:
 
     def exclusive_token_s(self, phase: PhaseLength) -> float:
         """Seconds per token of phases of this length."""
-        return 1.0 / exclusive_throughput(self.times, self.means, **self._cycle(phase))
+        return 1.0 / exclusive_throughput(self.times, self.means, **self.cycle(phase))
 
-    def _cycle(self, phase: PhaseLength) -> dict[str, float]:
+    def cycle(self, phase: PhaseLength) -> dict[str, float]:
         """What a phase and its refill hold, as ``exclusive_throughput`` takes it."""
         refill = phase.slots_fraction * min(self.occupancy, self.slots)
         # A small batch frees less than a slot per phase: then only some phases are followed by a prefill.
         prefills = float(self.limits.prefill_steps(refill)) if refill >= 1.0 else -expm1(-refill)
         return {"refill": refill, "phase_steps": phase.steps, "prefill_steps": prefills}
 
-    def gain(self, phase: PhaseLength, rule: Literal["measured", "crossover"]) -> float:
-        """What a token costs more in mixed batching than in phases of this length, as a share of the latter."""
-        exclusive_s = self.exclusive_token_s(phase)
-        if rule == "crossover":
-            cycle = self._cycle(phase)
-            return crossover_margin(self.times, self.means, slots=self.occupancy, **cycle) / exclusive_s
-        return 1.0 / mixed_steps_throughput(self.times, self.means, slots=self.occupancy) / exclusive_s - 1.0
-
-    def most_exclusive(self, phase: PhaseLength, capacity_tokens: int, overflow_probability: float) -> int:
-        """N* with phases of this length; at least 1."""
-        most = max_batch_size_exclusive(
-            capacity_tokens=capacity_tokens,
-            mean_prompt_tokens=self.means.prompt_tokens,
-            std_prompt_tokens=sqrt(self.moments.var_prompt),
-            hazard=self.hazard,
-            threshold=min(phase.slots_fraction, _MOST_SHARE),
-            overflow_probability=overflow_probability,
-        )
-        return max(1, most)
-
-
-def _phase_length(config: ExclusiveMixedConfig, workload: _Workload) -> PhaseLength:
-    """The phase that the configured rule asks for."""
-    if config.phase_rule == "exact":
-        law = workload.table.law()
+    def phase_length(self) -> PhaseLength:
+        """The integer T for the lengths as they are."""
+        law = self.table.law()
         assert law is not None
         survival = law.unit_survival(floor(min(law.quantile(0.9999), law.edges[-1])) + 1)
-        return best_phase_of_survival(survival, *workload.overheads_s, workload.limits, thinned=True)
-    refill = config.refill or max(1, floor(_threshold_share(config, workload) * workload.slots))
-    fraction = min(refill / workload.slots, _MOST_SHARE)
-    return PhaseLength(steps=max(1, round(-log1p(-fraction) / workload.hazard)), slots_fraction=fraction)
-
-
-def _threshold_share(config: ExclusiveMixedConfig, workload: _Workload) -> float:
-    """theta0 from the constant hazard, or theta0 + delta theta from the line fitted to the hazard (ERRATA 3.6)."""
-    line = workload.table.linear_hazard()
-    assert line is not None
-    hazard = min(line.p0, _MOST_HAZARD) if config.phase_rule == "ifr" else workload.hazard
-    prefill_s, decode_s = workload.overheads_s
-    share = phase_threshold(overhead_ratio(hazard=hazard, prefill_overhead_s=prefill_s, decode_overhead_s=decode_s))
-    if config.phase_rule == "threshold":
-        return share
-    ratio = workload.times.decode.decode_s * workload.slots / decode_s
-    return phase_threshold_ifr(share, hazard=hazard, hazard_slope=line.eta, decode_cost_ratio=ratio)
+        return best_phase_of_survival(survival, *self.overheads_s, self.limits, thinned=True)
 
 
 class ExclusiveMixed:
@@ -246,7 +187,6 @@ class ExclusiveMixed:
         exclusive: whether prefill and decode take turns.
         phase_length: the phase in force, or that would be.
         cycle_s: seconds of one phase of each kind with a full batch; 0 while that is not known.
-        most_exclusive: N*, requests that may run in exclusive batching; inf where nothing bounds them but the slots.
     """
 
     def __init__(self, config: ExclusiveMixedConfig, learned: "ExclusiveMixed | None" = None) -> None:
@@ -261,7 +201,6 @@ class ExclusiveMixed:
         self.exclusive = config.mode == "exclusive"
         self.phase_length = PhaseLength(steps=config.initial_phase_steps, slots_fraction=config.initial_slots_fraction)
         self.cycle_s = 0.0
-        self.most_exclusive: float = inf
         self._occupancy: float = learned._occupancy if learned else 0.0
         self._refills: int = learned._refills if learned else 0
         self._steps_to_look = 0
@@ -281,10 +220,11 @@ class ExclusiveMixed:
         if not self.exclusive:
             self._phase = Phase.DECODE  # a phase of prefill is not gone on with later
             return capped_plan(state, state.slots, Limit.SLOTS, steps=STANDING_STEPS)
-        if self.most_exclusive < state.slots:
-            plan = self._phase_plan(state._replace(slots=int(self.most_exclusive)))
-            return plan._replace(limited_by=Limit.MEMORY)
         return self._phase_plan(state)
+
+    def exclusive_slots(self, slots: int) -> int:
+        """Most requests that run at once in exclusive batching on an engine with so many slots."""
+        return slots
 
     def _phase_plan(self, state: BatchState) -> StepPlan:
         startable = self._startable(state)
@@ -378,12 +318,11 @@ class ExclusiveMixed:
 
     @property
     def _most_phase_steps(self) -> float:
-        return _PATIENCE * self.phase_length.steps if self.config.phase_rule == "exact" else inf
+        return _PATIENCE * self.phase_length.steps
 
     def _refill_share(self, state: BatchState) -> float:
         """Of the slots, to be free before they are filled."""
-        share = self.config.refill / state.slots if self.config.refill else self.phase_length.slots_fraction
-        return min(share, _MOST_SHARE)
+        return min(self.phase_length.slots_fraction, MOST_SHARE)
 
     def _startable(self, state: BatchState) -> int:
         """Waiting requests, from the head, that have a slot and whose prompts fit beside a block for each that runs; at
@@ -402,26 +341,34 @@ class ExclusiveMixed:
         moments, times = self.lengths.moments(), self.model.times()
         if moments is None or times is None or moments.requests < self.config.min_samples:
             return
-        workload = _Workload(
+        workload = Workload(
             table=self.lengths.table(0, state.running.output_tokens),
             moments=moments,
             times=times,
             occupancy=max(1.0, self._occupancy),
-            slots=int(min(state.slots, self.most_exclusive)),
+            slots=self.exclusive_slots(state.slots),
             max_batch_tokens=state.max_batch_tokens,
+            capacity_tokens=state.capacity_tokens,
         )
-        self.phase_length = _phase_length(self.config, workload)
-        self.cycle_s = workload.cycle_s(self.phase_length)
-        if self.config.overflow_probability is not None:
-            self.most_exclusive = workload.most_exclusive(
-                self.phase_length, state.capacity_tokens, self.config.overflow_probability
-            )
+        self._learn(workload)
         # Where noise was fitted tokens may seem to cost nothing beside the steps: nothing is decided by that.
         if self.config.mode == "auto" and exclusive_token_s(times, workload.means):
             self.exclusive = self._pays(workload)
 
-    def _pays(self, workload: _Workload) -> bool:
+    def _learn(self, workload: Workload) -> None:
+        self.phase_length = self._phase_length(workload)
+        self.cycle_s = workload.cycle_s(self.phase_length)
+
+    def _phase_length(self, workload: Workload) -> PhaseLength:
+        return workload.phase_length()
+
+    def _gain(self, workload: Workload) -> float:
+        """What a token costs more in mixed batching than in phases, as a share of the latter."""
+        mixed_s = 1.0 / mixed_steps_throughput(workload.times, workload.means, slots=workload.occupancy)
+        return mixed_s / workload.exclusive_token_s(self.phase_length) - 1.0
+
+    def _pays(self, workload: Workload) -> bool:
         """Whether a token of exclusive batching is cheaper, by more than the hysteresis where that means a switch."""
-        gain = workload.gain(self.phase_length, self.config.mode_rule)
         hysteresis = self.config.hysteresis_fraction
-        return gain - self.config.priority_margin_fraction > (-hysteresis if self.exclusive else hysteresis)
+        margin = self._gain(workload) - self.config.priority_margin_fraction
+        return margin > (-hysteresis if self.exclusive else hysteresis)

@@ -16,7 +16,7 @@ from statistics import NormalDist
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_order, require_positive, require_probability
-from policies.engine.plans import capped_plan, mean_known_prompt_tokens
+from policies.engine.plans import capped_plan
 from policies.errors import InputError
 from policies.lengths.statistics import LengthStatistics
 from policies.types import BatchState, Limit, StepPlan, StepResult
@@ -171,11 +171,11 @@ class MemoryAware:
         rounding = 0.5 * state.block_size
         if moments is None or moments.requests < self.config.min_samples:
             output, std = self._prior_moments(state)
-            return mean_known_prompt_tokens(state) + output + rounding, std
+            return _mean_known_prompt_tokens(state) + output + rounding, std
         if self.config.basis == "resident":
             return moments.mean_resident_tokens + rounding, moments.std_resident_tokens
         if self.config.known_prompts:
-            known = mean_known_prompt_tokens(state)
+            known = _mean_known_prompt_tokens(state)
             return known + moments.mean_output_tokens + rounding, moments.std_output_given_prompt
         return moments.mean_total_tokens + rounding, moments.std_total_tokens
 
@@ -185,3 +185,11 @@ class MemoryAware:
         generated = sums.output + int(state.running.output_tokens.sum())
         mean = (c.min_samples * c.prior_output_tokens + generated) / (c.min_samples + sums.requests)
         return mean, c.prior_output_std_tokens * mean / c.prior_output_tokens
+
+
+def _mean_known_prompt_tokens(state: BatchState) -> float:
+    """Mean prompt length in tokens of the requests that run or could start next; 0 when there are none."""
+    upcoming = state.waiting[: max(1, state.free_slots)]
+    requests = state.running_count + len(upcoming)
+    total = state.running.total_prompt_tokens + sum(request.prompt_tokens for request in upcoming)
+    return total / requests if requests else 0.0

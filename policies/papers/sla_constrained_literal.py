@@ -1,6 +1,6 @@
 """Algorithm 2 as it is printed.
 
-Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching). `policies.engine.sla_constrained` is
+Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching). `policies.papers.sla_constrained` is
 the corrected one.
 """
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import floor
 
 from policies.checks import require_at_least, require_order, require_positive
-from policies.engine.latency_search import TokenGap, WindowMean
 from policies.engine.plans import capped_plan
+from policies.papers.latency_search import TokenGap, WindowMean
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 

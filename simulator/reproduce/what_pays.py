@@ -242,7 +242,7 @@ def _phase_kinds(engine: str) -> list[tuple[str, dict[str, Any]]]:
     prior = {"step_times": StepTimeConfig(prior=_profile(engine).times)}
     return [
         ("stock", {}),
-        ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 1}),
+        ("exclusive_mixed_literal", {"mode": "exclusive", "phase_rule": "fixed", "refill": 1}),
         ("exclusive_mixed", {"mode": "exclusive", **prior}),
         ("exclusive_mixed", {"mode": "auto", **prior}),
     ]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.engine.smallest import Smallest
 from policies.engine.step_time import StepTimeConfig
+from policies.papers.smallest import Smallest
 from policies.registry import Family, build, build_of, kinds
 from policies.types import (
     BatchPolicy,
@@ -54,19 +54,31 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     "exclusive_mixed exclusive": lambda: build(
         "exclusive_mixed", mode="exclusive", replan_steps=3, min_samples=4, step_times=PRIOR, max_wait_s=5.0
     ),
-    "exclusive_mixed threshold": lambda: build(
-        "exclusive_mixed", mode="exclusive", phase_rule="threshold", replan_steps=3, min_samples=4, step_times=PRIOR
+    "exclusive_mixed_literal threshold": lambda: build(
+        "exclusive_mixed_literal",
+        mode="exclusive",
+        phase_rule="threshold",
+        replan_steps=3,
+        min_samples=4,
+        step_times=PRIOR,
     ),
-    "exclusive_mixed ifr": lambda: build(
-        "exclusive_mixed", mode="exclusive", phase_rule="ifr", replan_steps=3, min_samples=4, step_times=PRIOR
+    "exclusive_mixed_literal ifr": lambda: build(
+        "exclusive_mixed_literal", mode="exclusive", phase_rule="ifr", replan_steps=3, min_samples=4, step_times=PRIOR
     ),
-    "exclusive_mixed by eq. 8": lambda: build(
-        "exclusive_mixed", mode_rule="crossover", replan_steps=3, min_samples=4, step_times=PRIOR
+    "exclusive_mixed_literal by eq. 8": lambda: build(
+        "exclusive_mixed_literal", mode_rule="crossover", replan_steps=3, min_samples=4, step_times=PRIOR
     ),
-    "exclusive_mixed up to N*": lambda: build(
-        "exclusive_mixed", mode="exclusive", overflow_probability=0.05, replan_steps=3, min_samples=4, step_times=PRIOR
+    "exclusive_mixed_literal up to N*": lambda: build(
+        "exclusive_mixed_literal",
+        mode="exclusive",
+        overflow_probability=0.05,
+        replan_steps=3,
+        min_samples=4,
+        step_times=PRIOR,
     ),
-    "exclusive_mixed fixed": lambda: build("exclusive_mixed", mode="exclusive", phase_rule="fixed", refill=5),
+    "exclusive_mixed_literal": lambda: build(
+        "exclusive_mixed_literal", mode="exclusive", phase_rule="fixed", refill=5
+    ),
     "phases before caps": lambda: Smallest(
         build("exclusive_mixed", mode="exclusive", replan_steps=3),
         build("memory_aware"),

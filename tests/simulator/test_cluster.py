@@ -46,7 +46,7 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunk_size": ("chunk_size", {"itl_target_s": 0.03}),
     "forecast_admission": ("forecast_admission", {"min_samples": 8, "classes": 3}),
     "exclusive": ("exclusive_mixed", {"mode": "exclusive", "step_times": PRIOR, "min_samples": 8, "replan_steps": 16}),
-    "exclusive fixed": ("exclusive_mixed", {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}),
+    "exclusive fixed": ("exclusive_mixed_literal", {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}),
     "auto": ("auto", {"step_times": TIMES}),
 }
 

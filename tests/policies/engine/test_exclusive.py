@@ -1,94 +1,28 @@
 """The phase controller: phases stay pure, refills come when due, nobody stalls, and the cheaper mode is found."""
 
 import random
-from math import ceil, floor
 
 import numpy as np
 import pytest
 
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
-from policies.engine.phases import overhead_ratio, phase_threshold
 from policies.engine.plans import STANDING_STEPS
 from policies.engine.step_time import StepTimeConfig
-from policies.errors import ConfigError
+from policies.papers.phases import overhead_ratio, phase_threshold
 from policies.types import (
-    BatchState,
     FinishedRequest,
-    Limit,
     Phase,
-    RequestView,
-    RunningRequests,
     StepCoefficients,
-    StepPlan,
     StepResult,
     StepTimes,
 )
+from tests.policies.phased import Recorder, make_result, make_state, make_times, saturated, steady, tokens_per_s
 from tests.toy_engine import Job, ToyEngine, random_jobs, run_closed
-
-
-def make_times(*, prefill_overhead_s: float = 0.04, interference_s: float = 0.0, mixed_s: float = 0.0) -> StepTimes:
-    """Step times whose mixed steps cost ``interference_s`` and a fixed ``mixed_s`` more than their two parts."""
-    return StepTimes(
-        prefill=StepCoefficients(overhead_s=prefill_overhead_s, prefill_s=2e-5),
-        decode=StepCoefficients(overhead_s=0.01, decode_s=3e-5),
-        mixed=StepCoefficients(overhead_s=0.01 + mixed_s, prefill_s=2e-5, decode_s=3e-5, interference_s=interference_s),
-    )
 
 
 def exclusive(times: StepTimes | None = None, **settings: object) -> ExclusiveMixed:
     config = {"mode": "exclusive", "step_times": StepTimeConfig(prior=times or make_times()), **settings}
     return ExclusiveMixed(ExclusiveMixedConfig(**config))  # type: ignore[arg-type]
-
-
-def make_state(*, decoding: int = 0, prefilling: int = 0, waiting: int = 0, **overrides: object) -> BatchState:
-    count = decoding + prefilling
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(
-            prompt_tokens=[100] * count,
-            output_tokens=[10] * decoding + [0] * prefilling,
-            prefill_tokens_left=[0] * decoding + [50] * prefilling,
-        ),
-        waiting=tuple(RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=100) for i in range(waiting)),
-        waiting_count=waiting,
-        slots=64,
-        free_blocks=10_000,
-        total_blocks=20_000,
-        block_size=16,
-        max_batch_tokens=8192,
-        departed=0,
-    )
-    return state._replace(**overrides)  # type: ignore[arg-type]
-
-
-def make_result(*, phase: Phase, prefill_tokens: int = 0, decodes: int = 0, finished: int = 0) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=0.01,
-        phase=phase,
-        prefill_tokens=prefill_tokens,
-        prefill_requests=int(prefill_tokens > 0),
-        decode_requests=decodes,
-        kv_tokens=0,
-        max_batch_size=64,
-        running_count=decodes,
-        waiting_count=5,
-        finished=(FinishedRequest(prompt_tokens=100, output_tokens=10),) * finished,
-    )
-
-
-def saturated(engine: ToyEngine, count: int = 900, mean_output: float = 100.0, seed: int = 1) -> ToyEngine:
-    jobs = random_jobs(count, prompt=(50, 150), mean_output=mean_output, seed=seed)
-    return run_closed(engine, jobs, 2 * engine.slots)
-
-
-def steady(engine: ToyEngine) -> list[StepResult]:
-    """Steps with a queue, without the first fifth."""
-    return [r for r in engine.results[len(engine.results) // 5 :] if r.waiting_count]
-
-
-def tokens_per_s(results: list[StepResult]) -> float:
-    return sum(r.scheduled_tokens for r in results) / sum(r.step_s for r in results)
 
 
 @pytest.mark.slow
@@ -114,32 +48,23 @@ class TestPhases:
         assert np.mean(sizes) == pytest.approx(64 * share, rel=0.12)
 
     def test_slots_that_come_free_in_a_refill_wait_for_the_next(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=8)
+        policy = exclusive(initial_slots_fraction=8 / 64)
         assert policy.plan(make_state(decoding=40, waiting=30)).starts == 24
         # Of the 40 three have their last token in flight by now, of which no step has told yet.
         assert policy.plan(make_state(decoding=61, waiting=6, departed=3)).phase is Phase.DECODE
 
     def test_a_decode_phase_goes_on_while_few_slots_are_free(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=8)
+        policy = exclusive(initial_slots_fraction=8 / 64)
         assert policy.plan(make_state(decoding=60, waiting=50)).phase is Phase.DECODE
         assert policy.plan(make_state(decoding=56, waiting=50)).phase is Phase.PREFILL
 
     def test_a_refill_that_is_due_starts_as_many_as_there_are_slots(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=8)
+        policy = exclusive(initial_slots_fraction=8 / 64)
         plan = policy.plan(make_state(decoding=54, waiting=50))
         assert plan.starts == 10
 
-    @pytest.mark.parametrize("slots", [5, 10, 37, 64])
-    def test_a_refill_of_k_is_due_with_the_kth_free_slot_whatever_share_that_is(self, slots: int) -> None:
-        for refill in range(1, slots):
-            policy = exclusive(phase_rule="fixed", refill=refill)
-            standing = policy.plan(make_state(decoding=slots, waiting=50, slots=slots))
-            assert (standing.phase, standing.departures) == (Phase.DECODE, min(refill, ceil(0.9 * slots)) - 1)
-            due = make_state(decoding=slots - min(refill, ceil(0.9 * slots)), waiting=50, slots=slots)
-            assert policy.plan(due).phase is Phase.PREFILL
-
     def test_a_lone_arrival_at_light_load_starts_at_once(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=16)
+        policy = exclusive(initial_slots_fraction=16 / 64)
         assert policy.plan(make_state(decoding=3, waiting=1)).phase is Phase.PREFILL
 
     def test_with_nothing_to_decode_whatever_waits_is_prefilled(self) -> None:
@@ -164,7 +89,7 @@ class TestPhases:
         assert policy.plan(make_state(decoding=63, waiting=3)).phase is Phase.PREFILL
 
     def test_a_head_that_waited_too_long_is_started_whatever_the_phase(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=32, max_wait_s=2.0)
+        policy = exclusive(initial_slots_fraction=32 / 64, max_wait_s=2.0)
         assert policy.plan(make_state(decoding=60, waiting=2, now_s=1.9)).phase is Phase.DECODE
         assert policy.plan(make_state(decoding=60, waiting=2, now_s=2.1)).phase is Phase.PREFILL
 
@@ -196,12 +121,12 @@ class TestPhases:
 
 class TestMemoryGate:
     def test_only_prompts_that_fit_beside_a_block_per_running_request_are_started(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=2)
+        policy = exclusive(initial_slots_fraction=2 / 64)
         # 44 free blocks, 30 kept for the running, 7 per prompt.
         assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=44)).starts == 2
 
     def test_a_full_cache_leaves_the_phase_to_the_decodes(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=2)
+        policy = exclusive(initial_slots_fraction=2 / 64)
         assert policy.plan(make_state(decoding=30, waiting=30, free_blocks=36)).phase is Phase.DECODE
 
     def test_an_empty_engine_starts_the_head_even_if_it_looks_too_large(self) -> None:
@@ -210,7 +135,7 @@ class TestMemoryGate:
 
 class TestAPrefillThatHeldNothing:
     def test_it_goes_back_to_decodes_for_a_while_and_tries_again(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=4)
+        policy = exclusive(initial_slots_fraction=4 / 64)
         assert policy.plan(make_state(decoding=40, waiting=5)).phase is Phase.PREFILL
         policy.observe(make_result(phase=Phase.PREFILL))
         for _ in range(STANDING_STEPS):
@@ -219,82 +144,12 @@ class TestAPrefillThatHeldNothing:
         assert policy.plan(make_state(decoding=40, waiting=5)).phase is Phase.PREFILL
 
     def test_with_nothing_to_decode_it_is_tried_all_the_same(self) -> None:
-        policy = exclusive(phase_rule="fixed", refill=4)
+        policy = exclusive(initial_slots_fraction=4 / 64)
         policy.observe(make_result(phase=Phase.PREFILL))
         assert policy.plan(make_state(waiting=5)).phase is Phase.PREFILL
 
 
-class TestTheBoundByMemory:
-    def engine(self, **settings: object) -> ToyEngine:
-        engine = ToyEngine(exclusive(**settings), make_times(), slots=64, total_blocks=1000)
-        return saturated(engine, count=400, mean_output=400)
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_n_star_keeps_the_batch_of_phases_within_the_cache(self) -> None:
-        bounded, free = self.engine(overflow_probability=0.01), self.engine()
-        assert free.preemptions > 100
-        assert bounded.preemptions < 0.1 * free.preemptions
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_a_larger_chance_lets_more_in(self) -> None:
-        def most(chance: float) -> float:
-            engine = self.engine(overflow_probability=chance)
-            assert isinstance(engine.policy, ExclusiveMixed)
-            return engine.policy.most_exclusive
-
-        assert most(0.001) < most(0.2) < 64
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_where_it_binds_plans_say_that_memory_does(self) -> None:
-        engine = self.engine(overflow_probability=0.01)
-        caps = {plan.max_batch_size for plan in engine.plans[-200:] if plan.limited_by is Limit.MEMORY}
-        assert caps and max(caps) < 64
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_mixed_steps_are_not_bounded_by_it(self) -> None:
-        policy = auto(FREE, overflow_probability=0.01)
-        engine = saturated(ToyEngine(policy, FREE, slots=64, total_blocks=1000), count=400, mean_output=400)
-        assert policy.most_exclusive < 64
-        assert {plan.max_batch_size for plan in engine.plans} == {64}
-
-
 class TestRules:
-    @pytest.mark.slow
-    def test_the_threshold_rule_refills_theta0_of_the_slots_rounded_down(self) -> None:
-        policy = exclusive(phase_rule="threshold")
-        engine = saturated(ToyEngine(policy, make_times(), slots=64), count=800)
-        theta = phase_threshold(overhead_ratio(hazard=0.01, prefill_overhead_s=0.04, decode_overhead_s=0.01))
-        refill = 64 * policy.phase_length.slots_fraction
-        assert refill == floor(refill) == pytest.approx(64 * theta, abs=1.5)
-        refills = [r.prefill_requests for r in steady(engine) if r.phase is Phase.PREFILL]
-        assert np.median(refills) == pytest.approx(refill, abs=1.0)
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_the_ifr_rule_waits_for_more_where_the_hazard_rises(self) -> None:
-        def refill(rule: str) -> float:
-            policy = exclusive(phase_rule=rule)
-            ages = np.arange(1, 2000)
-            hazard = np.minimum(1.0, 1e-3 + 1e-4 * ages)
-            law = np.append(1.0, np.cumprod(1.0 - hazard))
-            outputs = np.searchsorted(-law, -np.random.default_rng(1).random(800))
-            jobs = [Job(request_id=f"r{i}", prompt_tokens=100, output_tokens=int(o)) for i, o in enumerate(outputs)]
-            run_closed(ToyEngine(policy, make_times(), slots=64), jobs, 128)
-            return policy.phase_length.slots_fraction
-
-        assert refill("ifr") > refill("threshold")
-
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_the_exact_phase_beats_a_refill_of_one_where_prefill_overheads_are_large(self) -> None:
-        exact = saturated(ToyEngine(exclusive(), make_times(), slots=64))
-        one = saturated(ToyEngine(exclusive(phase_rule="fixed", refill=1), make_times(), slots=64))
-        assert tokens_per_s(steady(exact)) > 1.3 * tokens_per_s(steady(one))
-
     def test_who_takes_over_knows_the_last_steps_too(self) -> None:
         config = ExclusiveMixedConfig(mode="exclusive")
         old, twin = ExclusiveMixed(config), ExclusiveMixed(config)
@@ -313,36 +168,10 @@ class TestRules:
         blind = ToyEngine(ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive")), make_times(), slots=64)
         assert tokens_per_s(steady(saturated(blind))) > 0.97 * tokens_per_s(steady(known))
 
-    def test_a_refill_without_the_rule_that_uses_it_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="refill"):
-            ExclusiveMixedConfig(refill=4)
-        with pytest.raises(ConfigError, match="refill"):
-            ExclusiveMixedConfig(phase_rule="fixed")
-
 
 def auto(prior: StepTimes | None = None, **settings: object) -> ExclusiveMixed:
     config = {"step_times": StepTimeConfig(prior=prior), **settings}
     return ExclusiveMixed(ExclusiveMixedConfig(**config))  # type: ignore[arg-type]
-
-
-class _Recorder:
-    """Passes through to a policy and keeps the mode of every step."""
-
-    def __init__(self, policy: ExclusiveMixed) -> None:
-        self.policy = policy
-        self.modes: list[bool] = []
-
-    def plan(self, state: BatchState) -> StepPlan:
-        plan = self.policy.plan(state)
-        self.modes.append(self.policy.exclusive)
-        return plan
-
-    def observe(self, result: StepResult) -> None:
-        self.policy.observe(result)
-
-    @property
-    def switches(self) -> int:
-        return sum(a != b for a, b in zip(self.modes, self.modes[1:], strict=False))
 
 
 CONTENDED = make_times(prefill_overhead_s=0.01, interference_s=3e-4)
@@ -357,13 +186,13 @@ SLOW = StepTimes(
 @pytest.mark.slow
 class TestAuto:
     def test_it_takes_turns_where_mixing_is_dear(self) -> None:
-        recorder = _Recorder(auto(CONTENDED))
+        recorder = Recorder(auto(CONTENDED))
         saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) > 0.95
 
     @pytest.mark.parametrize("prior", [True, False])
     def test_it_mixes_where_mixing_is_free(self, prior: bool) -> None:
-        recorder = _Recorder(auto(FREE if prior else None))
+        recorder = Recorder(auto(FREE if prior else None))
         saturated(ToyEngine(recorder, FREE, slots=32), count=500)
         assert np.mean(recorder.modes[len(recorder.modes) // 3 : -300]) < 0.05
 
@@ -379,7 +208,7 @@ class TestAuto:
         assert auto(FREE).model.recompute_times() is not None
 
     def test_without_answers_that_end_it_stays_with_mixed_steps(self) -> None:
-        recorder = _Recorder(auto())
+        recorder = Recorder(auto())
         engine = ToyEngine(recorder, FREE, slots=64)
         for number in range(640):
             if number % 10 == 0:
@@ -404,13 +233,13 @@ class TestAuto:
             decode=StepCoefficients(overhead_s=0.006, decode_s=4e-5),
             mixed=StepCoefficients(overhead_s=0.006, prefill_s=2.12e-5, decode_s=4.24e-5),
         )
-        recorder = _Recorder(auto(times))
+        recorder = Recorder(auto(times))
         jobs = random_jobs(2500, prompt=(200, 800), mean_output=80, seed=1)
         run_closed(ToyEngine(recorder, times, slots=96), jobs, 192)
         assert np.mean(recorder.modes[len(recorder.modes) // 2 : -300]) > 0.7
 
     def test_a_light_load_is_mixed_even_where_a_full_batch_takes_turns(self) -> None:
-        recorder = _Recorder(auto(CONTENDED))
+        recorder = Recorder(auto(CONTENDED))
         jobs = random_jobs(250, prompt=(50, 150), mean_output=60, seed=3)
         run_closed(ToyEngine(recorder, CONTENDED, slots=32), jobs, 3)
         assert np.mean(recorder.modes[len(recorder.modes) // 2 :]) < 0.1
@@ -419,7 +248,7 @@ class TestAuto:
     @pytest.mark.parametrize(("times", "better"), [(FREE, False), (CONTENDED, True)])
     def test_bursts_that_run_dry_do_not_mislead_it(self, times: StepTimes, better: bool) -> None:
         """The last answers of a burst have the machine to themselves, which says nothing against the mode in use."""
-        recorder = _Recorder(auto(times))
+        recorder = Recorder(auto(times))
         engine = ToyEngine(recorder, times, slots=32)
         for burst in range(8):
             run_closed(engine, random_jobs(300, prompt=(50, 150), mean_output=100, seed=burst), 64)
@@ -428,13 +257,13 @@ class TestAuto:
 
     def test_between_two_equals_it_does_not_swing(self) -> None:
         times = make_times(prefill_overhead_s=0.01, interference_s=7e-5)
-        recorder = _Recorder(auto(times))
+        recorder = Recorder(auto(times))
         saturated(ToyEngine(recorder, times, slots=32), count=700)
         assert recorder.switches <= 4
 
     def test_a_prior_that_flatters_exclusive_batching_is_found_out(self) -> None:
         # Mixing is said to be three times as dear as it is.
-        recorder = _Recorder(auto(make_times(prefill_overhead_s=0.03, interference_s=3e-4)))
+        recorder = Recorder(auto(make_times(prefill_overhead_s=0.03, interference_s=3e-4)))
         saturated(ToyEngine(recorder, FREE, slots=32), count=1200)
         assert np.mean(recorder.modes[-1500:-300]) < 0.5
 
@@ -444,7 +273,7 @@ class TestAuto:
                 self.times = SLOW if len(self.results) < 80 else FREE
                 return super().step()
 
-        recorder = _Recorder(auto())
+        recorder = Recorder(auto())
         saturated(WarmingUp(recorder, FREE, slots=32), count=900)
         assert np.mean(recorder.modes[-1500:-300]) < 0.2
 
@@ -464,7 +293,7 @@ class TestAuto:
                 self.times = slow if steps >= 600 and steps // 300 % 2 == 0 else times
                 return super().step()
 
-        recorder = _Recorder(auto())
+        recorder = Recorder(auto())
         saturated(Swinging(recorder, times, slots=32), count=1500)
         assert sum(recorder.modes) < 0.03 * len(recorder.modes)
 
@@ -498,21 +327,9 @@ class TestAuto:
         engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
         assert len(engine.results) > 1000
 
-    @pytest.mark.long
-    def test_equation_8_takes_every_mixed_step_to_hold_a_prefill(self) -> None:
-        # Of answers of 300 tokens in 32 slots most mixed steps hold none, and those cost what decodes cost.
-        times = make_times(mixed_s=0.004)
-
-        def share(rule: str) -> float:
-            recorder = _Recorder(auto(times, mode_rule=rule))
-            saturated(ToyEngine(recorder, times, slots=32), count=300, mean_output=300)
-            return float(np.mean(recorder.modes[2000:]))
-
-        assert (share("measured"), share("crossover")) == (0.0, 1.0)
-
     def test_the_priority_margin_moves_the_choice(self) -> None:
         def share(margin: float) -> float:
-            recorder = _Recorder(auto(CONTENDED, priority_margin_fraction=margin))
+            recorder = Recorder(auto(CONTENDED, priority_margin_fraction=margin))
             saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
             return float(np.mean(recorder.modes[:-300]))
 
@@ -520,6 +337,6 @@ class TestAuto:
         assert share(0.0) > 0.5
 
     def test_a_named_mode_is_never_left(self) -> None:
-        recorder = _Recorder(auto(CONTENDED, mode="mixed"))
+        recorder = Recorder(auto(CONTENDED, mode="mixed"))
         saturated(ToyEngine(recorder, CONTENDED, slots=32), count=300)
         assert not any(recorder.modes)

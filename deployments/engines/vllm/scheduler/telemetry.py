@@ -69,7 +69,7 @@ class Telemetry:
 
 
 def _of_phases(policy: Auto, state: BatchState) -> dict[str, Any]:
-    length, slots = policy.phases.phase_length, int(min(state.slots, policy.phases.most_exclusive))
+    length, slots = policy.phases.phase_length, policy.phases.exclusive_slots(state.slots)
     return {"phase_steps": length.steps, "refill": policy.config.refill or length.refill(slots)}
 
 

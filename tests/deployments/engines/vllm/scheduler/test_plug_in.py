@@ -658,7 +658,10 @@ def test_a_paper_s_rule_serves_by_its_name() -> None:
 
 
 def test_a_policy_that_parts_phases_is_carried_out_mixed_where_they_cannot_be_parted() -> None:
-    settings = {"policy": "exclusive_mixed", "policy_args": {"mode": "exclusive", "phase_rule": "fixed", "refill": 4}}
+    settings = {
+        "policy": "exclusive_mixed_literal",
+        "policy_args": {"mode": "exclusive", "phase_rule": "fixed", "refill": 4},
+    }
     parted, mixed = VirtualEngine(settings), VirtualEngine(settings, enable_lora=True)
     for engine in (parted, mixed):
         run_closed(engine, workload(60), clients=48)

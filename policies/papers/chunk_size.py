@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_positive
-from policies.engine.latency_search import LatencySearch, WindowMean
 from policies.engine.plans import STANDING_STEPS, capped_plan
+from policies.papers.latency_search import LatencySearch, WindowMean
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 # Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.

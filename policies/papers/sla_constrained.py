@@ -12,8 +12,8 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
 from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_order, require_positive
-from policies.engine.latency_search import LatencySearch, TokenGap, WindowMean
 from policies.engine.plans import STANDING_STEPS, capped_plan
+from policies.papers.latency_search import LatencySearch, TokenGap, WindowMean
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
 

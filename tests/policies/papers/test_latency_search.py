@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.engine.latency_search import LatencySearch, LatencyWindow, TokenGap, WindowMean
+from policies.papers.latency_search import LatencySearch, LatencyWindow, TokenGap, WindowMean
 from policies.types import Phase, StepResult
 
 

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.engine.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
-from policies.engine.sla_constrained import SlaConstrained, SlaConstrainedConfig
-from policies.engine.smallest import Smallest
 from policies.engine.stock import Stock
 from policies.errors import ConfigError, InputError
+from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.papers.memory_aware import (
     MemoryAware,
     MemoryAwareConfig,
@@ -21,7 +19,9 @@ from policies.papers.memory_aware import (
     memory_safe_batch_size,
     safety_buffer_tokens,
 )
+from policies.papers.sla_constrained import SlaConstrained, SlaConstrainedConfig
 from policies.papers.sla_constrained_literal import SlaConstrainedLiteral, SlaConstrainedLiteralConfig
+from policies.papers.smallest import Smallest
 from policies.types import (
     BatchState,
     FinishedRequest,
@@ -469,7 +469,7 @@ class TestSmallest:
         assert (mixed.budget(0), mixed.budget(10)) == (500, 100)
 
     def test_phases_wait_for_as_many_requests_as_memory_lets_in(self) -> None:
-        phases = ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive", phase_rule="fixed", refill=8))
+        phases = ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive", initial_slots_fraction=8 / 20))
         composed = Smallest(_Fixed(20, Limit.MEMORY), phases)
         state = make_state(running=16, waiting=64)
         assert [composed.plan(state).phase for _ in range(3)][-1] is Phase.DECODE
