@@ -75,7 +75,7 @@ SUITES = (
         "predictor",
         "training and evaluation",
         ("tests/predictor",),
-        ("predictor/", "deployments/demo_model/"),
+        ("predictor/", "deployments/demo_model/", "tools/"),
     ),
     Suite(
         "chaos",

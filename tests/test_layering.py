@@ -36,11 +36,7 @@ ROOMS = (
     *("process", "config", "http", "batches", "responses", "engines", "engines/vllm", "engines/transformers"),
     *("serving", "app", "command"),
 )
-OUTSIDE_ROOMS = {
-    "vllm_scheduler",
-    "plain_vllm",
-    "demo_model",
-}  # paths that people write down, and how the model was made
+OUTSIDE_ROOMS = {"vllm_scheduler", "plain_vllm"}  # paths that people write down
 # Imports what a user names, which is none of ours.
 OF_THE_USERS_OWN = ROOT / "policies" / "plug_ins.py"
 # Besides the room of vLLM: what of it is public, or fixed by the version that is pinned.

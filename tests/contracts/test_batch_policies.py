@@ -76,9 +76,7 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
         min_samples=4,
         step_times=PRIOR,
     ),
-    "exclusive_mixed_literal": lambda: build(
-        "exclusive_mixed_literal", mode="exclusive", phase_rule="fixed", refill=5
-    ),
+    "exclusive_mixed_literal": lambda: build("exclusive_mixed_literal", mode="exclusive", phase_rule="fixed", refill=5),
     "phases before caps": lambda: Smallest(
         build("exclusive_mixed", mode="exclusive", replan_steps=3),
         build("memory_aware"),

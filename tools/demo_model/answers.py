@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from deployments.demo_model.dialogues import Example, chat_prompt_ids
+from tools.demo_model.dialogues import Example, chat_prompt_ids
 
 MAX_ANSWER_TOKENS = 400
 LOOP_TOKENS = 8
@@ -58,6 +58,22 @@ def _answer_of(
         reference_token_ids=tokenizer.encode(example.response),
         ended=end is not None,
     )
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, object]:
+    """Lengths in tokens as minimum, quartiles, maximum and mean; the share of answers that end by themselves."""
+    return {
+        "answers": len(answers),
+        "generated_tokens": _spread([len(one.token_ids) for one in answers]),
+        "reference_tokens": _spread([len(one.reference_token_ids) for one in answers]),
+        "ended": float(np.mean([one.ended for one in answers])),
+        "rank_correlation": rank_correlation(answers),
+        "looping": float(np.mean([loops(one.token_ids) for one in answers])),
+    }
+
+
+def _spread(lengths: Sequence[int]) -> list[float]:
+    return [*np.percentile(lengths, [0, 25, 50, 75, 100]).tolist(), float(np.mean(lengths))]
 
 
 def loops(token_ids: Sequence[int]) -> bool:

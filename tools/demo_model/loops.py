@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from deployments.demo_model.answers import Answer, answer
-from deployments.demo_model.dialogues import Example, Row, chat_prompt_ids, pack
-from deployments.demo_model.training import ROW_TOKENS, Training, batches, logits_of, loss_of
+from tools.demo_model.answers import Answer, answer
+from tools.demo_model.dialogues import Example, Row, chat_prompt_ids, pack
+from tools.demo_model.training import ROW_TOKENS, Training, batches, logits_of, loss_of
 
 RUN_TOKENS = 6
 WRITTEN_ANSWERS = 96

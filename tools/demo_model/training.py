@@ -5,10 +5,8 @@ AdamW: after 0.4 million tokens the loss on test answers was 5.36 nats, with Ada
 """
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -21,13 +19,12 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from deployments.demo_model.dialogues import CONTEXT_TOKENS, END_OF_TEXT, TURN_END, VOCABULARY_SIZE, Row
+from tools.demo_model.dialogues import CONTEXT_TOKENS, END_OF_TEXT, TURN_END, VOCABULARY_SIZE, Row
 
 ROW_TOKENS = 1024
 ROWS_PER_STEP = 2
 MUON_LEARNING_RATE = 0.01
 ADAMW_LEARNING_RATE = 5e-3
-CHECKPOINT_STEPS = 100
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -75,49 +72,19 @@ def loss_of(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
 
 
 class Training:
-    """A model under training, with all that a checkpoint must carry."""
+    """A model under training, with its optimizers and their schedules."""
 
     def __init__(self, model: Qwen3ForCausalLM, steps: int, *, rate_fraction: float = 1.0) -> None:
-        self.model = model
-        self.steps = steps
-        self.done_steps = 0
-        self.optimizers = optimizers_of(model, rate_fraction)
-        self.schedules = [get_cosine_schedule_with_warmup(one, steps // 20, steps) for one in self.optimizers]
-        self.elapsed_s = 0.0
-        self._started_s = time.monotonic()
+        self.model, self.steps = model, steps
+        optimizers = optimizers_of(model, rate_fraction)
+        self._parts = [*optimizers, *(get_cosine_schedule_with_warmup(one, steps // 20, steps) for one in optimizers)]
 
     def step(self, loss: torch.Tensor) -> None:
         self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for part in self._parts():
+        for part in self._parts:
             part.step()
-        self.done_steps += 1
-        self.elapsed_s = time.monotonic() - self._started_s
-
-    def save(self, path: Path) -> None:
-        scratch = path.with_suffix(".tmp")
-        torch.save(self._state(), scratch)
-        scratch.replace(path)
-
-    def load(self, path: Path) -> None:
-        state = torch.load(path)
-        self.model.load_state_dict(state["model"])
-        for part, part_state in zip(self._parts(), state["parts"], strict=True):
-            part.load_state_dict(part_state)
-        self.done_steps, self.elapsed_s = state["done_steps"], state["elapsed_s"]
-        self._started_s = time.monotonic() - self.elapsed_s
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "parts": [part.state_dict() for part in self._parts()],
-            "done_steps": self.done_steps,
-            "elapsed_s": self.elapsed_s,
-        }
-
-    def _parts(self) -> list[Any]:
-        return [*self.optimizers, *self.schedules]
 
 
 def optimizers_of(model: Qwen3ForCausalLM, rate_fraction: float) -> list[torch.optim.Optimizer]:
@@ -130,16 +97,13 @@ def optimizers_of(model: Qwen3ForCausalLM, rate_fraction: float) -> list[torch.o
     ]
 
 
-def fit(training: Training, rows: Iterator[Row], checkpoint: Path | None) -> None:
-    """rows: from the first step on; those of the steps already done are passed over."""
-    todo = itertools.islice(batches(rows), training.done_steps, training.steps)
-    progress = tqdm(todo, desc="train", unit="step", initial=training.done_steps, total=training.steps, mininterval=5)
+def fit(training: Training, rows: Iterator[Row]) -> None:
+    steps = itertools.islice(batches(rows), training.steps)
+    progress = tqdm(steps, desc="train", unit="step", total=training.steps, mininterval=5)
     for batch in progress:
         loss = loss_of(training.model, batch)
         training.step(loss)
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        if checkpoint and (training.done_steps % CHECKPOINT_STEPS == 0 or training.done_steps == training.steps):
-            training.save(checkpoint)
 
 
 def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:

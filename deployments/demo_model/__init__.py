@@ -1,1 +1,0 @@
-"""The demo model, a chat model small enough for any machine, and the script that makes it."""

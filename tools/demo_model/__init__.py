@@ -1,0 +1,1 @@
+"""Trains the demo model of deployments/demo_model."""
