@@ -16,7 +16,6 @@ from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
 from deployments.command import env as env_command
 from deployments.command import keys as keys_command
-from deployments.command import prepack as prepack_command
 from deployments.command import status as status_command
 from deployments.command.args_check import check_args
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
@@ -91,7 +90,6 @@ def parser() -> argparse.ArgumentParser:
     env_command.register(commands)
     config_command.register(commands)
     keys_command.register(commands)
-    prepack_command.register(commands)
     batch_command.register(commands)
     status_command.register(commands)
     register_predictor(commands)
