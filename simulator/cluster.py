@@ -5,7 +5,7 @@ configuration.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -198,6 +198,8 @@ def run(
         backlog: requests of batches, which fill what the others leave; arrival times do not count.
     """
     fitting, refused = admitted(config, workload)
+    offline = admitted(config, backlog)[0] if backlog else []
+    config = replace(config, engine=config.engine.serving([*fitting, *offline]))
 
     def ended(count: int, now_s: float) -> list[Event]:
         if on_progress is not None:
@@ -223,7 +225,7 @@ def run(
     loop.add(fleet.failure(failure) for failure in config.failures)
     loop.add(source.start())
     of_batches = Backlog(
-        admitted(config, backlog)[0] if backlog else [],
+        offline,
         config.batches,
         router,
         slots=lambda: router.state().slots,

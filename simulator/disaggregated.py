@@ -177,6 +177,7 @@ def run_disaggregated(
     if unknown := [name for name in _ONE_POOL if getattr(config, name)]:
         raise ConfigError(f"a pool for prefill cannot be simulated with {', '.join(unknown)}")
     served, refused = admitted(config, workload)
+    config = replace(config, engine=config.engine.serving(served))
     both = _Pools(config, pools, workload, on_progress or (lambda count: None))
     loop = EventLoop()
     loop.add(both.start())

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.engine.forecast import ForecastAdmission
 from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
@@ -234,6 +235,27 @@ def test_without_any_replica_left_requests_wait_for_the_next() -> None:
     hit = run(small("stock", replicas=1, failures=(Failure(replica=0, at_s=1.0, replaced_after_s=30.0),)), given_work)
     assert_all_served(hit)
     assert min(r.finished_s for r in hit.requests if r.moves and r.finished_s is not None) > 31.0
+
+
+def test_where_all_fit_a_plan_stands_for_many_steps_and_requests_fare_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that knows of no longest request, as one whose cache just holds it, plans each step anew."""
+    given, planned, plan = workload(200, 12.0, seed=1), [0], ForecastAdmission.plan
+
+    def counted(self: ForecastAdmission, state: BatchState) -> StepPlan:
+        planned[0] += 1
+        return plan(self, state)
+
+    monkeypatch.setattr(ForecastAdmission, "plan", counted)
+
+    def made(max_model_len: int | None) -> tuple[Run, float]:
+        planned[0] = 0
+        roomy = EngineConfig(slots=64, total_blocks=4000, max_batch_tokens=512, max_model_len=max_model_len)
+        result = run(replace(small("forecast_admission", replicas=1), engine=roomy), given)
+        return result, planned[0] / result.engines[0].totals.steps
+
+    (by_workload, few), (by_cache, all_) = made(None), made(4000 * 16)
+    assert few < 0.5 and all_ == 1.0
+    assert history(by_workload) == history(by_cache)
 
 
 def test_scaling_follows_the_load_and_pays_for_fewer_replicas_than_the_most() -> None:
