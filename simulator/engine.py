@@ -179,7 +179,7 @@ class Engine:
             self._unread_tokens += request.prompt_tokens
         self._scheduler.add(request, now_s)
         if self._standing is not None:
-            self._standing.arrived()
+            self._standing.arrived(promised=request.has_promise)
         return self._wake(now_s)
 
     def _wake(self, now_s: float) -> list[Event]:

@@ -88,6 +88,11 @@ class Request:
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
+    def has_promise(self) -> bool:
+        """Whether it was promised a first token or a time per token."""
+        return min(self.deadline_s, self.promised_tpot_s) < inf
+
+    @property
     def missed_a_promise(self) -> bool:
         """Of one that has ended."""
         return (self.ttft_s or 0.0) > self.promised_ttft_s or (self.tpot_s or 0.0) > self.promised_tpot_s

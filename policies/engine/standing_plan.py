@@ -2,8 +2,9 @@
 
 A plan stands for a bounded number of steps and of departures, which it names itself. It falls at once when something
 happens that no plan reckons with: a preemption, a step that could hold nothing, a prompt in progress beside a phase,
-a request that comes while a prompt is in progress that may be held back for it, and, where phases leave slots free on
-purpose, a request that comes while no other waits.
+a request that comes while a prompt is in progress that may be held back for it, and a request that comes while no other
+waits, where phases leave slots free on purpose or it was promised a time: it would start within a budget of tokens that
+was made for the promises of others.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ class StandingPlan(Generic[T]):
         self._starts_left = plan.starts
         self._departures = state.departed + plan.departures
         # In a phase of decodes a lone arrival is read at once, one more behind a queue changes nothing.
-        lone = plan.phase is Phase.DECODE and state.waiting_count <= state.free_slots
-        self._awaits_arrivals = lone or state.prefilling_count > 0
+        self._starts_next = state.waiting_count <= state.free_slots
+        self._awaits_arrivals = (plan.phase is Phase.DECODE and self._starts_next) or state.prefilling_count > 0
 
     def stands(self, *, departed: int, prompts_in_progress: bool) -> bool:
         """Whether another step may be taken by it; if so, that step is counted.
@@ -54,9 +55,13 @@ class StandingPlan(Generic[T]):
             return 0
         return int(min(self.plan.max_batch_size, running + self._starts_left))
 
-    def arrived(self) -> None:
-        """A request has come to the queue."""
-        if self._awaits_arrivals:
+    def arrived(self, *, promised: bool = False) -> None:
+        """A request has come to the queue.
+
+        Args:
+            promised: whether it was promised a first token or a time per token.
+        """
+        if self._awaits_arrivals or (promised and self._starts_next):
             self._steps_left = 0
 
     def taken(self, *, started: int, preempted: bool, empty: bool) -> None:

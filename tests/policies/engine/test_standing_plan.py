@@ -64,10 +64,15 @@ def test_a_lone_arrival_ends_a_phase_of_decodes_and_one_behind_a_queue_does_not(
     assert steps_taken(plan) == stands
 
 
-def test_in_a_mixed_phase_whoever_comes_may_start() -> None:
-    plan = standing(steps=9)
-    plan.arrived()
-    assert steps_taken(plan) == 9
+@pytest.mark.parametrize(
+    ("promised", "waiting", "stands"), [(False, 0, 9), (True, 0, 1), (True, 5, 9)], ids=["unpromised", "lone", "behind"]
+)
+def test_in_a_mixed_phase_a_promised_request_that_would_start_ends_it(
+    promised: bool, waiting: int, stands: int
+) -> None:
+    plan = standing(steps=9, waiting=waiting)
+    plan.arrived(promised=promised)
+    assert steps_taken(plan) == stands
 
 
 def test_its_starts_are_used_up_over_all_its_steps() -> None:

@@ -7,6 +7,7 @@ asked again.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -94,9 +95,9 @@ class Planner:
 
     def arrived(self, request: Request) -> None:
         """It has come to the scheduler."""
-        self._taker.known(request, self._scheduler.clock.now())
+        known = self._taker.known(request, self._scheduler.clock.now())
         if self._standing is not None:
-            self._standing.arrived()
+            self._standing.arrived(promised=min(known.deadline_s, known.tpot_s) < inf)
 
     def before_step(self, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs for the next step. Returns whether prompts are put off in it."""
