@@ -5,9 +5,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -22,33 +23,23 @@ from deployments.batches.state import ENDED, Batches
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.config.services import BatchesSection
 from deployments.http.bodies import ClientLeftError
-from deployments.http.middleware import error_response, route_path
-from policies.errors import SluiceError
+from deployments.http.errors import HttpError, bad_request, error_response
+from deployments.http.middleware import asking_tenant
+from deployments.http.own_routes import in_front_of
 from router.admission import Tenant
-from router.timing import current
 
 logger = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 UPLOAD_PATH = "/v1/files"
-_OURS = re.compile(r"/v1/(files|batches)(/.*)?")
+_OURS = re.compile(r"\w+ /v1/(files|batches)(/.*)?")
 _WINDOW = re.compile(r"(\d{1,6})([mhd])", re.ASCII)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _FORM_BYTES = 64 << 10  # of a form, besides its file
 _UPLOADS = 4  # at once in a router: each has its file on the disk before it is stored
 _FILES_OF_A_PAGE, _BATCHES_OF_A_PAGE, _MOST_OF_A_PAGE = 100, 20, 1000
-_METADATA_PAIRS = 16
+_METADATA_PAIRS = 16  # as OpenAI's API has it
 EXPECTED_END = "sluice_expected_end"
-
-T = TypeVar("T")
-
-
-class ApiError(SluiceError):
-    """A request that is refused, with the status that says why."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,13 +48,11 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]] | None = (
-        None
-    )
+    metadata: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]] | None = None
 
 
 class BatchApi:
-    """`app` serves all other paths."""
+    """The routes of files and batches; `app` serves all other paths."""
 
     def __init__(
         self, app: ASGIApp, section: BatchesSection, storage: Storage, served: Collection[str], look: Callable[[], None]
@@ -72,11 +61,11 @@ class BatchApi:
         served: paths that the application has.
         look: tells the runner that a batch is new, or cancelled.
         """
-        self._app, self._section, self._look = app, section, look
+        self._section, self._look = section, look
         self._files, self._batches = Files(storage, section.keep_s), Batches(storage)
         self._endpoints = [each for each in ENDPOINTS if each in served]
         self._uploads = asyncio.Semaphore(_UPLOADS)
-        self._router = Router(
+        routes = Router(
             [
                 _route(UPLOAD_PATH, "POST", self._upload),
                 _route(UPLOAD_PATH, "GET", self._list_files),
@@ -90,10 +79,10 @@ class BatchApi:
             ],
             redirect_slashes=False,
         )
+        self._served = in_front_of(app, _OURS, routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] == "http" and _OURS.fullmatch(route_path(scope))
-        await (self._router if is_ours else self._app)(scope, receive, send)
+        await self._served(scope, receive, send)
 
     async def _upload(self, request: Request) -> Response:
         most = self._section.max_file_bytes + _FORM_BYTES
@@ -104,45 +93,45 @@ class BatchApi:
                 self._uploads,
                 bounded.form(max_files=1, max_fields=8) as form,
             ):
-                return _json((await self._stored(form)).as_openai())
+                return JSONResponse((await self._stored(form)).as_openai())
         except TimeoutError as error:
             why = f"the file was not whole within {self._section.upload_timeout_s:g} s (batches.upload_timeout_s)"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, why) from error
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, why) from error
         except ClientDisconnect as error:
             raise ClientLeftError("the client left before its file was whole") from error
         except (MultiPartException, HTTPException) as error:
-            raise _bad(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
+            raise bad_request(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
 
     @property
-    def _too_large(self) -> ApiError:
+    def _too_large(self) -> HttpError:
         why = f"the file exceeds {self._section.max_file_bytes} bytes (batches.max_file_bytes)"
-        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+        return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
 
     async def _stored(self, form: FormData) -> FileRecord:
         upload, owner = form.get("file"), asking_owner()
         if not isinstance(upload, UploadFile):
-            raise _bad("the form has no file: name it `file`")
+            raise bad_request("the form has no file: name it `file`")
         if (purpose := form.get("purpose")) != "batch":
-            raise _bad(f"purpose must be batch, got {str(purpose)[:64]!r}")
+            raise bad_request(f"purpose must be batch, got {str(purpose)[:64]!r}")
         if unknown := sorted(form.keys() - {"file", "purpose"}):
-            raise _bad(f"{unknown} are not known here: files are kept for batches.keep_s")
+            raise bad_request(f"{unknown} are not known here: files are kept for batches.keep_s")
         stored = await asyncio.to_thread(self._files.stored_bytes, owner)
         if stored + (upload.size or 0) > self._section.max_stored_bytes:
             why = f"your files would exceed {self._section.max_stored_bytes} bytes (batches.max_stored_bytes)"
-            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{why}: delete some first")
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{why}: delete some first")
         name = (upload.filename or "file")[:255]
         return await asyncio.to_thread(self._files.add, owner, name, "batch", _chunks(upload))
 
     async def _list_files(self, request: Request) -> Response:
         asked = request.query_params
         if asked.get("order", "desc") != "desc":
-            raise _bad("order must be desc: newest first")
+            raise bad_request("order must be desc: newest first")
         page = (asked.get("after"), _limit(request, _FILES_OF_A_PAGE), asked.get("purpose"))
         found, has_more = await asyncio.to_thread(self._files.page, asking_owner(), *page)
         return _listed([each.as_openai() for each in found], has_more)
 
     async def _show_file(self, request: Request) -> Response:
-        return _json((await self._file(request)).as_openai())
+        return JSONResponse((await self._file(request)).as_openai())
 
     async def _file(self, request: Request) -> FileRecord:
         return await asyncio.to_thread(self._files.get, asking_owner(), request.path_params["id"])
@@ -151,9 +140,9 @@ class BatchApi:
         record, owner = await self._file(request), asking_owner()
         if users := await asyncio.to_thread(self._open_with, owner, record.id):
             why = f"{users[0]} reads it: cancel that, or wait for its end"
-            raise ApiError(HTTPStatus.CONFLICT, f"{record.id} is in use, {why}")
+            raise HttpError(HTTPStatus.CONFLICT, f"{record.id} is in use, {why}")
         await asyncio.to_thread(self._files.remove, owner, record.id)
-        return _json({"id": record.id, "object": "file", "deleted": True})
+        return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 
     def _open_with(self, owner: str, file_id: str) -> list[str]:
         """Batches that have this file for input and have not ended."""
@@ -170,29 +159,27 @@ class BatchApi:
         try:
             asked = msgspec.json.decode(await request.body(), type=_Asked)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _bad(f"not a request for a batch: {error}") from error
-        window_s, tenant = self._window_s(asked.completion_window), _tenant()
+            raise bad_request(f"not a request for a batch: {error}") from error
+        window_s, tenant = self._window_s(asked.completion_window), asking_tenant()
         if asked.endpoint not in self._endpoints:
-            raise _bad(f"endpoint must be one of {', '.join(self._endpoints)}, got {asked.endpoint[:64]!r}")
+            raise bad_request(f"endpoint must be one of {', '.join(self._endpoints)}, got {asked.endpoint[:64]!r}")
         if len(asked.metadata or {}) > _METADATA_PAIRS or EXPECTED_END in (asked.metadata or {}):
-            raise _bad(f"metadata may have {_METADATA_PAIRS} pairs, and {EXPECTED_END} is for the answer")
+            raise bad_request(f"metadata may have {_METADATA_PAIRS} pairs, and {EXPECTED_END} is for the answer")
         if tenant is not None and not tenant.may_use(self._section.slo_class):
-            why = (
-                f"this key may not use class {self._section.slo_class!r}, which that of batches is (batches.slo_class)"
-            )
-            raise ApiError(HTTPStatus.FORBIDDEN, why)
+            why = f"this key may not use the class of batches, {self._section.slo_class!r} (batches.slo_class)"
+            raise HttpError(HTTPStatus.FORBIDDEN, why)
         record = await asyncio.to_thread(self._opened, tenant, asked, window_s)
         self._look()
-        return _json(record)
+        return JSONResponse(record)
 
     def _opened(self, tenant: Tenant | None, asked: _Asked, window_s: float) -> dict[str, Any]:
         key = tenant.name if tenant else None
         owner = owner_of(key)
         if self._files.get(owner, asked.input_file_id).purpose != "batch":
-            raise _bad(f"{asked.input_file_id} was not uploaded with purpose batch")
+            raise bad_request(f"{asked.input_file_id} was not uploaded with purpose batch")
         if sum(each == owner for each, _ in self._batches.open_ids()) >= self._section.max_open:
             why = f"you have {self._section.max_open} batches that have not ended (batches.max_open)"
-            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, f"{why}: cancel one, or wait for the end of one")
+            raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, f"{why}: cancel one, or wait for the end of one")
         record = self._batches.create(
             owner,
             key,
@@ -208,7 +195,7 @@ class BatchApi:
         match = _WINDOW.fullmatch(window)
         seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
         if not 0 < seconds <= self._section.max_window_s:
-            raise _bad(
+            raise bad_request(
                 f"completion_window must be as 24h, 90m or 2d, and at most {self._section.max_window_s:g} s "
                 f"(batches.max_window_s), got {window[:64]!r}"
             )
@@ -223,7 +210,7 @@ class BatchApi:
         return [self._batches.as_openai(each) for each in found], has_more
 
     async def _show_batch(self, request: Request) -> Response:
-        return _json(await asyncio.to_thread(self._batch, request.path_params["id"]))
+        return JSONResponse(await asyncio.to_thread(self._batch, request.path_params["id"]))
 
     def _batch(self, batch_id: str) -> dict[str, Any]:
         return self._batches.as_openai(self._batches.get(asking_owner(), batch_id))
@@ -231,52 +218,40 @@ class BatchApi:
     async def _cancel(self, request: Request) -> Response:
         cancelled = await asyncio.to_thread(self._cancelled, request.path_params["id"])
         self._look()
-        return _json(cancelled)
+        return JSONResponse(cancelled)
 
     def _cancelled(self, batch_id: str) -> dict[str, Any]:
         record = self._batches.get(asking_owner(), batch_id)
         status = self._batches.as_openai(record)["status"]
         if status in ENDED:
-            raise ApiError(HTTPStatus.CONFLICT, f"{batch_id} has ended already: it is {status}")
+            raise HttpError(HTTPStatus.CONFLICT, f"{batch_id} has ended already: it is {status}")
         self._batches.cancel(record)
         return self._batches.as_openai(record)
 
 
-class NoBatchApi:
-    """In its place, where `batches.folder` is not set."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] == "http" and _OURS.fullmatch(route_path(scope))
-        await (_off if is_ours else self._app)(scope, receive, send)
-
-
-_off = error_response(
-    HTTPStatus.NOT_IMPLEMENTED,
-    "there is no Batch API here: set batches.folder, or start `sluice serve` with --batch-folder",
-    "NotImplementedError",
-)
+def no_batch_api(app: ASGIApp) -> ASGIApp:
+    """In place of BatchApi if `batches.folder` is not set."""
+    why = "there is no Batch API here: set batches.folder, or start `sluice serve` with --batch-folder"
+    return in_front_of(app, _OURS, error_response(HTTPStatus.NOT_IMPLEMENTED, why, "NotImplementedError"))
 
 
 def _route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             return await answer(request)
-        except ApiError as error:
-            return error_response(error.status.value, str(error), error.status.phrase.replace(" ", ""))
+        except HttpError as error:
+            return error.response()
         except NotFoundError as error:
-            return error_response(404, str(error), "NotFound")
+            return error_response(404, str(error))
         except OSError:
             logger.exception("batches.folder cannot be used")
-            return error_response(503, "the folder of batches cannot be used now", "ServiceUnavailable")
+            return error_response(503, "the folder of batches cannot be used now")
 
     return Route(path, endpoint, methods=[method])
 
 
-def _bounded(receive: Receive, most: int, too_large: ApiError) -> Receive:
-    """Raises the error once more bytes have come."""
+def _bounded(receive: Receive, most: int, too_large: HttpError) -> Receive:
+    """Receives the same, and raises the error beyond `most` bytes."""
     size = 0
 
     async def bounded() -> Message:
@@ -296,32 +271,19 @@ def _chunks(upload: UploadFile) -> Iterator[bytes]:
         yield chunk
 
 
-def _tenant() -> Tenant | None:
-    context = current.get()
-    return context.tenant if context is not None else None
-
-
 def asking_owner() -> str:
-    """Whose batches the request at hand may see."""
-    tenant = _tenant()
+    """The owner of the files and batches that the request of the calling task may see."""
+    tenant = asking_tenant()
     return owner_of(tenant.name if tenant else None)
 
 
 def _limit(request: Request, default: int) -> int:
     text = request.query_params.get("limit", str(default))
     if not text.isdecimal() or len(text) > 9 or not int(text):
-        raise _bad(f"limit must be a number above 0, got {text[:64]!r}")
+        raise bad_request(f"limit must be a number above 0, got {text[:64]!r}")
     return min(int(text), _MOST_OF_A_PAGE)
 
 
 def _listed(data: list[dict[str, Any]], has_more: bool) -> Response:
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return _json({"object": "list", "data": data, "has_more": has_more, **ends})
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return JSONResponse(content)
-
-
-def _bad(message: str) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message)
+    return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})

@@ -8,29 +8,21 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
+from deployments.http.errors import HttpError, bad_request
 from deployments.http.limits import RequestLimits, judged
 from policies.errors import SluiceError
 
 IN_A_THREAD_BYTES = 16 << 10  # what takes longer to judge than a thread takes to start
-RETRY_AFTER_S = 1
-
-
-class BodyError(SluiceError):
-    """A body that is not served, with the status that says why."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ClientLeftError(SluiceError):
-    """Before its body was whole."""
+    """The client left before its body was whole."""
 
 
 class Body(NamedTuple):
-    """A whole body, and what stands in it for `service_tier`, whatever that is."""
+    """A whole body, and the value of its `service_tier`, of any type."""
 
     content: bytes
     service_tier: Any
@@ -51,8 +43,8 @@ class RequestBodies:
 
     def __init__(self, limits: RequestLimits, *, max_buffered_bytes: int, timeout_s: float) -> None:
         """Args:
-        max_buffered_bytes: of all bodies together, until their exchange ends. Beyond it the largest of those that are
-            not whole yet is given up: whoever sends slowly, or much, gives way.
+        max_buffered_bytes: of all bodies together, until their exchange ends. Beyond it the largest body that is not
+            whole yet is given up: clients that send slowly, or much, give way.
         timeout_s: from the first byte of a body to its last.
         """
         self.adopt(limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)
@@ -64,9 +56,9 @@ class RequestBodies:
         self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
 
     @property
-    def too_large(self) -> BodyError:
+    def too_large(self) -> HttpError:
         most = self.limits.max_body_bytes
-        return BodyError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {most} bytes (router.max_body_bytes)")
+        return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {most} bytes (router.max_body_bytes)")
 
     def is_too_large(self, declared_bytes: float) -> bool:
         return declared_bytes > self.limits.max_body_bytes
@@ -76,7 +68,7 @@ class RequestBodies:
         """One body, counted until the end of the block.
 
         Raises:
-            BodyError: it is too large or late, asks for too much, or there is no room for it now.
+            HttpError: it is too large or late, asks for too much, or there is no room for it now.
             ClientLeftError: the client has gone.
         """
         size = 0
@@ -93,7 +85,7 @@ class RequestBodies:
         else:
             found = await asyncio.to_thread(judged, content, self.limits)
         if found.why_refused is not None:
-            raise BodyError(HTTPStatus.BAD_REQUEST, found.why_refused)
+            raise bad_request(found.why_refused)
         return found.service_tier
 
     async def _read(self, receive: Receive) -> bytes:
@@ -134,25 +126,13 @@ class RequestBodies:
             largest.gave_way = True
             largest.deadline.reschedule(0)
 
-    def _given_up(self, incoming: _Incoming) -> BodyError:
+    def _given_up(self, incoming: _Incoming) -> HttpError:
         if incoming.gave_way:
             return self._no_room
-        return BodyError(HTTPStatus.REQUEST_TIMEOUT, f"the body was not whole within {self._timeout_s:g} s")
+        why = f"the body was not whole within {self._timeout_s:g} s"
+        return HttpError(HTTPStatus.REQUEST_TIMEOUT, why, {"Connection": "close"})
 
     @property
-    def _no_room(self) -> BodyError:
-        return BodyError(HTTPStatus.SERVICE_UNAVAILABLE, "no room for this body now (router.max_buffered_bytes)")
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then what comes after it: that the client leaves."""
-    is_sent = False
-
-    async def receive_again() -> Message:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again
+    def _no_room(self) -> HttpError:
+        why = "no room for this body now (router.max_buffered_bytes)"
+        return HttpError(HTTPStatus.SERVICE_UNAVAILABLE, why, {"Retry-After": "1"})

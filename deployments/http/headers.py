@@ -14,7 +14,7 @@ from ray.serve._private.constants import (
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.http.middleware import error_response
+from deployments.http.errors import bad_request
 
 CALLBACK_ENV = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 MAX_HEADER_BYTES = 16_384  # HAProxy passes on twice as much, and answers longer ones with a page of its own
@@ -55,7 +55,7 @@ class HeaderCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._app
         if scope["type"] == "http" and (why := _fault(scope["headers"])) is not None:
-            answer = error_response(400, why, "BadRequest")
+            answer = bad_request(why).response()
         await answer(scope, receive, send)
 
 

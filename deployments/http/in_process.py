@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Reply:
-    """One application's answer, whole."""
+    """The whole answer of an application."""
 
     status: int = 500
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Reply:
 
 
 def after(first: Message, receive: Receive) -> Receive:
-    """That message once more, and then what follows."""
+    """Receives that message once more, and then what follows it."""
     held = [first]
 
     async def next_message() -> Message:
@@ -30,11 +30,12 @@ def after(first: Message, receive: Receive) -> Receive:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
+    """Receives the whole body in one message, and then what follows it: that the client leaves."""
     return after({"type": "http.request", "body": body, "more_body": False}, receive)
 
 
 async def ask(app: ASGIApp, scope: Scope, body: bytes = b"") -> Reply:
-    """One application's answer; 500 when it raises instead. Whoever no longer waits for it cancels this."""
+    """The answer of one application; 500 when it raises instead. To stop waiting, cancel this."""
     reply, parts = Reply(), list[bytes]()
 
     async def keep(message: Message) -> None:
@@ -44,12 +45,12 @@ async def ask(app: ASGIApp, scope: Scope, body: bytes = b"") -> Reply:
             parts.append(message.get("body", b""))
 
     async def nothing_more() -> Message:
-        """Until the answer is there, and whoever listens for a disconnect is stopped."""
+        """The application may listen for a disconnect until its answer is there."""
         return await asyncio.Future()
 
     try:
         await app(dict(scope), replayed(body, nothing_more), keep)
-    except Exception:  # of whatever kind: who asked several applications has the others' answers all the same
+    except Exception:  # of any kind: a caller that asks several applications gets the others' answers all the same
         logger.exception("%s failed", scope["path"])
         reply.status = HTTPStatus.INTERNAL_SERVER_ERROR
     reply.body = b"".join(parts)

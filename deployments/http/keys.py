@@ -17,12 +17,11 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import redis.asyncio as redis
 import yaml
@@ -37,10 +36,9 @@ from router.redis_store import AWAY
 logger = logging.getLogger(__name__)
 
 KEYS_ENV = "SLUICE_API_KEYS"
-RELOAD_S = 5.0
-MAX_KEYS = 100_000
-MAX_FILE_BYTES = 32 << 20
-SETTLED_S = 2.0  # beyond the grain of any file system's times: two changes within one may look like one
+RELOAD_S = 5.0  # from a change of a key to its effect
+MAX_KEYS = 100_000  # parsed within a second
+MAX_FILE_BYTES = 32 << 20  # some 300 bytes for each of them
 _PREFIX = "sk-sluice-"
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times as fast; not in every build of PyYAML
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -82,7 +80,7 @@ _entries = TypeAdapter(Annotated[list[KeyEntry], Field(max_length=MAX_KEYS)])
 
 
 def new_key() -> str:
-    """256 bits of chance: nothing that could be guessed, so that one round of SHA-256 protects it."""
+    """A key of 256 random bits: nobody can guess it, so one round of SHA-256 protects it."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
@@ -106,23 +104,6 @@ def redis_hash(application: str) -> str:
     return f"{{sluice:{application}}}:keys"
 
 
-class _Stamp(NamedTuple):
-    """What tells one state of a file from the next, by the file that its links lead to."""
-
-    changed_ns: int
-    size: int
-    inode: int
-
-    @classmethod
-    def of(cls, file: Path) -> "_Stamp":
-        stat = file.stat()
-        return cls(stat.st_mtime_ns, stat.st_size, stat.st_ino)
-
-    @property
-    def settled(self) -> bool:
-        return time.time() - self.changed_ns / 1e9 > SETTLED_S
-
-
 class KeyRing:
     """All keys of an application. `reload` before use, and again from time to time."""
 
@@ -136,13 +117,13 @@ class KeyRing:
         classes: Collection[str],
     ) -> None:
         """Args:
-        classes: those that the application has.
+        classes: the classes of the application.
         """
         self._file, self._environment, self._redis = file, environment, client
         self._hash, self._classes = redis_hash(application), frozenset(classes)
         self._tenants: Mapping[str, Tenant] = {}
         self._by_name: Mapping[str, Tenant] = {}
-        self._file_read: tuple[_Stamp, list[KeyEntry]] | None = None
+        self._file_read: tuple[str, list[KeyEntry]] | None = None
         self._redis_read: dict[bytes, list[KeyEntry]] = {}
 
     @property
@@ -151,7 +132,7 @@ class KeyRing:
         return self._file is not None or self._environment is not None or self._redis is not None
 
     async def use_classes(self, classes: Collection[str]) -> None:
-        """From now on the application has these. Raises as `reload`; on ConfigError all stays as it was."""
+        """Replace the classes of the application. Raises as `reload`; after a ConfigError all is as it was."""
         before, self._classes = self._classes, frozenset(classes)
         try:
             await self.reload()
@@ -160,11 +141,11 @@ class KeyRing:
             raise
 
     def find(self, key: str) -> Tenant | None:
-        """Looked up by its hash: how long that takes tells of the hash, from which no key can be had."""
+        """Looked up by its hash: the time that it takes tells only of the hash, from which no key can be found."""
         return self._tenants.get(digest(key))
 
     def named(self, name: str) -> Tenant | None:
-        """Whoever has a key of this name; None where it has been removed."""
+        """The tenant of the key with this name; None if it has been removed."""
         return self._by_name.get(name)
 
     async def reload(self) -> None:
@@ -196,7 +177,7 @@ class KeyRing:
                 yield entry
 
     def _wrong_classes(self, entry: KeyEntry) -> str:
-        """What is wrong with the classes that it names; "" where nothing is."""
+        """What is wrong with the classes that it names, or ""."""
         named = (entry.classes or frozenset()) | ({entry.default_class} if entry.default_class else frozenset())
         if not (unknown := named - self._classes):
             return ""
@@ -206,16 +187,14 @@ class KeyRing:
         if self._file is None:
             return []
         try:
-            stamp = _Stamp.of(self._file)
-            if self._file_read is not None and self._file_read[0] == stamp:
-                return self._file_read[1]
-            if stamp.size > MAX_FILE_BYTES:
+            if self._file.stat().st_size > MAX_FILE_BYTES:
                 raise ConfigError(f"keys.file {self._file} exceeds {MAX_FILE_BYTES} bytes")
-            entries = parse_entries(self._file.read_text(), f"keys.file {self._file}")
+            text = self._file.read_text()
         except OSError as error:
             raise ConfigError(f"keys.file {self._file}: {error.strerror}") from error
-        self._file_read = (stamp, entries) if stamp.settled else None
-        return entries
+        if self._file_read is None or self._file_read[0] != text:
+            self._file_read = text, parse_entries(text, f"keys.file {self._file}")
+        return self._file_read[1]
 
     @cached_property
     def _from_environment(self) -> list[KeyEntry]:
@@ -232,7 +211,8 @@ class KeyRing:
 
 
 def stored_entries(raw: bytes) -> list[KeyEntry]:
-    """One, or none where it is malformed: the others must not stay as they are for it, revoked ones above all."""
+    """One entry, or none if it is malformed: a malformed key must not keep changes of others from taking effect, above
+    all those that revoke keys."""
     try:
         return parse_entries(f"[{raw.decode()}]", "a key in Redis")
     except (ConfigError, UnicodeDecodeError) as error:

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.in_process import Reply, after, ask, replayed
-from deployments.http.middleware import error_response, route_path
+from deployments.http.middleware import route_path
 
 logger = logging.getLogger(__name__)
 MODELS_PATH = "/v1/models"
@@ -48,11 +47,7 @@ class ModelSwitch:
         elif scope["method"] != "POST":
             await self._first(scope, receive, send)
         else:
-            try:
-                body, more = await _read(receive)
-            except HTTPException as error:  # too large
-                await error_response(error.status_code, error.detail, "BadRequest")(scope, receive, send)
-                return
+            body, more = await _read(receive)
             app = self._by_name.get(_name(body) or "", self._first)
             await app(scope, replayed(body, more), send)
 
@@ -72,7 +67,7 @@ class ModelSwitch:
         return response
 
     async def _health(self, scope: Scope) -> Response:
-        """Well when every model is."""
+        """200 when every model's is."""
         replies = await asyncio.gather(*(ask(app, scope) for app in self._apps))
         return Response(status_code=max(reply.status for reply in replies))
 
@@ -85,17 +80,17 @@ def _name(body: bytes) -> str | None:
 
 
 def _name_by_python(body: bytes) -> str | None:
-    """vLLM reads bodies as Python does, which allows NaN, half of a surrogate pair, a byte order mark."""
+    """vLLM reads bodies as Python does, which allows NaN, half of a surrogate pair, and a byte order mark."""
     try:
         read = json.loads(body)
     except (ValueError, RecursionError):
-        return None  # whoever gets it says what is wrong with it
+        return None  # the application that gets it says what is wrong
     name = read.get("model") if isinstance(read, dict) else None
     return name if isinstance(name, str) else None
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body; its size is limited further up."""
+    """The whole body, whose size the middleware has bounded."""
     parts: list[bytes] = []
     while True:
         message = await receive()

@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from starlette.datastructures import Headers
 
-from policies.errors import SluiceError
+from deployments.http.errors import HttpError, bad_request
 from policies.router.promise import Promise
 from router.admission import Tenant
 
@@ -27,14 +27,6 @@ _MAX_MS = 86_400_000.0  # a day: a target beyond it is none
 _SHOWN_CHARS = 64  # of a value that is refused
 
 
-class PromiseError(SluiceError):
-    """Nothing of the kind is promised; the status says whether to any key (400) or to this one (403)."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True, slots=True)
 class Promised:
     """`service_tier` is what the answer says, None where the request asked for none."""
@@ -45,7 +37,7 @@ class Promised:
 
 
 class Promises:
-    """Those of an application."""
+    """What an application promises to its requests."""
 
     def __init__(
         self, classes: Mapping[str, Promise], default_class: str, class_of_tier: Mapping[str, str] | None = None
@@ -54,18 +46,18 @@ class Promises:
 
     def of(self, headers: Headers, tenant: Tenant | None, tier: object = None, *, may_tighten: bool) -> Promised:
         """Args:
-        tier: as it stands in the body, whatever it is.
+        tier: as it stands in the body, of any type.
         may_tighten: whether targets may be closer than those of the class.
 
         Raises:
-            PromiseError: a header or the tier is malformed, or not for this key.
+            HttpError: a header or the tier is malformed (400), or not for this key (403).
         """
         slo_class, source = self._class_of(headers, tenant, tier)
         if slo_class not in self._classes:
             known = ", ".join(sorted(self._classes))
-            raise _bad(f"{CLASS_HEADER}: no class {slo_class[:_SHOWN_CHARS]!r}; there are {known}")
+            raise bad_request(f"{CLASS_HEADER}: no class {slo_class[:_SHOWN_CHARS]!r}; there are {known}")
         if tenant is not None and not tenant.may_use(slo_class):
-            raise PromiseError(HTTPStatus.FORBIDDEN, f"this key may not use class {slo_class!r}{source}")
+            raise HttpError(HTTPStatus.FORBIDDEN, f"this key may not use class {slo_class!r}{source}")
         own = self._classes[slo_class]
         asked = asked_for(headers)
         promise = Promise(
@@ -73,13 +65,13 @@ class Promises:
             tpot_s=own.tpot_s if asked.tpot_s is None else asked.tpot_s,
         )
         if not may_tighten and (closer := promise.tighter_than(own)):
-            raise PromiseError(HTTPStatus.FORBIDDEN, _why_too_close(closer[0], slo_class, own))
+            raise HttpError(HTTPStatus.FORBIDDEN, _why_too_close(closer[0], slo_class, own))
         return Promised(slo_class, promise, None if tier is None else self._served_tier(str(tier), slo_class))
 
     def _class_of(self, headers: Headers, tenant: Tenant | None, tier: object) -> tuple[str, str]:
-        """And, for whoever may not use it, where it came from."""
+        """The class, and for the refusal of a key that may not use it, where it came from."""
         if tier is not None and not isinstance(tier, str):
-            raise _bad("service_tier must be a string, such as 'priority'")
+            raise bad_request("service_tier must be a string, such as 'priority'")
         if (named := headers.get(CLASS_HEADER)) is not None:
             return named, ""
         if (named := self._class_of_tier.get(tier or "")) is not None:
@@ -94,7 +86,7 @@ class Promises:
 
 
 def asked_for(headers: Headers) -> Promise:
-    """The targets that they name. Raises PromiseError: one is malformed."""
+    """The targets that they name. Raises HttpError: one is malformed."""
     return Promise(ttft_s=_seconds(headers, TTFT_HEADER), tpot_s=_seconds(headers, TPOT_HEADER))
 
 
@@ -104,7 +96,9 @@ def _seconds(headers: Headers, name: str) -> float | None:
         return None
     milliseconds = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
     if not 0.0 < milliseconds <= _MAX_MS:
-        raise _bad(f"{name} must be milliseconds, above 0 and at most {_MAX_MS:.0f}, got {text[:_SHOWN_CHARS]!r}")
+        raise bad_request(
+            f"{name} must be milliseconds, above 0 and at most {_MAX_MS:.0f}, got {text[:_SHOWN_CHARS]!r}"
+        )
     return milliseconds / 1e3
 
 
@@ -115,7 +109,3 @@ def _why_too_close(target: str, slo_class: str, own: Promise) -> str:
         f"{_HEADER_OF[target]}: class {slo_class!r} {has}, and this key may only ask for more time than its class has: "
         f"leave the header out, name a class with a closer target in {CLASS_HEADER}, or set may_tighten for the key"
     )
-
-
-def _bad(message: str) -> PromiseError:
-    return PromiseError(HTTPStatus.BAD_REQUEST, message)

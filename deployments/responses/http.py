@@ -12,24 +12,25 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.bodies import IN_A_THREAD_BYTES
-from deployments.http.middleware import error_response, route_path
+from deployments.http.errors import error_response
+from deployments.http.middleware import asking_tenant
+from deployments.http.own_routes import in_front_of
 from deployments.responses.store import Place, ResponseStore, Stored
 from policies.errors import StateStoreError
-from router.timing import current
 
 _OURS = re.compile(r"(GET|DELETE) /v1/responses/[^/]+|POST /v1/responses/[^/]+/cancel")
 _BAD = "invalid_request_error"
 
 
 class ResponsesApi:
-    """Retrieves, cancels and deletes. Those of another key, or unknown, are 404."""
+    """Retrieves, cancels and deletes responses. Those of another key, and unknown ones, are 404."""
 
     def __init__(self, app: ASGIApp, store: ResponseStore | None) -> None:
         """Args:
         store: None where nothing is stored.
         """
-        self._app, self._store = app, store
-        self._router = Router(
+        self._store = store
+        routes = Router(
             [
                 _route("/v1/responses/{id}", "GET", self._show),
                 _route("/v1/responses/{id}", "DELETE", self._delete),
@@ -37,10 +38,10 @@ class ResponsesApi:
             ],
             redirect_slashes=False,
         )
+        self._served = in_front_of(app, _OURS, routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] == "http" and _OURS.fullmatch(f"{scope['method']} {route_path(scope)}")
-        await (self._router if is_ours else self._app)(scope, receive, send)
+        await self._served(scope, receive, send)
 
     async def _show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
@@ -64,8 +65,7 @@ class ResponsesApi:
         """None where nothing is stored."""
         if self._store is None:
             return None
-        context = current.get()
-        tenant = context.tenant if context is not None else None
+        tenant = asking_tenant()
         return await call(self._store, Place.of_key(tenant.name if tenant else None, request.path_params["id"]))
 
 
@@ -98,6 +98,6 @@ def _route(path: str, method: str, answer: Callable[[Request], Awaitable[Respons
         try:
             return await answer(request)
         except StateStoreError as error:
-            return error_response(503, f"stored responses cannot be reached now: {error}", "ServiceUnavailable")
+            return error_response(503, f"stored responses cannot be reached now: {error}")
 
     return Route(path, endpoint, methods=[method])

@@ -20,14 +20,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from deployments.batches.http import BatchApi, NoBatchApi, asking_owner
+from deployments.batches.http import BatchApi, asking_owner, no_batch_api
 from deployments.batches.results import Reply as BatchReply
 from deployments.config.application import AppConfig
 from deployments.config.live import with_live
 from deployments.http.bodies import RequestBodies
+from deployments.http.errors import error_response
 from deployments.http.in_process import ask
 from deployments.http.keys import RELOAD_S, KeyRing
-from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddleware, error_response
+from deployments.http.middleware import REQUEST_ID_HEADER, TENANT, SluiceMiddleware
 from deployments.http.model_switch import ModelSwitch
 from deployments.http.page import PAGE_PATHS, page
 from deployments.http.promises import CLASS_HEADER, Promises
@@ -148,7 +149,7 @@ class Router:
 
     def _with_batches(self, app: ASGIApp, apps: Iterable[FastAPI]) -> ASGIApp:
         if (runner := self._batch_runner) is None:
-            return NoBatchApi(app)
+            return no_batch_api(app)
         background = self._counted_tasks()
         self._resources.push_async_callback(background.close)
         section = self._config.batches

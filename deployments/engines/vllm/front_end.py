@@ -31,7 +31,7 @@ from vllm.v1.executor import Executor
 from deployments.engines.vllm.args import engine_config, lora_id
 from deployments.engines.vllm.codec import TRANSFER_KEY
 from deployments.engines.vllm.grammars import Grammars
-from deployments.http.middleware import status_of
+from deployments.http.errors import status_of
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
@@ -209,7 +209,7 @@ def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError
     """What vLLM's front end answers with the error's own status, also where it has begun a stream."""
     if context is not None:
         context.refused = error
-    return GracefulHTTPError(str(error), status_of(error)[0])
+    return GracefulHTTPError(str(error), status_of(error))
 
 
 def _refuse_late(context: HttpContext) -> None:

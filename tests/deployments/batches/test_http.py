@@ -6,28 +6,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from deployments.batches.http import BatchApi, NoBatchApi
+from deployments.batches.http import BatchApi, no_batch_api
 from deployments.batches.runner import Runner
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
-from deployments.http.keys import KeyRing, digest
-from deployments.http.middleware import SluiceMiddleware
-from deployments.http.promises import Promises
-from policies.router.promise import Promise
+from deployments.http.keys import digest
 from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import asking, behind_middleware, key_ring, request_bodies
 from tests.waiting import until
 
 KEYS = ("mine", "yours", "hurried")
 ENTRIES = [
     {"name": name, "sha256": digest(name), **({"classes": ["standard"]} if name == "hurried" else {})} for name in KEYS
 ]
+URL = "http://sluice/v1"
+CLASSES = ("standard", "offline")
 IDS = ["a", "b", "c"]
 SECTION = BatchesSection(segment_s=0.02, max_file_bytes=100_000, max_stored_bytes=300_000, max_open=3)
 
@@ -47,25 +45,13 @@ class Service:
         self.api = BatchApi(vllm, section, self.storage, {COMPLETIONS, "/v1/models"}, self.runner.look)
 
     async def start(self) -> None:
-        keys = KeyRing(
-            file=None,
-            environment=json.dumps(ENTRIES),
-            client=None,
-            application="sluice",
-            classes=("standard", "offline"),
-        )
+        keys = key_ring(CLASSES, entries=ENTRIES)
         await keys.reload()
-        promises = Promises({"standard": Promise(), "offline": Promise()}, "standard")
-        app = SluiceMiddleware(self.api, bodies=request_bodies(2000), promises=promises, keys=keys, charge=free)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice/v1")
+        self.http = asking(behind_middleware(self.api, CLASSES, bodies=request_bodies(2000), keys=keys))
 
     def client(self, key: str = "mine") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            api_key=key,
-            base_url="http://sluice/v1",
-            http_client=self.http,
-            max_retries=0,
-            _strict_response_validation=True,
+            api_key=key, base_url=URL, http_client=self.http, max_retries=0, _strict_response_validation=True
         )
 
 
@@ -224,12 +210,14 @@ async def test_a_wrong_upload_is_refused(service: Service) -> None:
             file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
         )
     headers = {"Authorization": "Bearer mine"}
-    no_form = await service.http.post("/files", content=b"{}", headers={**headers, "Content-Type": "application/json"})
+    no_form = await service.http.post(
+        "/v1/files", content=b"{}", headers={**headers, "Content-Type": "application/json"}
+    )
     assert no_form.status_code == 400
-    no_file = await service.http.post("/files", data={"purpose": "batch"}, headers=headers)
+    no_file = await service.http.post("/v1/files", data={"purpose": "batch"}, headers=headers)
     assert no_file.status_code == 400
     broken = {**headers, "Content-Type": "multipart/form-data; boundary=x"}
-    assert (await service.http.post("/files", content=b"--y\r\n", headers=broken)).status_code == 400
+    assert (await service.http.post("/v1/files", content=b"--y\r\n", headers=broken)).status_code == 400
 
 
 async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
@@ -241,7 +229,7 @@ async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None
         await until(lambda: False)
 
     headers = {"Authorization": "Bearer mine", "Content-Type": "multipart/form-data; boundary=x"}
-    answer = await service.http.post("/files", content=never_ends(), headers=headers)
+    answer = await service.http.post("/v1/files", content=never_ends(), headers=headers)
     assert answer.status_code == 408
 
 
@@ -255,7 +243,7 @@ async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch
 
 
 async def test_without_a_folder_the_way_out_is_named() -> None:
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(NoBatchApi(vllm)), base_url="http://sluice")
+    client = asking(no_batch_api(vllm))
     for path in ("/v1/files", "/v1/batches/batch_1"):
         answer = await client.get(path)
         assert answer.status_code == 501

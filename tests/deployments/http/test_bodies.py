@@ -7,7 +7,9 @@ from http import HTTPStatus
 import pytest
 from starlette.types import Message
 
-from deployments.http.bodies import BodyError, ClientLeftError, RequestBodies, replay
+from deployments.http.bodies import ClientLeftError, RequestBodies
+from deployments.http.errors import HttpError
+from deployments.http.in_process import replayed
 from tests.deployments.bodies import request_bodies
 from tests.waiting import until
 
@@ -42,7 +44,7 @@ async def test_a_body_that_comes_in_parts_is_whole() -> None:
 
 async def test_a_body_that_never_ends_is_given_up_after_its_time() -> None:
     bodies = request_bodies(timeout_s=0.05)
-    with pytest.raises(BodyError, match="0.05 s") as refused:
+    with pytest.raises(HttpError, match="0.05 s") as refused:
         await read(bodies, Client([b"a" * 4_000]))
     assert (refused.value.status, bodies.buffered_bytes) == (HTTPStatus.REQUEST_TIMEOUT, 0)
 
@@ -55,10 +57,10 @@ async def test_of_bodies_that_fill_all_room_the_largest_unfinished_one_gives_way
     assert await read(bodies, Client([b'"' + b"b" * 20_000 + b'"'], ends=True))
     done, waiting = await asyncio.wait(slow, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     (gave_way,) = done
-    with pytest.raises(BodyError, match="max_buffered_bytes") as refused:
+    with pytest.raises(HttpError, match="max_buffered_bytes") as refused:
         await gave_way
     assert (refused.value.status, bodies.buffered_bytes) == (HTTPStatus.SERVICE_UNAVAILABLE, 60_000)
-    with pytest.raises(BodyError, match="max_buffered_bytes"):
+    with pytest.raises(HttpError, match="max_buffered_bytes"):
         await read(bodies, Client([b"c" * 50_000]))
     for each in waiting:
         each.cancel()
@@ -70,7 +72,7 @@ async def test_what_is_served_counts_until_its_end() -> None:
     bodies = request_bodies(max_buffered_bytes=10_000)
     async with bodies.reading(Client([b'"' + b"a" * 8_000 + b'"'], ends=True).receive):
         assert bodies.buffered_bytes == 8_002
-        with pytest.raises(BodyError):
+        with pytest.raises(HttpError):
             await read(bodies, Client([b"b" * 3_000]))
     assert bodies.buffered_bytes == 0
 
@@ -88,7 +90,7 @@ async def test_a_body_that_asks_for_too_much_is_refused_however_large_it_is() ->
     bodies = request_bodies()
     for filler in (b"", b" " * 100_000):
         body = b'{"stop": [' + b",".join([b'"a"'] * 65) + b"]}" + filler
-        with pytest.raises(BodyError, match="stop has 65 entries") as refused:
+        with pytest.raises(HttpError, match="stop has 65 entries") as refused:
             await read(bodies, Client([body], ends=True))
         assert refused.value.status == HTTPStatus.BAD_REQUEST
     assert bodies.buffered_bytes == 0
@@ -96,7 +98,7 @@ async def test_a_body_that_asks_for_too_much_is_refused_however_large_it_is() ->
 
 async def test_after_the_body_comes_what_its_client_does_next() -> None:
     client = Client([])
-    receive = replay(b"{}", client.receive)
+    receive = replayed(b"{}", client.receive)
     assert await receive() == {"type": "http.request", "body": b"{}", "more_body": False}
     client.leave()
     assert await receive() == {"type": "http.disconnect"}

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.app import router_env
 from deployments.http.headers import CALLBACK_ENV, MAX_HEADER_BYTES
 from deployments.process.environment import serve_env
+from tests.deployments.bodies import asking
 
 
 async def served(scope: Scope, receive: Receive, send: Send) -> None:
@@ -25,32 +26,23 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncCl
         "ray.serve._private.http_util.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", router_env()[CALLBACK_ENV]
     )
     app = _apply_middlewares(served, configure_http_middlewares(HTTPOptions(middlewares=[])).middlewares)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as made:
+    async with asking(app) as made:
         yield made
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "X-Request-Id",
-        "X-Request-Timeout-Seconds",
-        "X-Request-Disconnect-Disabled",
-        "X-Session-Id",
-        "x_session-id",
-        "Serve-Multiplexed-Model-Id",
-        "serve_multiplexed_model_id",
-        "Traceparent",
-        "Tracestate",
-    ],
+    (
+        *("X-Request-Id", "X-Request-Timeout-Seconds", "X-Request-Disconnect-Disabled", "X-Session-Id"),
+        *("x_session-id", "Serve-Multiplexed-Model-Id", "serve_multiplexed_model_id", "Traceparent", "Tracestate"),
+    ),
 )
 async def test_a_header_that_ray_cannot_read_gets_400_by_its_name(client: httpx.AsyncClient, name: str) -> None:
     refused = await client.get("/", headers={name: b"caf\xe9"})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == f"{name.lower()} is not UTF-8"
     assert (await client.get("/", headers={name: "café".encode()})).text == "served"
-
-
-async def test_what_ray_does_not_read_may_hold_any_bytes(client: httpx.AsyncClient) -> None:
+    # What Ray does not read may hold any bytes.
     assert (await client.get("/", headers={"Cookie": b"caf\xe9"})).text == "served"
 
 

@@ -16,12 +16,13 @@ from deployments.command import cli
 from deployments.http.keys import KeyRing, digest, new_key, parse_entries, redis_hash
 from policies.errors import ConfigError, StateStoreError
 from router.redis_store import connect
+from tests.deployments.bodies import key_ring
 
 CLASSES = ("interactive", "offline")
 
 
-def ring(file: Path | None = None, environment: str | None = None) -> KeyRing:
-    return KeyRing(file=file, environment=environment, client=None, application="app", classes=CLASSES)
+def ring(file: Path | None = None, **source: Any) -> KeyRing:
+    return key_ring(CLASSES, file=file, **source)
 
 
 def written(path: Path, *entries: dict[str, Any]) -> Path:
@@ -38,13 +39,13 @@ async def test_a_key_is_found_by_its_hash_alone(tmp_path: Path) -> None:
     assert (tenant.name, tenant.classes) == ("a", frozenset({"offline"}))
     assert keys.find(key + "x") is None
     assert keys.find("") is None
-    assert keys.required
+    assert keys.required and not ring().required
 
 
 async def test_keys_change_without_a_restart_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     old, new = new_key(), new_key()
     file = written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(old)})
-    keys = ring(file, json.dumps([{"name": "b", "sha256": digest("from the environment")}]))
+    keys = ring(file, entries=[{"name": "b", "sha256": digest("from the environment")}])
     await keys.reload()
     written(file, {"name": "a", "sha256": digest(new)})
     await keys.reload()
@@ -62,18 +63,14 @@ async def test_keys_change_without_a_restart_and_a_broken_file_changes_nothing(t
 
 async def test_a_file_is_parsed_again_when_it_has_changed_and_not_before(tmp_path: Path) -> None:
     old, new = new_key(), new_key()
-    file = written(tmp_path / "one.yaml", {"name": "a", "sha256": digest(old)})
-    os.utime(file, (0, 0))
     link = tmp_path / "keys.yaml"
-    link.symlink_to(file)
+    link.symlink_to(written(tmp_path / "one.yaml", {"name": "a", "sha256": digest(old)}))
     keys = ring(link)
     await keys.reload()
-    file.write_text("[" * file.stat().st_size)
-    os.utime(file, (0, 0))
+    first = keys.find(old)
     await keys.reload()
-    assert keys.find(old) is not None
+    assert first is not None and keys.find(old) is first
     other = written(tmp_path / "two.yaml", {"name": "a", "sha256": digest(new)})
-    os.utime(other, (0, 0))
     link.unlink()
     link.symlink_to(other)  # as Kubernetes changes a Secret
     await keys.reload()
@@ -95,10 +92,6 @@ async def test_tokens_go_on_while_keys_are_read(tmp_path: Path) -> None:
     went_on.set()
     await reading
     assert await writing
-
-
-def test_without_a_source_no_key_is_required() -> None:
-    assert not ring().required
 
 
 @pytest.mark.parametrize(
@@ -162,7 +155,7 @@ async def test_keys_in_redis_are_made_listed_used_and_removed(
     cli.main(["keys", "list", "--application", namespace])
     assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
     client = connect(redis_url)
-    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    keys = ring(client=client, application=namespace)
     cli.main(["keys", "new", "--name", "b", "--classes", "ofline", "--store", "--application", namespace])
     mistyped = capsys.readouterr().out.strip()
     await keys.reload()
@@ -178,7 +171,7 @@ async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
     redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(redis_url)
-    keys = KeyRing(file=None, environment=None, client=client, application=namespace, classes=CLASSES)
+    keys = ring(client=client, application=namespace)
     stored = {digest(name): json.dumps({"name": name, "sha256": digest(name)}) for name in ("a", "b")}
     await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff"})
     for _ in range(2):
@@ -239,7 +232,7 @@ def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.Monk
 
 async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> None:
     client = connect("redis://127.0.0.1:1/0")
-    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
+    keys = ring(client=client)
     with pytest.raises(StateStoreError):
         await keys.reload()
     await client.aclose()
@@ -253,7 +246,7 @@ async def test_a_connection_that_broke_a_moment_ago_leaves_the_keys_as_they_are(
 
     client = connect(redis_url)
     monkeypatch.setattr(client, "hvals", write)
-    keys = KeyRing(file=None, environment=None, client=client, application="app", classes=CLASSES)
+    keys = ring(client=client)
     with pytest.raises(StateStoreError, match="keys in Redis: unable to perform"):
         await keys.reload()
     await client.aclose()

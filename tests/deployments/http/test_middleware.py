@@ -5,7 +5,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,15 +15,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http import middleware as http_layer
+from deployments.http import exchange
+from deployments.http.exchange import split_time
 from deployments.http.keys import KeyRing, digest
-from deployments.http.middleware import SluiceMiddleware, split_time
+from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
 from policies.router.promise import Promise
 from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import asking, behind_middleware, key_ring, request_bodies
 
 LIMIT = 1000
 CLASSES = ("standard", "offline", "fast")
@@ -87,7 +87,7 @@ async def test_a_handler_in_a_task_of_its_own_hears_that_its_client_has_left() -
 
 
 async def test_an_application_that_does_not_listen_is_cancelled_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_layer, "LEAVE_S", 0.0)
+    monkeypatch.setattr(exchange, "LEAVE_S", 0.0)
     ended = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,21 +207,12 @@ def fastapi_app() -> ASGIApp:
     return app
 
 
-NO_KEYS = KeyRing(file=None, environment=None, client=None, application="app", classes=CLASSES)
+def wrapped(app: ASGIApp, **parts: Any) -> SluiceMiddleware:
+    return behind_middleware(app, CLASSES, **{"bodies": request_bodies(LIMIT), "promises": PROMISES, **parts})
 
 
-def wrapped(app: ASGIApp, keys: KeyRing = NO_KEYS) -> SluiceMiddleware:
-    return SluiceMiddleware(app, bodies=request_bodies(LIMIT), promises=PROMISES, keys=keys, charge=free)
-
-
-@asynccontextmanager
-async def client_of(app: ASGIApp, keys: KeyRing = NO_KEYS, prefix: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """Args:
-    prefix: as Ray Serve's `route_prefix`, which stands in the path and in the root path.
-    """
-    transport = httpx.ASGITransport(wrapped(app, keys), raise_app_exceptions=False, root_path=prefix)
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
-        yield client
+def client_of(app: ASGIApp, prefix: str = "", **parts: Any) -> httpx.AsyncClient:
+    return asking(wrapped(app, **parts), prefix=prefix, raises=False)
 
 
 @pytest.fixture
@@ -252,10 +243,15 @@ ENTRIES = [
 
 
 @pytest.fixture
-async def locked() -> AsyncIterator[httpx.AsyncClient]:
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
-    await keys.reload()
-    async with client_of(starlette_app(), keys) as made:
+async def keys() -> KeyRing:
+    made = key_ring(CLASSES, entries=ENTRIES)
+    await made.reload()
+    return made
+
+
+@pytest.fixture
+async def locked(keys: KeyRing) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(starlette_app(), keys=keys) as made:
         yield made
 
 
@@ -269,30 +265,15 @@ async def test_without_a_known_key_nothing_is_served(locked: httpx.AsyncClient, 
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
-async def test_probes_need_no_key(locked: httpx.AsyncClient) -> None:
-    assert (await locked.get("/health")).status_code == 200
-
-
-async def test_probes_need_no_key_under_a_prefix_either(log: pytest.LogCaptureFixture) -> None:
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
-    await keys.reload()
-    async with client_of(starlette_app(), keys, "/llm") as client:
-        assert (await client.get("/llm/health")).status_code == 200
-        assert not [record for record in log.records if record.name == "deployments.http.middleware"]
-        for path in ("/llm/v1/models", "/llm/llm/health"):
-            assert (await client.get(path)).status_code == 401
-        assert (await client.get("/llm/")).status_code == 200  # the page, which asks for one
-        assert (await client.post("/llm/")).status_code == 401
-
-
-async def test_a_key_brings_its_default_class(locked: httpx.AsyncClient) -> None:
-    assert (await locked.post("/", headers=bearer("key-all"))).json()["slo_class"] == "standard"
-    assert (await locked.post("/", headers=bearer("key-night"))).json()["slo_class"] == "offline"
-
-
-async def test_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
-    response = await locked.post("/", headers=bearer("key-night", **{"X-Sluice-Class": "standard"}))
-    assert response.status_code == 403
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_probes_and_the_page_need_no_key(keys: KeyRing, log: pytest.LogCaptureFixture, prefix: str) -> None:
+    async with client_of(starlette_app(), prefix, keys=keys) as client:
+        assert (await client.get(f"{prefix}/health")).status_code == 200
+        assert not log.records
+        for path in ("/v1/models", "/llm/health"):
+            assert (await client.get(prefix + path)).status_code == 401
+        assert (await client.get(f"{prefix}/")).status_code == 200  # the page, which asks for one
+        assert (await client.post(f"{prefix}/")).status_code == 401
 
 
 # What is promised
@@ -321,13 +302,19 @@ async def test_a_class_is_named_by_header_before_tier_before_key_before_applicat
     assert await promised(locked, "priority", **key) == ("fast", [0.5, None])
     assert (await promised(locked, "flex", **bearer("key-night")))[0] == "offline"
     assert (await promised(locked, "auto", **bearer("key-night")))[0] == "offline"
+    assert (await promised(locked, None, **bearer("key-night")))[0] == "offline"
     assert (await promised(locked, "scale", **key))[0] == "standard"
 
 
-async def test_a_tier_of_a_class_that_the_key_may_not_use_is_forbidden(locked: httpx.AsyncClient) -> None:
-    response = await locked.post("/", json={"service_tier": "priority"}, headers=bearer("key-night"))
-    assert response.status_code == 403
-    assert "service_tier 'priority'" in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("headers", "tier", "named"),
+    [({"X-Sluice-Class": "standard"}, None, "'standard'"), ({}, "priority", "service_tier 'priority'")],
+)
+async def test_a_class_that_the_key_may_not_use_is_forbidden(
+    locked: httpx.AsyncClient, headers: dict[str, str], tier: str | None, named: str
+) -> None:
+    response = await locked.post("/", json={"service_tier": tier}, headers=bearer("key-night", **headers))
+    assert (response.status_code, named in response.json()["error"]["message"]) == (403, True)
 
 
 @pytest.mark.parametrize(("asked", "served"), [("priority", "priority"), ("auto", "default"), ("flex", "flex")])
@@ -403,8 +390,19 @@ async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
     assert (await client.post("/", content=chunks(LIMIT))).json()["bytes"] == LIMIT
 
 
-async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
-    response = await client.post("/", content=b"x" * (LIMIT + 1))
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (b"x" * (LIMIT + 1), {}),
+        (b"x", {"content-length": "9" * 5000}),
+        (chunks(LIMIT + 500), {"content-length": "10"}),
+    ],
+    ids=["told", "told in thousands of digits", "understated"],
+)
+async def test_a_body_beyond_the_limit_is_refused_with_the_setting(
+    client: httpx.AsyncClient, content: Any, headers: dict[str, str]
+) -> None:
+    response = await client.post("/", content=content, headers=headers)
     assert response.status_code == 413
     assert response.json()["error"] == {
         "message": "the body exceeds 1000 bytes (router.max_body_bytes)",
@@ -427,16 +425,14 @@ async def test_a_body_that_is_late_is_told_so_and_its_connection_closed() -> Non
         yield b"a"
         await asyncio.sleep(60)
 
-    bodies = request_bodies(LIMIT, timeout_s=0.05)
-    app = SluiceMiddleware(starlette_app(), bodies=bodies, promises=PROMISES, keys=NO_KEYS, charge=free)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sluice") as client:
+    async with client_of(starlette_app(), bodies=request_bodies(LIMIT, timeout_s=0.05)) as client:
         late = await client.post("/", content=slow())
     assert (late.status_code, late.headers["connection"]) == (408, "close")
     assert late.json()["error"]["type"] == "RequestTimeout"
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render"])
-async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> None:
+async def test_a_route_that_only_reads_is_charged_before_it_does(keys: KeyRing, path: str) -> None:
     charged: list[float] = []
 
     async def charge(tenant: Tenant | None, tokens: float) -> None:
@@ -445,16 +441,13 @@ async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> N
         if len(charged) > 1:
             raise AdmissionError("tokens_per_minute of all are spent", 6.5)
 
-    keys = KeyRing(file=None, environment=json.dumps(ENTRIES), client=None, application="app", classes=CLASSES)
-    await keys.reload()
     read: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         read.append(scope["path"])
         await PlainTextResponse("1 token")(scope, receive, send)
 
-    served = SluiceMiddleware(app, bodies=request_bodies(LIMIT), promises=PROMISES, keys=keys, charge=charge)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://sluice") as client:
+    async with client_of(app, keys=keys, charge=charge) as client:
         for expected in (200, 429):
             answer = await client.post(path, content=b'"' + b"a" * 398 + b'"', headers=bearer("key-all"))
             assert answer.status_code == expected
@@ -463,31 +456,24 @@ async def test_a_route_that_only_reads_is_charged_before_it_does(path: str) -> N
     assert (charged, read) == ([100.0, 100.0], [path, "/other"])
 
 
-async def test_a_length_of_thousands_of_digits_is_beyond_the_limit(client: httpx.AsyncClient) -> None:
-    response = await client.post("/", content=b"x", headers={"content-length": "9" * 5000})
-    assert response.status_code == 413
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"X-Sluice-Class": "gold"}, "no class 'gold'; there are fast, offline, standard"),
+        ({"X-Request-Id": "x" * 129}, "X-Request-Id exceeds 128 characters"),
+        *(({"X-Sluice-Expected-Tokens": wrong}, "Expected") for wrong in ("0", "-3", "many", "1" * 12, "1" * 5000)),
+    ],
+)
+async def test_a_header_that_means_nothing_is_refused_in_words(
+    client: httpx.AsyncClient, headers: dict[str, str], words: str
+) -> None:
+    response = await client.post("/", headers=headers)
+    assert (response.status_code, words in response.json()["error"]["message"]) == (400, True)
 
 
-async def test_an_understated_length_does_not_help(client: httpx.AsyncClient) -> None:
-    response = await client.post("/", content=chunks(LIMIT + 500), headers={"content-length": "10"})
-    assert response.status_code == 413
-
-
-async def test_a_class_is_taken_from_its_header(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/")).json()["slo_class"] == "standard"
-    assert (await client.get("/", headers={"x-sluice-class": "offline"})).json()["slo_class"] == "offline"
-
-
-async def test_an_unknown_class_is_refused_and_the_known_are_named(client: httpx.AsyncClient) -> None:
-    response = await client.get("/", headers={"X-Sluice-Class": "gold"})
-    assert response.status_code == 400
-    assert "'gold'" in response.json()["error"]["message"]
-    assert "offline, standard" in response.json()["error"]["message"]
-
-
-async def test_a_long_request_id_is_refused(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/", headers={"X-Request-Id": "x" * 128})).status_code == 200
-    assert (await client.get("/", headers={"X-Request-Id": "x" * 129})).status_code == 400
+async def test_a_client_may_say_how_long_an_answer_it_expects(client: httpx.AsyncClient) -> None:
+    asked = {"X-Sluice-Expected-Tokens": "250", "X-Request-Id": "x" * 128}
+    assert (await client.post("/", headers=asked)).json()["expected_tokens"] == 250
 
 
 # Timing
@@ -636,24 +622,19 @@ async def test_the_start_and_the_end_of_the_server_pass_untouched_and_websockets
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, logger="deployments.http.middleware"):
+    with caplog.at_level(logging.INFO, logger="deployments.http.exchange"):
         yield caplog
+
+
+def logged(log: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record) for record in log.records if record.name == "deployments.http.exchange"]
 
 
 async def test_a_request_leaves_one_line_with_its_id(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
     await client.get("/served", headers={"X-Request-Id": "mine"})
-    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
-    names = ("request_id", "method", "path", "status", "slo_class", "output_tokens", "outcomes")
-    shown = {name: line[name] for name in names}
-    assert shown == {
-        "request_id": "mine",
-        "method": "GET",
-        "path": "/served",
-        "status": 200,
-        "slo_class": "standard",
-        "output_tokens": 7,
-        "outcomes": ["stop"],
-    }
+    (line,) = logged(log)
+    told = {"request_id": "mine", "method": "GET", "path": "/served", "status": 200, "slo_class": "standard"}
+    assert line | told | {"output_tokens": 7, "outcomes": ["stop"]} == line
     assert (line["queue_s"], line["engine_s"]) == (pytest.approx(0.3), pytest.approx(0.5))
 
 
@@ -673,7 +654,7 @@ async def test_it_has_what_the_router_tells_of_its_answers(log: pytest.LogCaptur
 
     async with client_of(answers) as asked:
         await asked.get("/")
-    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
+    (line,) = logged(log)
     totals = {"prompt_tokens": 10, "predicted_tokens": 9.5, "moves": 2, "resumed": 2}
     expected = {**totals, "model": "m", "wait_s": 0.1, "ttft_s": 0.3, "replicas": ["r1", "r2"]}
     assert {name: line[name] for name in expected} == expected
@@ -686,20 +667,23 @@ async def test_the_line_of_an_error_says_what_the_client_was_told(
     await client.post("/", headers={"X-Sluice-Class": "nobody"})
     await client.get("/nowhere")
     await client.get("/served")
-    errors = [vars(record)["error"] for record in log.records if record.name == "deployments.http.middleware"]
-    assert errors == ["X-Sluice-Class: no class 'nobody'; there are fast, offline, standard", "Not Found", None]
+    assert [line["error"] for line in logged(log)] == [
+        "X-Sluice-Class: no class 'nobody'; there are fast, offline, standard",
+        "Not Found",
+        None,
+    ]
 
 
 async def test_pages_that_machines_poll_leave_none(client: httpx.AsyncClient, log: pytest.LogCaptureFixture) -> None:
     for path in ("/health", "/metrics"):
         await client.get(path)
-    assert not [record for record in log.records if record.name == "deployments.http.middleware"]
+    assert not logged(log)
 
 
 async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_layer, "LEAVE_S", 0.05)
+    monkeypatch.setattr(exchange, "LEAVE_S", 0.05)
 
     async def waits(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(3600)
@@ -708,11 +692,5 @@ async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
     await asyncio.sleep(0)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    (line,) = [vars(record) for record in log.records if record.name == "deployments.http.middleware"]
+    (line,) = logged(log)
     assert line["status"] == 499
-
-
-async def test_a_client_may_say_how_long_an_answer_it_expects(client: httpx.AsyncClient) -> None:
-    for wrong in ("0", "-3", "many", "1" * 12, "1" * 5000):
-        assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": wrong})).status_code == 400
-    assert (await client.post("/", headers={"X-Sluice-Expected-Tokens": "250"})).json()["expected_tokens"] == 250

@@ -12,12 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.keys import KeyRing
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.model_switch import ModelSwitch, _name
-from deployments.http.promises import Promises
-from policies.router.promise import NO_PROMISE
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import asking, behind_middleware, request_bodies
 
 LIMIT = 100_000
 
@@ -55,30 +52,22 @@ def model_app(name: str, *, healthy: bool = True, lists: str = "well") -> FastAP
 def three_models(**lists: str) -> SluiceMiddleware:
     apps = {name: model_app(name, healthy=name != "c", lists=lists.get(name, "well")) for name in "abc"}
     switch = ModelSwitch({**apps, "adapter-of-b": apps["b"]})
-    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=["standard"])
-    bodies = request_bodies(LIMIT, context_tokens=8192)
-    return SluiceMiddleware(
-        switch, bodies=bodies, promises=Promises({"standard": NO_PROMISE}, "standard"), keys=keys, charge=free
-    )
+    return behind_middleware(switch, bodies=request_bodies(LIMIT, context_tokens=8192))
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(three_models())
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as made:
+    async with asking(three_models()) as made:
         yield made
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-async def test_a_request_goes_to_the_model_that_it_names(client: httpx.AsyncClient, name: str) -> None:
+@pytest.mark.parametrize(("name", "by"), [("a", "a"), ("b", "b"), ("adapter-of-b", "b")])
+async def test_a_request_goes_to_the_model_that_it_or_its_adapter_names(
+    client: httpx.AsyncClient, name: str, by: str
+) -> None:
     long = "x" * 50_000
     response = await client.post("/v1/completions", json={"prompt": long, "model": name, "more": {"model": "c"}})
-    assert response.json() == {"by": name, "prompt_chars": 50_000}
-
-
-async def test_a_request_for_an_adapter_goes_to_its_model(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={"prompt": "", "model": "adapter-of-b"})
-    assert response.json()["by"] == "b"
+    assert response.json() == {"by": by, "prompt_chars": 50_000}
 
 
 async def test_a_body_in_pieces_arrives_whole(client: httpx.AsyncClient) -> None:
@@ -121,21 +110,8 @@ async def test_an_unknown_name_gets_404(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/completions", json={"prompt": "", "model": "z"})).status_code == 404
 
 
-async def test_a_body_beyond_the_limit_is_refused_though_its_length_is_not_told(client: httpx.AsyncClient) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        for _ in range(2000):
-            yield b"x" * 100
-
-    assert (await client.post("/v1/completions", content=endless())).status_code == 413
-
-
-async def test_all_models_are_listed(client: httpx.AsyncClient) -> None:
-    assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["a", "b", "c"]
-
-
 async def models_where(**lists: str) -> httpx.Response:
-    transport = httpx.ASGITransport(three_models(**lists))
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+    async with asking(three_models(**lists)) as client:
         return await client.get("/v1/models", headers={"Origin": "https://page.example"})
 
 
@@ -175,15 +151,12 @@ async def test_what_does_not_get_a_page_that_is_merged_is_the_first_model_s_to_a
         assert (await client.request(method, path)).status_code == 405
 
 
-async def test_it_is_well_when_every_model_is(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/health")).status_code == 503
-
-
-async def test_under_a_prefix_pages_are_merged_as_well() -> None:
-    transport = httpx.ASGITransport(three_models(), root_path="/llm")
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as client:
-        assert len((await client.get("/v1/models")).json()["data"]) == 3
-        assert (await client.get("/health")).status_code == 503
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_health_is_good_when_every_model_s_is_and_all_models_are_listed(prefix: str) -> None:
+    async with asking(three_models(), prefix=prefix) as client:
+        listed = (await client.get(f"{prefix}/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["a", "b", "c"]
+        assert (await client.get(f"{prefix}/health")).status_code == 503
 
 
 async def test_an_application_that_listens_for_a_disconnect_hears_nothing_while_pages_are_merged() -> None:
@@ -200,7 +173,6 @@ async def test_an_application_that_listens_for_a_disconnect_hears_nothing_while_
         listener.cancel()
         await Response()(scope, receive, send)
 
-    transport = httpx.ASGITransport(ModelSwitch({"a": listening}))
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice") as client:
+    async with asking(ModelSwitch({"a": listening})) as client:
         assert (await client.get("/health")).status_code == 200
     assert heard == ["http.request"]

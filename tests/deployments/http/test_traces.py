@@ -13,16 +13,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from deployments.engines.traces import ReplicaTraces
-from deployments.http.keys import KeyRing, digest
-from deployments.http.middleware import SluiceMiddleware
+from deployments.http.keys import digest
 from deployments.http.promises import Promises
-from deployments.http.traces import MOST_FOLLOWED, HttpTraces, path_template
+from deployments.http.traces import MOST_FOLLOWED, HttpTraces, client_trace_id, path_template
 from deployments.process.spans import Tracing
 from policies.router.promise import Promise
 from router.state_store import Ticket
 from router.timing import HttpContext, RequestTiming, current
 from router.trail import KVTransfer, Trail
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import asking, behind_middleware, key_ring
 from tests.otlp_receiver import Received, Receiver, receiving
 from tests.router.test_routed_client import TARGETS_S, Answer, FrontEnd, Replica, Service, request
 from tests.waiting import until
@@ -33,7 +32,7 @@ PATH = "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 PROMISES = Promises({name: Promise(ttft_s=ttft_s) for name, ttft_s in TARGETS_S.items()}, "standard")
-KEYS = f'[{{"name": "team", "sha256": "{digest("a secret")}"}}]'
+KEYS = [{"name": "team", "sha256": digest("a secret")}]
 
 
 @pytest.fixture
@@ -47,21 +46,18 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 class Application:
     """Router and replicas, each with traces of its own as in processes of their own; `client` asks over HTTP."""
 
-    def __init__(self, service: Service, keys: str | None) -> None:
+    def __init__(self, service: Service, keys: list[dict[str, str]] | None) -> None:
         self.service, self.tracing = service, Tracing.by_otlp("router", "grpc")
         self.engines = Tracing.by_otlp("engine", "grpc")
         self.front_end: FrontEnd
         self.answers: list[Answer] = []
-        made = SluiceMiddleware(
-            Starlette(routes=[Route(PATH, self._complete, methods=["POST"]), Route("/v1/files/{id}", _show)]),
-            bodies=request_bodies(),
-            promises=PROMISES,
-            keys=KeyRing(file=None, environment=keys, client=None, application="app", classes=TARGETS_S),
-            charge=free,
-            traces=HttpTraces(self.tracing),
+        routes = [Route(PATH, self._complete, methods=["POST"]), Route("/v1/files/{id}", _show)]
+        self.keys = key_ring(tuple(TARGETS_S), entries=keys)
+        self.client = asking(
+            behind_middleware(
+                Starlette(routes=routes), promises=PROMISES, keys=self.keys, traces=HttpTraces(self.tracing)
+            )
         )
-        self.app = made
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://sluice")
 
     async def replica(self) -> Replica:
         replica_id = f"r{len(self.service.replicas)}"
@@ -253,7 +249,7 @@ async def test_no_span_holds_a_secret_or_a_text(redis_url: str, receiver: Receiv
     application = Application(service, KEYS)
     application.front_end = await service.front_end()
     await application.replica()
-    await application.app._keys.use_classes(TARGETS_S)
+    await application.keys.reload()
     body = {"max_tokens": 5, "messages": "a text"}
     headers = {**TRACED, "Authorization": "Bearer a secret"}
     assert (await application.client.post(PATH, json=body, headers=headers)).status_code == 200
@@ -266,8 +262,9 @@ async def test_no_span_holds_a_secret_or_a_text(redis_url: str, receiver: Receiv
     assert "secret" not in str(receiver.spans) and "a text" not in str(receiver.spans)
 
 
-def follow(tracing: Tracing, note: Callable[[RequestTiming, Trail], None]) -> None:
-    """A trace of one engine request, of which `note` says what became of it."""
+async def follow(note: Callable[[RequestTiming, Trail], None]) -> None:
+    """A trace of one engine request, of which `note` says what became of it; returns when it has been sent."""
+    tracing = Tracing.by_otlp("router", "grpc")
     scope = {"type": "http", "method": "POST", "path": PATH}
     trace = HttpTraces(tracing).begin(scope, PATH, TRACED, 100.0)
     assert trace is not None
@@ -278,6 +275,7 @@ def follow(tracing: Tracing, note: Callable[[RequestTiming, Trail], None]) -> No
     assert timing.trail is not None
     note(timing, timing.trail)
     trace.end(context, 200, 110.0)
+    await tracing.close()
 
 
 async def test_a_kv_transfer_shows_the_replica_that_read_the_prompt(receiver: Receiver) -> None:
@@ -291,9 +289,7 @@ async def test_a_kv_transfer_shows_the_replica_that_read_the_prompt(receiver: Re
         trail.left(108.0)
         timing.outcome = "stop"
 
-    tracing = Tracing.by_otlp("router", "grpc")
-    follow(tracing, note)
-    await tracing.close()
+    await follow(note)
     chat, transfer = receiver.one("chat demo"), receiver.one("KV transfer")
     elsewhere = {"0 queue": {}, "1 engine": STAY}
     assert shape(receiver, chat) == {"0 KV transfer": elsewhere, "1 queue": {}, "2 engine": STAY}
@@ -306,9 +302,7 @@ async def test_a_request_that_never_was_sent_shows_its_wait_and_its_error(receiv
         trail.queued(102.0)
         timing.outcome = "error"
 
-    tracing = Tracing.by_otlp("router", "grpc")
-    follow(tracing, note)
-    await tracing.close()
+    await follow(note)
     chat, queue = receiver.one("chat demo"), receiver.one("queue")
     assert (chat.is_error, chat.attributes["error.type"]) == (True, "error")
     assert "gen_ai.response.finish_reasons" not in chat.attributes
@@ -324,9 +318,7 @@ async def test_a_request_that_was_late_when_it_was_sent_says_so(receiver: Receiv
         trail.sent("r0", 0, 104.5)
         trail.left(109.0)
 
-    tracing = Tracing.by_otlp("router", "grpc")
-    follow(tracing, note)
-    await tracing.close()
+    await follow(note)
     waited = {"sluice.class": "fast", "sluice.bin": 3, "sluice.replica": "r0", "sluice.late": True}
     assert receiver.one("queue").attributes == waited
     assert waited.items() <= receiver.one("chat demo").attributes.items()
@@ -346,3 +338,22 @@ def test_a_route_has_names_in_the_place_of_what_clients_wrote(
     path: str, parameters: dict[str, str], template: str
 ) -> None:
     assert path_template(path, parameters) == template
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "found"),
+    [
+        (f"00-{TRACE}-{PARENT}-01", TRACE),
+        (f"cc-{TRACE}-{PARENT}-01-what-comes-later", TRACE),
+        (f"00-{TRACE}-{PARENT}-01-more", None),
+        (f"ff-{TRACE}-{PARENT}-01", None),
+        (f"00-{'0' * 32}-{PARENT}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{PARENT}-01", None),
+        (f"00-{TRACE[:-1]}-{PARENT}-01", None),
+        ("", None),
+    ],
+)
+def test_the_trace_of_a_client_is_taken_from_a_header_that_is_well_formed(traceparent: str, found: str | None) -> None:
+    assert client_trace_id({"traceparent": traceparent}) == found
+    assert client_trace_id({}) is None

@@ -102,7 +102,7 @@ async def client(served: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_request_for_more_answers_than_there_is_room_for_is_refused_before_any_is_made(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="deployments.http.middleware")
+    caplog.set_level("INFO", logger="deployments.http")
     most = {"prompt": ["a"] * 2, "n": 128, "max_tokens": 4}
     beyond = [{**most, "prompt": ["a"], "n": 129}, {**most, "prompt": ["a"] * 129, "n": 1}]
     for stream in (False, True):
@@ -162,7 +162,7 @@ async def test_a_shared_state_that_is_lost_between_two_checks_is_answered_as_if_
     client: httpx.AsyncClient, routed: Routed, path: str, stream: bool, checks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM asks for a place before it begins a stream, and again for each engine request."""
-    caplog.set_level("INFO", logger="deployments.http.middleware")
+    caplog.set_level("INFO", logger="deployments.http")
     routed.checks_until_cut_off = checks
     response = await client.post(path, json={**BODIES[path], "stream": stream})
     assert (response.status_code, response.json()["error"]["message"]) == (503, "Redis is away")

@@ -1,0 +1,233 @@
+"""One request on its way through an application: what that receives, what its client gets, and the line in the log.
+
+`Server-Timing` splits a response's time so far, in milliseconds: `queue` is the wait for a replica's slot, `engine` the
+time from slot to the latest token, network included, `framework` the rest: parsing, tokenizing, formatting. A streamed
+response carries the times up to its first chunk.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http.errors import error_response, status_of
+from policies.errors import AdmissionError, SluiceError
+from router.timing import HttpContext
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
+MAX_ERROR_BYTES = 2048  # of an error's body in the log
+HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
+CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
+_CHUNK = b'data: {"'  # how one of a stream begins
+_NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
+
+
+class _Incoming:
+    """What an application receives: once the exchange is over, that its client has left, even if it waits already."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._waits, self._is_over = receive, set[asyncio.Timeout](), False
+
+    async def receive(self) -> Message:
+        if not self._is_over:
+            try:
+                async with asyncio.timeout(None) as wait:
+                    self._waits.add(wait)
+                    try:
+                        return await self._receive()
+                    finally:
+                        self._waits.discard(wait)
+            except TimeoutError:
+                if not self._is_over:  # not ours
+                    raise
+        return {"type": "http.disconnect"}
+
+    def end(self) -> None:
+        self._is_over = True
+        for wait in self._waits:
+            wait.reschedule(-math.inf)
+
+
+class Exchange:
+    """One request and its response. The response's start is held back until the first piece of its body, that of a
+    stream until a request to an engine is queued; then it goes out with our headers.
+
+    So a request that was refused a place in the queue is answered with that error and its status, even if vLLM has
+    begun a stream for it already.
+    """
+
+    def __init__(self, send: Send, context: HttpContext) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._held: list[Message] = []
+        self._is_over = False
+        self._status = 0
+        self._error: str | None = None
+        self.context = context
+
+    @property
+    def status(self) -> int:
+        """CLIENT_LEFT while no response has begun."""
+        return self._status or CLIENT_LEFT
+
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive) -> None:
+        """Let an application answer, until it has ended.
+
+        Ray Serve tells that a client has left by a message, and by cancelling us that the client has left or a time
+        limit is over. vLLM runs its handlers in tasks of their own, which end by the message and which a cancellation
+        would not reach: so we send the message too, and end what engines do for the request ourselves. Only an
+        application that does not listen for LEAVE_S is cancelled.
+        """
+        incoming = _Incoming(receive)
+        serving = asyncio.ensure_future(app(scope, incoming.receive, self.send))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            incoming.end()
+            self._is_over = True
+            try:
+                await self.context.end()
+                if not serving.done():
+                    await asyncio.wait([serving], timeout=LEAVE_S)
+            finally:
+                serving.cancel()
+
+    async def send(self, message: Message) -> None:
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self.context.service_tier is not None:
+            message = self._with_tier(message, self.context.service_tier.encode())
+        if self._start is not None:
+            if (refusal := self.context.refusal) is not None:
+                await self.refuse(refusal)
+                return
+            if self._may_be_refused(self._start, message):
+                self._held.append(message)
+                return
+            await self._begin(self._start)
+            self._error = _error_in(self._status, message)
+        await self._send(message)
+
+    def _with_tier(self, message: Message, tier: bytes) -> Message:
+        """Every chunk of a stream, and a whole answer, in which vLLM leaves the field empty. What a model says cannot
+        look like either: in a JSON string each quotation mark has a backslash before it."""
+        body: bytes = message.get("body", b"")
+        if body.startswith(_CHUNK):
+            return {**message, "body": _CHUNK[:-1] + b'"service_tier":"' + tier + b'",' + body[len(_CHUNK) - 1 :]}
+        start = self._start
+        if start is None or message.get("more_body", False) or _NO_TIER not in body:
+            return message
+        body = body.replace(_NO_TIER, b'"service_tier":"' + tier + b'"', 1)
+        MutableHeaders(scope=start)["Content-Length"] = str(len(body))
+        return {**message, "body": body}
+
+    def _may_be_refused(self, start: Message, message: Message) -> bool:
+        """It is a piece of a stream, not its last, and no request to an engine is queued yet."""
+        if self.context.queued or len(self._held) == HELD_PIECES or not message.get("more_body", False):
+            return False
+        return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+    async def _begin(self, start: Message) -> None:
+        self._start, self._status = None, start["status"]
+        times = split_time(self.context).items()
+        MutableHeaders(scope=start)["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
+        await self._send(start)
+        held, self._held = self._held, []
+        for message in held:
+            await self._send(message)
+
+    async def broke_off(self) -> bool:
+        """The application has failed. True when its client got a refusal for that; else it got what was held."""
+        if self._start is None:
+            return False
+        if (refusal := self.context.refusal) is None:
+            if self._held:
+                await self._begin(self._start)
+            return False
+        await self.refuse(refusal)
+        return True
+
+    async def refuse(self, refused: SluiceError) -> None:
+        response = error_response(status_of(refused), str(refused))
+        if isinstance(refused, AdmissionError):
+            response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
+        self._start, self._is_over, self._status, self._error = None, True, response.status_code, str(refused)
+        headers = response.raw_headers
+        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    def log(self, scope: Scope) -> None:
+        """One line. With several answers its times are those of the first."""
+        context, times = self.context, split_time(self.context)
+        ended = [timing.ended for timing in context.timings if timing.ended is not None]
+        logger.info(
+            "request",
+            extra={
+                "request_id": context.request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": self.status,
+                "slo_class": context.slo_class,
+                "tenant": context.tenant.name if context.tenant else None,
+                "model": context.model or None,
+                "prompt_tokens": _total(ended, "prompt_tokens"),
+                "predicted_tokens": _total(ended, "predicted_tokens"),
+                "output_tokens": sum(timing.output_tokens for timing in context.timings),
+                "outcomes": [timing.outcome for timing in context.timings],
+                "replicas": [each["replica"] for each in ended if each["replica"] is not None],
+                "moves": _total(ended, "moves"),
+                "resumed": _total(ended, "resumed"),
+                "error": self._error,
+                "wait_s": _least(ended, "wait_s"),
+                "ttft_s": _least(ended, "ttft_s"),
+                "duration_s": round(sum(times.values()), 5),
+                **{f"{name}_s": round(seconds, 5) for name, seconds in times.items()},
+            },
+        )
+
+
+def _error_in(status: int, message: Message) -> str | None:
+    """What the body of an error says, in OpenAI's shape or another."""
+    if status < HTTPStatus.BAD_REQUEST:
+        return None
+    text: str = message.get("body", b"")[:MAX_ERROR_BYTES].decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # another shape, or longer
+        return str(json.loads(text)["error"]["message"])
+    return text
+
+
+def split_time(context: HttpContext) -> dict[str, float]:
+    """Seconds so far: queue, engine, framework; they add up to the time since the request came in."""
+    total_s = time.monotonic() - context.received_s
+    submitted_s = min((t.submitted_s for t in context.timings), default=None)
+    assigned_s = min((t.assigned_s for t in context.timings if t.assigned_s is not None), default=None)
+    last_s = max((t.last_token_s for t in context.timings if t.last_token_s is not None), default=None)
+    queue_s = assigned_s - submitted_s if assigned_s is not None and submitted_s is not None else 0.0
+    engine_s = last_s - assigned_s if last_s is not None and assigned_s is not None else 0.0
+    return {"queue": queue_s, "engine": engine_s, "framework": total_s - queue_s - engine_s}
+
+
+def _known(ended: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [each[name] for each in ended if each[name] is not None]
+
+
+def _total(ended: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """None if it is known of no answer."""
+    return sum(known) if (known := _known(ended, name)) else None
+
+
+def _least(ended: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return min(_known(ended, name), default=None)
