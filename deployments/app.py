@@ -18,7 +18,8 @@ from deployments.config.engine import EngineSection, Role
 from deployments.config.scaling import AutoscalingSection
 from deployments.http.headers import CALLBACK_ENV
 from deployments.http.keys import KEYS_ENV
-from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV, cpu_env
+from deployments.process.environment import REDIS_URL_ENV, REPLICA_ENV
+from deployments.process.vllm_env import cpu_env
 from deployments.serving.autoscaling import engines_config, routers_config
 from deployments.serving.batch_runner import runner_application
 from deployments.serving.engine_replica import EngineReplica

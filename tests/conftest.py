@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import uvloop
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis, carried_server
 from router.redis_store import RedisStateStore, connect
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 
 
 class Gate:

@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from deployments.command import cli
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration import batches
 from tests.integration.application import REPOSITORY, Sluice
 from tests.integration.browser import opened

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments.process.environment import cpu_env
+from deployments.process.vllm_env import cpu_env
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().items() if k != "LD_PRELOAD"}})
 

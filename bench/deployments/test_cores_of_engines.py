@@ -19,7 +19,8 @@ from bench.servers import ENGINE_ARGUMENTS, Server, sluice
 from bench.summary import Spread, paired_ratios
 from bench.workload import LoadConfig
 from deployments.command.one_machine import keep_to
-from deployments.process.environment import cores_beside_engines, free_port
+from deployments.process.environment import cores_beside_engines
+from deployments.process.ports import free_port
 
 PAIRS = 6
 # Streams, and requests of a run.

@@ -43,7 +43,7 @@ from bench.random_model import write_config
 from bench.summary import Spread
 from deployments.command.calibrate import write_profile
 from deployments.config.scheduler import SCHEDULER_CLASS
-from deployments.process.environment import cpu_dtype, cpu_env
+from deployments.process.vllm_env import cpu_dtype, cpu_env
 from policies.types import StepResult, StepTimes
 from simulator.plots import figure, save
 

@@ -27,7 +27,7 @@ from bench.one_client.servers import route
 from bench.summary import Spread
 from deployments.config.application import AppConfig
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 
 INTERVAL_S = 0.02

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from bench.rig.measurements import Figures, added_time, queued, throughput, ticket_delay
 from bench.rig.processes import in_routers, serve
 from bench.summary import Spread
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 
 

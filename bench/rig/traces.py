@@ -26,8 +26,8 @@ from bench.rig.measurements import added_time
 from bench.rig.processes import PATH, SCOPE, in_routers
 from bench.summary import Spread
 from deployments.http.traces import HttpTraces
-from deployments.process.environment import free_port
 from deployments.process.parent import die_with_parent
+from deployments.process.ports import free_port
 from deployments.process.spans import Tracing
 from deployments.serving.embedded_redis import EmbeddedRedis
 from router.state_store import Ticket

@@ -18,7 +18,7 @@ from typing import Any
 
 from deployments.command.calibration import Calibration, Measured, Progress, fitted_s
 from deployments.config.scheduler import SCHEDULER_CLASS
-from deployments.process.environment import cpu_dtype, cpu_env, set_up_gpu_engine
+from deployments.process.vllm_env import cpu_dtype, cpu_env, set_up_gpu_engine
 from policies.engine.exclusive import ExclusiveMixedConfig
 from policies.engine.phases import (
     PhaseLength,

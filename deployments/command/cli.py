@@ -22,7 +22,7 @@ from deployments.command.settings import PRESETS, of_one_machine, of_preset, sec
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig, checked
 from deployments.http.style import STYLE
-from deployments.process.environment import check_build
+from deployments.process.vllm_env import check_build
 from policies.errors import ConfigError, SluiceError
 from predictor.commands import register as register_predictor
 from router.redis_store import check_access

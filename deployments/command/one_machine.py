@@ -20,7 +20,8 @@ import psutil
 from deployments.command.ray_start import start_ray
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
-from deployments.process.environment import START_S, address, cores_beside_engines, one_machine_env, serve_env
+from deployments.process.environment import START_S, cores_beside_engines, one_machine_env, serve_env
+from deployments.process.ports import address
 from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.process.environment import cpu_env, set_up_gpu_engine, vllm_is_for_cpus
+from deployments.process.vllm_env import cpu_env, set_up_gpu_engine, vllm_is_for_cpus
 from policies.errors import ConfigError
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.command.stages import Stages
-from deployments.process.environment import START_S, free_port
+from deployments.process.environment import START_S
+from deployments.process.ports import free_port
 from policies.errors import ApplicationStartError
 
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store

@@ -29,7 +29,8 @@ from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerMode, Sc
 from deployments.config.section import Live
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
 from deployments.config.vllm_args import EXECUTOR, options
-from deployments.process.environment import REDIS_URL_ENV, cpu_dtype
+from deployments.process.environment import REDIS_URL_ENV
+from deployments.process.vllm_env import cpu_dtype
 from policies.errors import ConfigError
 from policies.router.credit import longest_promise_s, lookahead
 from policies.router.promise import Promise

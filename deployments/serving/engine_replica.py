@@ -14,11 +14,11 @@ from deployments.config.engine import Role
 from deployments.config.live import EngineTerms
 from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces
-from deployments.process.environment import nixl_env, set_up_gpu_engine
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from deployments.process.stages import note_stage
 from deployments.process.tracing import started_tracing
+from deployments.process.vllm_env import nixl_env, set_up_gpu_engine
 from deployments.serving.autoscaling import Stats, fleet_stats
 from deployments.serving.engine_start import ENGINE, started_engine
 from deployments.serving.lifetime import Lifetime

@@ -10,10 +10,10 @@ from ray._private.worker import global_worker
 from deployments.config.application import AppConfig
 from deployments.config.engine import Role
 from deployments.config.scheduler import SchedulerSettings
-from deployments.process.environment import check_build
 from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import last_error, last_line
 from deployments.process.stages import note_stage
+from deployments.process.vllm_env import check_build
 from policies.errors import EngineStartError
 
 ENGINE = "engine"  # among what is told of a start

@@ -14,9 +14,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.process.environment import free_port
 from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
+from deployments.process.ports import free_port
 from deployments.process.stages import note_stage
 from deployments.serving.embedded_redis import EmbeddedRedis, embedded_url
 from policies.errors import StateStoreError

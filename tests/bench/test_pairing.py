@@ -9,7 +9,7 @@ import pytest
 from bench.load import ServerUnusable
 from bench.pairing import WARM_UP_TOKENS, Pairing, Plan, measure_pairing
 from bench.servers import Server, ServerFailed, ServerSpec
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 
 TOY_SERVER = """
 import json, sys

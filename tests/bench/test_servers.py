@@ -22,7 +22,8 @@ from bench.servers import (
     sluice,
     vllm_is_for_gpus,
 )
-from deployments.process.environment import free_port, vllm_is_for_cpus
+from deployments.process.ports import free_port
+from deployments.process.vllm_env import vllm_is_for_cpus
 from tests.builds import install_build
 
 HEALTHY = """

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import redis
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Snapshot

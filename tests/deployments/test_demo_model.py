@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
 

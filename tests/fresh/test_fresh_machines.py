@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.fresh.machine import DEBIANS, Machine, has_torch, new_machine
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3 * 3600)]

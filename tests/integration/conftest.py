@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from deployments.config.model import DEMO_MODEL
-from deployments.process.environment import cpu_env, free_port
+from deployments.process.ports import free_port
+from deployments.process.vllm_env import cpu_env
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice
 from tests.integration.traced import traced_env
 from tests.otlp_receiver import Receiver, receiving

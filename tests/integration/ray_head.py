@@ -15,7 +15,7 @@ import psutil
 import ray
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, kill_all
 from tests.waiting import wait_until
 

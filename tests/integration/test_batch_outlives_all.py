@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration import batches
 from tests.integration.application import Sluice
 from tests.waiting import wait_until

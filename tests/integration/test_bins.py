@@ -10,7 +10,7 @@ import pytest
 import redis
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 

@@ -10,7 +10,8 @@ import redis
 import yaml
 
 from deployments.config.model import DEMO_MODEL
-from deployments.process.environment import cores_beside_engines, free_port
+from deployments.process.environment import cores_beside_engines
+from deployments.process.ports import free_port
 from tests import tutorial
 from tests.integration.application import Sluice
 from tests.waiting import wait_until

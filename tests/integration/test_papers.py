@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import Sluice
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, alive, command_of
 from tests.integration.one_model.test_deaths import NO_CALL_TO_REDIS_S
 from tests.integration.traffic import Traffic

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.otlp_receiver import Received, Receiver, receiving
 from tests.waiting import until, wait_until

@@ -21,7 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port, one_machine_env
+from deployments.process.environment import one_machine_env
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import find_server
 from tests.integration.application import REPOSITORY, START_TIMEOUT_S, command_of, kill_all
 from tests.k8s.cases import named

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, StateStoreError
 from policies.router.admission import Limits, Refusal

@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ReadOnlyError
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import Limits, Quota, Refusal, Settlement

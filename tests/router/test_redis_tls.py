@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from deployments.command import cli
 from deployments.http.keys import digest
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from policies.errors import StateStoreAccessError, StateStoreError
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import Assignment, ReplicaInfo, Ticket

@@ -22,7 +22,7 @@ import pytest
 
 from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, InputError, ReplicaLostError, StateStoreError
 from policies.live import Live

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from deployments.config.application import DEMO_MODEL
+from deployments.config.model import DEMO_MODEL
 from tools.demo_model import answers, dialogues, loops, training
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds

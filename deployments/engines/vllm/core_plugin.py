@@ -10,8 +10,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from deployments.engines.vllm.grammars import MAX_AT_ONCE
-from deployments.process.environment import NIXL_DELAY_ENV, REPLICA_ENV, take_all_cores
+from deployments.process.environment import REPLICA_ENV
 from deployments.process.parent import watch_parent
+from deployments.process.vllm_env import NIXL_DELAY_ENV, take_all_cores
 
 GRAMMAR_THREADS = MAX_AT_ONCE + 1  # what a router lets through at once, and one
 

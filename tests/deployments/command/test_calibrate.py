@@ -11,7 +11,7 @@ from deployments.command.cli import parser
 from deployments.config.lengths import WorkSection
 from deployments.config.model import DEMO_ARGS
 from deployments.config.scheduler import SchedulerSettings
-from deployments.process.environment import cpu_dtype
+from deployments.process.vllm_env import cpu_dtype
 from policies.errors import ConfigError, InputError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
 from simulator.profiles import calibrated

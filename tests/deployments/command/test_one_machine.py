@@ -37,30 +37,26 @@ from deployments.command.one_machine import (
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
 from deployments.config.router import RouterSection
-from deployments.process import environment
+from deployments.process import ports
 from deployments.process.environment import (
-    CORES_ENV,
     MAX_CONNECTIONS,
     MOST_HAPROXY_THREADS,
     START_S,
-    address,
     connections_within,
     cores_beside_engines,
-    cpu_dtype,
-    free_port,
-    free_port_block,
     haproxy_threads,
     one_machine_env,
     serve_env,
-    take_all_cores,
 )
+from deployments.process.ports import address, free_port, free_port_block
+from deployments.process.vllm_env import CORES_ENV, cpu_dtype, take_all_cores
 from policies.errors import ApplicationStartError
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
 DRAWER = """
 import sys
-from deployments.process.environment import free_port_block
+from deployments.process.ports import free_port_block
 print(free_port_block(3, range(*map(int, sys.argv[1:]))), flush=True)
 sys.stdin.read()
 """
@@ -188,7 +184,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     """Room for two blocks of three ports and their marks, where nobody else draws any."""
     first = free_port_block(8, range(32_000, 32_768))
     marks: deque[int] = deque()
-    monkeypatch.setattr(environment, "_marks", marks)
+    monkeypatch.setattr(ports, "_marks", marks)
     yield range(first, first + 8)
     for mark in marks:
         os.close(mark)
@@ -218,8 +214,8 @@ def test_ports_that_another_process_was_given_are_its_own_until_it_ends(two_bloc
 
 def test_a_process_keeps_so_many_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     marks: deque[int] = deque()
-    monkeypatch.setattr(environment, "_marks", marks)
-    monkeypatch.setattr(environment, "_MOST_MARKS", 3)
+    monkeypatch.setattr(ports, "_marks", marks)
+    monkeypatch.setattr(ports, "_MOST_MARKS", 3)
     try:
         for _ in range(5):
             free_port()
@@ -415,7 +411,7 @@ def test_the_demo_computes_in_what_the_processor_is_quick_at(
 ) -> None:
     processor = tmp_path / "cpuinfo"
     processor.write_text(f"flags : {flags}\n")
-    monkeypatch.setattr("deployments.process.environment._PROCESSOR", processor)
+    monkeypatch.setattr("deployments.process.vllm_env._PROCESSOR", processor)
     assert cpu_dtype() == dtype
 
 

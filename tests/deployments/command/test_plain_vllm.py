@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deployments.command.plain_vllm import _own_folder
-from deployments.process.environment import cpu_env
+from deployments.process.vllm_env import cpu_env
 from policies.errors import ConfigError
 from tests.builds import install_build
 

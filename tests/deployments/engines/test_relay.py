@@ -11,7 +11,7 @@ from deployments.engines import relay as relay_module
 from deployments.engines import router_link
 from deployments.engines.on_board import StepSpeed
 from deployments.engines.relay import Relay, RelayConfig
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
 from policies.types import StepCoefficients, StepTimes
 from router import wire

@@ -19,7 +19,7 @@ from ray.serve._private.common import RequestProtocol
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from deployments.process import spans
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.process.spans import Tracing
 from deployments.process.tracing import protocol_of, started_tracing
 from policies.errors import ConfigError

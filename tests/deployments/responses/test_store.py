@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.responses.store import RECORD_BYTES, Lease, NoRoomError, Place, ResponseStore, TakenError, Usage
 from policies.errors import StateStoreError
 from tests.deployments.responses.stores import MINE, YOURS, encoded, end_lease, stores, unstored

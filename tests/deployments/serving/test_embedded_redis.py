@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving import embedded_redis
 from deployments.serving.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url, find_server
 from policies.errors import StateStoreError
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 OWNER = """
 import secrets, time
 from deployments.serving.embedded_redis import EmbeddedRedis
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
 print(server._process.pid, flush=True)
 time.sleep(600)

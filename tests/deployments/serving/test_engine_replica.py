@@ -17,8 +17,9 @@ from deployments.config.application import AppConfig
 from deployments.config.engine import EngineSection, PrefillSection, Role
 from deployments.config.live import EngineTerms, with_live
 from deployments.config.router import RouterSection
-from deployments.process.environment import NIXL_DELAY_ENV, SINGLE_PORTS, nixl_env, set_up_gpu_engine
 from deployments.process.log_settings import LogSettings
+from deployments.process.ports import SINGLE_PORTS
+from deployments.process.vllm_env import NIXL_DELAY_ENV, nixl_env, set_up_gpu_engine
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.serving.live_settings import LiveSettings
 from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
@@ -290,7 +291,7 @@ def test_an_engine_on_gpus_chooses_its_threads_and_compiles_nothing_without_a_co
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "unset")
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    caplog.set_level("INFO", logger="deployments.process.environment")
+    caplog.set_level("INFO", logger="deployments.process.vllm_env")
     set_up_gpu_engine({"OMP_NUM_THREADS": "1"})
     assert os.environ["OMP_NUM_THREADS"] == "1"
     assert not caplog.messages

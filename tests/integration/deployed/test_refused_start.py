@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import SLUICE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import START_TIMEOUT_S, command_of
 from tests.integration.ray_head import LOCAL, RayHead, answers

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, alive
 from tests.integration.ray_head import LOCAL, RayHead, ray_head, second_node

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import Sluice
 from tests.integration.several_models.models import KEY, settings
 

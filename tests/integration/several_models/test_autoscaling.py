@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deployments.command.one_machine import keep_to
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until

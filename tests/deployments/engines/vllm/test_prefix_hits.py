@@ -14,7 +14,8 @@ from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.engines.vllm.codec import VllmCodec
 from deployments.engines.vllm.engine import VllmEngine
-from deployments.process.environment import REPLICA_ENV, cpu_env
+from deployments.process.environment import REPLICA_ENV
+from deployments.process.vllm_env import cpu_env
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes

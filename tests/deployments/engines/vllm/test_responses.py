@@ -17,7 +17,7 @@ from deployments.http.in_process import ask
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import TENANT, SluiceMiddleware
 from deployments.http.promises import Promises
-from deployments.process.environment import free_port
+from deployments.process.ports import free_port
 from deployments.responses.background import BackgroundResponses
 from deployments.responses.http import ResponsesApi
 from deployments.responses.store import Place, ResponseStore
