@@ -1,4 +1,4 @@
-"""Writes docs/reference/command-line.md: what `sluice` and each of its commands print with `--help`.
+"""Writes docs/reference/command-line.md: what `sluice` and each of its commands print with `--help`, each option once.
 
     python -m tests.command_line_page
 
@@ -7,6 +7,7 @@ tests/test_documents.py holds that the page is up to date.
 
 import argparse
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 from deployments.command import cli
 
 PAGE = Path(__file__).parents[1] / "docs/reference/command-line.md"
+_LONG_USAGE = re.compile(r"^usage: ([\w ]+?) \[-h\].*?\n\n", re.DOTALL)
+_NO_HELP = re.compile(r"^ +-h, --help .*\n", re.MULTILINE)
+_NO_OPTIONS = re.compile(r"^options:\n(?=\n|\Z)", re.MULTILINE)
 WIDTH = 100  # of a line, whatever the terminal of the person who writes the page
 HEAD = """\
 # Command line
 
 <!-- Written by `python -m tests.command_line_page` from the command's own help. -->
 
-`sluice COMMAND --help` prints the same.
+What `sluice COMMAND --help` prints. Options of a group that an earlier command has too are shown there alone.
 """
 
 
@@ -44,7 +48,24 @@ def _help(parser: argparse.ArgumentParser) -> str:
 
 
 def page() -> str:
-    return HEAD + "".join(f"\n## {parser.prog}\n\n```text\n{_help(parser)}\n```\n" for parser in commands())
+    owners: dict[str, str] = {}  # the text of a group of options: the command that has shown it
+    return HEAD + "".join(f"\n## {parser.prog}\n\n```text\n{_shown(parser, owners)}\n```\n" for parser in commands())
+
+
+def _shown(parser: argparse.ArgumentParser, owners: dict[str, str]) -> str:
+    """The help, without what each command has: a usage of several lines, `--help`, groups of an earlier command."""
+    text = _help(parser) + "\n"
+    if (usage := _LONG_USAGE.match(text)) and usage[0].count("\n") > 2:
+        text = f"usage: {usage[1]} [options]\n\n" + text[usage.end() :]
+    text = _NO_OPTIONS.sub("", _NO_HELP.sub("", text))
+    parts = [_once(part, parser.prog, owners) for part in re.split(r"\n{2,}", text.strip())]
+    return "\n\n".join(parts)
+
+
+def _once(part: str, command: str, owners: dict[str, str]) -> str:
+    title, _, options = part.partition("\n")
+    owner = owners.setdefault(part, command)
+    return part if owner == command or not options else f"{title} as of `{owner}`"
 
 
 if __name__ == "__main__":
