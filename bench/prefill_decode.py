@@ -1,7 +1,7 @@
 """Inter-token gaps under bursts of long prompts: prefill on a replica of its own against the same two replicas unsplit.
 
     python -m bench.prefill_decode                 three repeats, some ten minutes on two cores
-    python -m bench.prefill_decode --connector file --repeats 5 --json gaps.json
+    python -m bench.prefill_decode --repeats 5 --json gaps.json
 
 Both systems are `sluice serve` with two engines of the demo model; the order alternates from repeat to repeat. Streams
 of short questions run throughout; every few seconds a burst of long prompts comes. What counts are the gaps between the
@@ -80,16 +80,16 @@ def _ms(seconds: list[float], percent: float) -> float:
     return 1e3 * found
 
 
-def settings(split: bool, connector: str, num_gpus: float) -> dict[str, Any]:
+def settings(split: bool, num_gpus: float) -> dict[str, Any]:
     """The same two engines: both for everything, or one for prompts."""
-    prefill = {"connector": connector, "split": "always", "min_prompt_tokens": 256, "max_wait_s": 30}
+    prefill = {"split": "always", "min_prompt_tokens": 256, "max_wait_s": 30}
     engine: dict[str, Any] = {"replicas": 1, "prefill": prefill} if split else {"replicas": 2}
     return {"vllm_args": VLLM_ARGS, "engine": engine | {"num_gpus": num_gpus}}
 
 
 def spec(options: argparse.Namespace, split: bool, folder: Path) -> ServerSpec:
     path = folder / "sluice.json"  # JSON is YAML
-    path.write_text(json.dumps(settings(split, options.connector, gpus_of_an_engine(options.num_gpus))))
+    path.write_text(json.dumps(settings(split, gpus_of_an_engine(options.num_gpus))))
     return sluice_with_config("split" if split else "unsplit", path, options.port)
 
 
@@ -221,7 +221,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--burst", type=int, default=4, help="long prompts at once (default: %(default)s)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between bursts (default: %(default)s)")
     parser.add_argument("--long-tokens", type=int, default=1800, help="of a long prompt (default: %(default)s)")
-    parser.add_argument("--connector", choices=("nixl", "file"), default="nixl", help="(default: %(default)s)")
     parser.add_argument("--num-gpus", type=float, help="of each engine (default: 0 on vLLM's CPU build, else 1)")
     parser.add_argument("--port", type=int, default=8123, help="of the server under test (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all numbers here")

@@ -37,14 +37,6 @@ IN_STRINGS = {
 BESIDES = {
     "vllm.config.VllmConfig": "additional_config kv_transfer_config max_in_flight_tokens structured_outputs_config",
     "vllm.connections.HTTPConnection": "_async_client get_async_client get_sync_client",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": """
-        _get_connector_metadata _kv_transfer_config bind_kv_cache_manager build_connector_meta
-        get_kv_connector_stats get_num_new_matched_tokens get_transfer_results on_new_request
-        register_kv_caches request_finished save_kv_layer start_load_kv update_state_after_alloc
-        wait_for_layer_load wait_for_save""",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": """
-        failed_recving finished_recving""",
-    "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats": "aggregate data is_empty reduce reset",
     "vllm.engine.arg_utils.AsyncEngineArgs": """
         _api_process_count disable_log_stats enable_log_requests model renderer_num_workers speculative_config""",
     "vllm.entrypoints.cli.main": "main",

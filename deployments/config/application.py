@@ -253,7 +253,7 @@ class AppConfig(ModelSection):
         read tables that it would write otherwise, or keys of two orders share a queue.
         """
         kind = [self.engine.kind] if self.engine.kind != "vllm" else []
-        cache = [self.engine.prefill.connector] if self.engine.prefill else []
+        cache = ["prefill"] if self.engine.prefill else []
         order = [self.order.policy, self.order.policy_args] if self.order.policy else []
         what = json.dumps([state_version(), engine_version, self.vllm_argv(), *kind, *cache, *order])
         return f"{self.name}:{hashlib.sha256(what.encode()).hexdigest()[:12]}"
@@ -268,7 +268,7 @@ class AppConfig(ModelSection):
         # What this machine's processor does well is no part of the model's identity: machines may differ in it.
         dtype = ["--dtype", cpu_dtype()] if self.model == DEMO and "--dtype" not in options(self.vllm_args) else []
         placed = [EXECUTOR, "ray"] if self.engine.placement_group_bundles else []
-        transfer = prefill.transfer_argv(role, self.name, self.engine.num_gpus) if prefill is not None else []
+        transfer = prefill.transfer_argv(role, self.engine.num_gpus) if prefill is not None else []
         argv = [*self.vllm_argv(), *dtype, *placed, *transfer]
         if (settings := self.scheduler_settings(role)) is None:
             return argv

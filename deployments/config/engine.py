@@ -2,9 +2,6 @@
 
 import ipaddress
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from deployments.config.scaling import AutoscalingSection
 from deployments.config.scheduler import SchedulerSettings
 from deployments.config.section import Live, Seconds, Section
-from deployments.config.vllm_args import FILE_CONNECTOR
 from policies.gang.batches import GangConfig
 from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
@@ -95,7 +91,7 @@ class GangSection(Section):
 class PrefillSection(Section):
     """Replicas that only read prompts; `engine.replicas` then decode, and read what is not worth the way.
 
-    They are placed as those are, with the same GPUs, model and arguments.
+    They are placed as those are, with the same GPUs, model and arguments. NIXL moves KV caches from memory to memory.
     """
 
     replicas: int = Field(default=1, ge=1)
@@ -104,14 +100,8 @@ class PrefillSection(Section):
     """In place of a fixed number of replicas."""
     resources: dict[str, float] | None = None
     """Custom Ray resources for each of them; null is those of `engine`."""
-    connector: Literal["nixl", "file"] = "nixl"
-    """How KV caches travel: `nixl` from memory to memory (package nixl), `file` through a folder that both see."""
     keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
     """How long a cache is kept for a replica that has not begun to fetch it. It holds its blocks meanwhile."""
-    folder: Path | None = None
-    """Of connector `file`; null is a folder under the temporary ones of this machine."""
-    max_folder_bytes: int = Field(default=4 << 30, ge=1)
-    """Beyond this the folder takes nothing, and decode replicas read prompts themselves."""
     split: Literal["auto", "always", "never"] = "auto"
     """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
     min_prompt_tokens: int = Field(default=256, ge=1)
@@ -140,22 +130,14 @@ class PrefillSection(Section):
     def order(self) -> BucketOrderConfig:
         return BucketOrderConfig(window_s=self.bucket_window_s)
 
-    def transfer_argv(self, role: Role, application: str, num_gpus: float) -> list[str]:
+    def transfer_argv(self, role: Role, num_gpus: float) -> list[str]:
         """Arguments for vLLM; those that prefill and those that decode get the same, but for what they do."""
-        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
-        settings: dict[str, Any] = {"kv_role": kv_role, "kv_load_failure_policy": "recompute"}
-        if self.connector == "nixl":
-            settings["kv_connector"] = "NixlConnector"
-            settings["kv_connector_extra_config"] = {"kv_lease_duration": int(self.keep_s)}
-        else:
-            folder = self.folder or Path(tempfile.gettempdir(), f"sluice-kv-{os.getuid()}-{application}")
-            settings["kv_connector"] = FILE_CONNECTOR
-            settings["kv_connector_module_path"] = "deployments.engines.vllm.kv_files"
-            settings["kv_connector_extra_config"] = {
-                "folder": str(folder),
-                "max_bytes": self.max_folder_bytes,
-                "keep_s": self.keep_s,
-            }
+        settings: dict[str, Any] = {
+            "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector": "NixlConnector",
+            "kv_connector_extra_config": {"kv_lease_duration": int(self.keep_s)},
+        }
         if num_gpus == 0:
             settings["kv_buffer_device"] = "cpu"
         return ["--kv-transfer-config", json.dumps(settings)]

@@ -2,4 +2,7 @@
 
 GONE = {
     "engine.prefill.scheduler": "prefill replicas go by engine.scheduler, in mode mixed and with admission slots",
+    "engine.prefill.connector": "NIXL moves KV caches",
+    "engine.prefill.folder": "NIXL moves KV caches, and no files do",
+    "engine.prefill.max_folder_bytes": "NIXL moves KV caches, and no files do",
 }

@@ -20,10 +20,8 @@ from deployments.config.vllm_args import (
     PARALLEL,
     gpus_used,
     options,
-    why_one_worker,
     why_refused,
     without,
-    workers_of,
 )
 
 DEMO = "demo"
@@ -160,7 +158,4 @@ class ModelSection(Section):
         clash = given & {"--kv-transfer-config", "--scheduler-cls", "--additional-config"}
         if self.engine.prefill is not None and clash:
             raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
-        by_file = self.engine.prefill is not None and self.engine.prefill.connector == "file"
-        if by_file and (why := why_one_worker(workers_of(self.vllm_args) or 1)) is not None:
-            raise ValueError(why)
         return self

@@ -35,9 +35,6 @@ _NOT_IN_ROUTERS = {
 # Ray starts an engine's processes on other nodes, in its bundles. With these it would wait for others to start them.
 _OF_SEVERAL_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
 
-# The class in `deployments.engines.vllm.kv_files`.
-FILE_CONNECTOR = "FileConnector"
-
 # Each multiplies the GPUs of an engine.
 PARALLEL = (
     ("--tensor-parallel-size", "-tp"),
@@ -74,16 +71,6 @@ def why_refused(option: str) -> str | None:
             "engine.placement_group_bundles"
         )
     return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
-
-
-def why_one_worker(workers: int) -> str | None:
-    """Why engines that move caches through files cannot have so many workers; None where they can."""
-    if workers == 1:
-        return None
-    return (
-        f"engine.prefill.connector: file keeps one file for each prompt, and {workers} workers of an engine "
-        "would each write theirs into it: take nixl"
-    )
 
 
 def options(argv: Sequence[str]) -> dict[str, str]:

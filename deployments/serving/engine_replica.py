@@ -42,8 +42,8 @@ def _require_nixl() -> None:
 
         cuda = torch.version.cuda or "12"  # without CUDA either backend runs
         raise ConfigError(
-            f"engine.prefill.connector: nixl needs the package of that name ({error}): pip install --no-deps "
-            f"nixl==1.5.1 nixl-cu{cuda.split('.')[0]}==1.5.1, or set connector: file"
+            f"engine.prefill needs the package nixl ({error}): pip install --no-deps "
+            f"nixl==1.5.1 nixl-cu{cuda.split('.')[0]}==1.5.1"
         ) from error
 
 
@@ -76,7 +76,7 @@ def _prepare_environment(config: AppConfig) -> str:
     if config.engine.num_gpus:
         set_up_gpu_engine(config.engine.env)
     host = config.engine.bind_host or ray.util.get_node_ip_address()
-    if config.engine.prefill is not None and config.engine.prefill.connector == "nixl":
+    if config.engine.prefill is not None:
         os.environ.update(nixl_env(host, on_cpu=config.engine.num_gpus == 0))
         _require_nixl()  # it may read its environment when it is imported
     return host

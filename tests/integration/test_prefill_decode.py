@@ -27,7 +27,7 @@ SETTINGS = {
     "router": {"heartbeat_s": 0.5, "silence_s": 15},
     "engine": {
         "replicas": 1,
-        "prefill": {"connector": "nixl", "split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
+        "prefill": {"split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},
     },
 }
 

@@ -195,16 +195,3 @@ def test_tls_to_redis_is_checked_against_the_named_ca(rendered: dict[str, str]) 
 def test_the_values_of_everything_differ_from_the_defaults() -> None:
     """So that the tests above see each section of the configuration."""
     assert set(AppConfig.model_fields) - {"redis_url", "redis_ca_certs"} <= set(named("everything")["app"])
-
-
-def test_caches_travel_by_files_over_a_volume_that_all_pods_mount(helm4: Helm4) -> None:
-    prefill = {"connector": "file", "folder": "/shared/kv"}
-    values = with_password(
-        {
-            "app": {"engine": {"prefill": prefill}},
-            "engineGroups": [{"name": "engine", "replicas": 2, "resources": {}}],
-            "extraVolumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "kv"}}],
-            "extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
-        }
-    )
-    assert application(helm4.render(values))["args"]["engine"]["prefill"] == prefill

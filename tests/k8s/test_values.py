@@ -175,17 +175,6 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {**ONE_POD, "gpusPerEngine": 1, "app": {"predictor": {"kind": "bert", "num_gpus": 0.5}}, "routerGroup": ROOM},
         "app.predictor asks for 0.5 GPUs (replicas x num_gpus), and engines leave 0",
     ),
-    "caches by files that no other pod sees": (
-        {"app": {"engine": {"prefill": {"connector": "file"}}}},
-        'app.engine.prefill.connector is file, and its folder ("") is on no volume that all pods mount',
-    ),
-    "caches by files beside the shared volume": (
-        {
-            "extraVolumeMounts": [{"name": "shared", "mountPath": "/shared"}],
-            "app": {"engine": {"prefill": {"connector": "file", "folder": "/sharedtoo"}}},
-        },
-        'its folder ("/sharedtoo") is on no volume',
-    ),
     "fewer GPUs than the arguments use": (
         {"gpusPerEngine": 2, "app": {"vllm_args": ["--tensor-parallel-size", "4"]}},
         "gpusPerEngine is 2, and by app.vllm_args an engine uses 4: set gpusPerEngine, or --tensor-parallel-size times",

@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
-from deployments.config.vllm_args import FILE_CONNECTOR, why_one_worker, why_refused
+from deployments.config.vllm_args import why_refused
 from policies.errors import ConfigError
 
 
@@ -57,14 +57,6 @@ class _Refusing(FlexibleArgumentParser):
         return args
 
 
-def _refuse_files_of_several_workers(args: Namespace) -> None:
-    transfer = args.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == FILE_CONNECTOR:
-        workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
-        if (why := why_one_worker(workers)) is not None:
-            raise ConfigError(why)
-
-
 def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     """The arguments of `vllm serve`, checked, with the parsers that they bring imported, as its server does.
 
@@ -77,7 +69,6 @@ def parse_vllm_args(argv: Sequence[str]) -> Namespace:
     parser = make_arg_parser(_Refusing(prog="vllm_args", allow_abbrev=False))
     try:
         args: Namespace = parser.parse_args(list(argv))
-        _refuse_files_of_several_workers(args)
         validate_parsed_serve_args(args)
     except ConfigError:  # a ValueError too
         raise

@@ -97,26 +97,11 @@
 
 {{/* Of every model. */}}
 {{- define "sluice.checkModels" -}}
-{{- $mounts := .Values.extraVolumeMounts -}}
-{{- if .Values.modelCache.enabled -}}
-{{- $mounts = append $mounts .Values.modelCache -}}
-{{- end -}}
 {{- range $index, $model := prepend (.Values.app.more_models | default list) .Values.app -}}
 {{- $at := eq $index 0 | ternary "app.engine" (printf "app.more_models[%d].engine" (sub $index 1)) -}}
 {{- $drain := dig "engine" "drain_timeout_s" 3600.0 $model -}}
 {{- if gt (float64 $drain) (float64 $.Values.drainSeconds) -}}
 {{- fail (printf "%s.drain_timeout_s (%v, 3600 if it is not set) is above drainSeconds (%v), after which pods are killed: lower the one or raise the other" $at $drain $.Values.drainSeconds) -}}
-{{- end -}}
-{{- $prefill := dig "engine" "prefill" nil $model | default dict -}}
-{{- if and (eq ($prefill.connector | default "nixl") "file") (ne $.Values.redis.mode "none") -}}
-{{- $folder := $prefill.folder | default "" -}}
-{{- $shared := false -}}
-{{- range $mount := $mounts -}}
-{{- $shared = or $shared (hasPrefix (printf "%s/" (trimSuffix "/" $mount.mountPath)) (printf "%s/" $folder)) -}}
-{{- end -}}
-{{- if not $shared -}}
-{{- fail (printf "%s.prefill.connector is file, and its folder (%q) is on no volume that all pods mount: put folder on one of extraVolumeMounts (ReadWriteMany) or the modelCache, or set connector: nixl" $at $folder) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

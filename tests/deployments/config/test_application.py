@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -615,16 +614,6 @@ def test_both_groups_get_the_same_connector_with_its_two_roles_and_schedulers_of
     assert stock.mode == "stock", "as the other group"
 
 
-def test_files_go_into_a_bounded_folder_of_this_user() -> None:
-    transfer = argv_of({"connector": "file", "max_folder_bytes": 5000}, "decode")["transfer"]
-    assert transfer["kv_connector_module_path"] == "deployments.engines.vllm.kv_files"
-    folder = transfer["kv_connector_extra_config"]
-    assert (folder["max_bytes"], folder["keep_s"]) == (5000, 30.0)
-    assert f"sluice-kv-{os.getuid()}" in folder["folder"]
-    named = argv_of({"connector": "file", "folder": "/mnt/kv"}, "decode")["transfer"]
-    assert named["kv_connector_extra_config"]["folder"] == "/mnt/kv"
-
-
 def test_without_a_prefill_group_engines_are_told_of_no_connector() -> None:
     plain = config()
     assert "--kv-transfer-config" not in plain.engine_argv()
@@ -641,16 +630,6 @@ def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
             refused(vllm_args=[argument], engine={**prefill, "scheduler": {"mode": "stock"}})
         )
     assert "engine.prefill.keep_s" in refused(engine={"prefill": {"keep_s": 1}})
-    assert "engine.prefill.connector" in refused(engine={"prefill": {"connector": "pigeon"}})
-
-
-@pytest.mark.parametrize(
-    "argv", [["-tp", "2"], ["--pipeline-parallel-size=2"], ["-tp", "2", "--distributed-executor-backend", "ray"]]
-)
-def test_workers_that_would_write_their_parts_of_a_cache_into_one_file_are_refused(argv: list[str]) -> None:
-    assert "2 workers" in refused(engine={"prefill": {"connector": "file"}}, vllm_args=argv)[""]
-    config(engine={"prefill": {"connector": "nixl"}}, vllm_args=argv)
-    config(engine={"prefill": {"connector": "file"}}, vllm_args=["-tp", "1"])
 
 
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
@@ -670,9 +649,9 @@ def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> 
     )
 
 
-def test_another_way_for_caches_is_another_key_space() -> None:
-    spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"connector": "file"}, {"keep_s": 9})}
-    assert len(spaces) == 3, "how long caches are kept keeps nobody apart"
+def test_replicas_that_move_caches_have_another_key_space() -> None:
+    spaces = {config(engine={"prefill": p}).namespace("v") for p in (None, {}, {"keep_s": 9})}
+    assert len(spaces) == 2, "how long caches are kept keeps nobody apart"
 
 
 def test_a_class_has_an_order_of_its_own_where_it_fills_idle_capacity_and_nothing_else_orders() -> None:

@@ -91,7 +91,7 @@ class Fleet:
 
     def __init__(self, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._url, self._redis, self.built = redis_url, connect(redis_url), 0
-        prefill = PrefillSection(connector="file")
+        prefill = PrefillSection()
         self.config = AppConfig(
             model="m",
             name=uuid4().hex,

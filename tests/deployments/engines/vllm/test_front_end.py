@@ -166,13 +166,6 @@ def test_a_short_form_of_a_refused_argument_is_refused() -> None:
         parse_vllm_args(["--model", "m", "--otlp-traces-end", "http://collector:4317"])
 
 
-def test_a_file_of_arguments_gives_engines_that_share_cache_files_one_worker(tmp_path: Path) -> None:
-    given = ("--config", in_file(["-tp", "2"], tmp_path))
-    engine = EngineSection(prefill=PrefillSection(connector="file"))
-    with pytest.raises(ConfigError, match=r"^engine.prefill.connector: .* 2 workers"):
-        parse_vllm_args(AppConfig(model="m", engine=engine, vllm_args=given).engine_argv())
-
-
 def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
     with pytest.raises(ConfigError, match=r"vllm_args: .*No such file"):
         parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
