@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from policies.gang.buckets import (
-    AdaptiveBuckets,
-    AdaptiveBucketsConfig,
-    BucketPolicy,
-    BucketServeBuckets,
-    BucketServeConfig,
-    max_safe_requests,
-    optimal_bucket_edges,
-)
+from policies.gang.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketPolicy, max_safe_requests
 from policies.gang.packing import PackedBatch, best_fit_decreasing, first_fit_decreasing
 from policies.papers.bin_worth import bins_for_load
+from policies.papers.bucket_serve import BucketServeBuckets, BucketServeConfig, optimal_bucket_edges
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import EdgeRule, MultiBin, MultiBinConfig
 from policies.router.order import Deadline, DeadlineConfig

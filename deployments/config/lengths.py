@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from deployments.config.engine import GangSection
 from deployments.config.profile import calibrated
 from deployments.config.section import Seconds, Section
-from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
+from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
 from policies.types import StepCoefficients, StepTimes
 from predictor.batching import BatchingConfig

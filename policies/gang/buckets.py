@@ -1,11 +1,10 @@
 """Buckets over prompt lengths: requests of like length share a padded batch, and the ranges follow the traffic.
 
 Source: Zheng et al., "BucketServe: Bucket-Based Dynamic Batching for Smart and Efficient LLM Inference Serving" (paper
-002): equations 1 to 6 and Algorithm 1. Padding exists only where a kernel pads (the Transformers engine, the
-predictor); with variable-length attention buckets merely order the queue (ERRATA 2.14).
+002): equations 2, 5 and 6. Padding exists only where a kernel pads (the Transformers engine, the predictor); with
+variable-length attention buckets merely order the queue (ERRATA 2.14).
 
-`BucketServeBuckets` is Algorithm 1 to the letter, `PromptBuckets` either as a router keeps them. `AdaptiveBuckets`,
-the default, departs from it (ERRATA numbers):
+`AdaptiveBuckets`, the default, departs from Algorithm 1 (`policies.papers.bucket_serve`; ERRATA numbers):
 - 2.3, 2.5 Equation 4 has no solution and bisection is right for uniform lengths only: cuts minimise padded tokens.
 - 2.4 Padding counts to the longest member, in tokens, not as a mean of ratios to the bucket's bound.
 - 2.7 A split is judged by the padding it saves, not by a majority below the middle.
@@ -20,23 +19,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.checks import check_counts, require_at_least
+from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
-from policies.gang.partition import Atoms, checked_lengths, least_cost_cuts
+from policies.gang.partition import checked_lengths
 from policies.types import FloatArray
-
-PaddingMeasure = Literal["tokens", "ratio"]
-
-_RESOLUTION = 1024
 
 
 class BucketPolicy(Protocol):
-    """Keeps ranges of prompt lengths."""
+    """Keeps ranges of prompt lengths, from 0 to ``end``."""
+
+    end: float
 
     @property
     def edges(self) -> tuple[float, ...]:
@@ -51,27 +48,18 @@ class BucketPolicy(Protocol):
         Requests are not held here: after a change the driver asks `assign` again, so none can be lost or doubled.
         """
 
-    def fits(self, edges: Sequence[float]) -> bool:
-        """Whether these may be in force here: ascending over the whole range, and not too many."""
-
-    def adopt(self, edges: Sequence[float]) -> None:
-        """Put edges in force that another router found.
-
-        Raises:
-            InputError: they do not fit.
-        """
+    def take(self, edges: Sequence[float]) -> None:
+        """Go on from these edges."""
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_element: int) -> int:
-    """KV cache of one token, keys and values: 2 * layers * kv_heads * head_dim * bytes_per_element (equation 1).
+class BucketPolicyConfig(Protocol):
+    """Settings of one kind of buckets."""
 
-    Heads are the KV heads of one tensor-parallel rank, not the attention heads (ERRATA 2.1).
+    @property
+    def max_buckets(self) -> int | None:
+        """Most buckets; None sets no limit."""
 
-    Raises:
-        InputError: an argument is below 1.
-    """
-    check_counts(layers=layers, kv_heads=kv_heads, head_dim=head_dim, bytes_per_element=bytes_per_element)
-    return 2 * layers * kv_heads * head_dim * bytes_per_element
+    def build(self) -> BucketPolicy: ...
 
 
 def max_safe_requests(lengths: Sequence[int], capacity_tokens: int, *, padded: bool) -> int:
@@ -103,130 +91,6 @@ def padding_waste_fraction(lengths: ArrayLike) -> float:
         return 0.0
     sample = checked_lengths(lengths)
     return float(1.0 - sample.mean() / sample[-1]) if sample[-1] > 0.0 else 0.0
-
-
-def bucket_padding_fraction(edges: ArrayLike, lengths: ArrayLike, measure: PaddingMeasure = "tokens") -> float:
-    """Expected padding when every prompt is padded to the longest of its bucket, 0 to 1.
-
-    "tokens" is sum(max - S) / sum(max) over all buckets, what a padded kernel computes in vain; "ratio" is the mean
-    of 1 - S/max (equation 3), which counts a short prompt's padding as much as a long one's (ERRATA 2.4).
-
-    Args:
-        edges: shape (k + 1,), ascending; lengths beyond them count in the first or last bucket. lengths: shape (n,).
-
-    Raises:
-        InputError: as `policies.gang.partition.checked_lengths`.
-    """
-    sample = checked_lengths(lengths)
-    inner = np.asarray(edges, dtype=np.float64)[1:-1]
-    buckets = [part for part in np.split(sample, np.searchsorted(sample, inner, side="left")) if len(part)]
-    if measure == "ratio":
-        return math.fsum(len(part) * padding_waste_fraction(part) for part in buckets) / len(sample)
-    padded = math.fsum(len(part) * part[-1] for part in buckets)
-    return 1.0 - float(sample.sum()) / padded if padded else 0.0
-
-
-def optimal_bucket_edges(lengths: ArrayLike, k: int, *, measure: PaddingMeasure = "tokens") -> FloatArray:
-    """The k buckets with the least padding of a sample, in place of equation 4 (ERRATA 2.3, 2.5).
-
-    For a density f they satisfy F(U_b) - F(L_b) = (U_{b+1} - U_b) f(U_b) in tokens, and as ratios
-    (1/U_b^2) * integral of S f over the bucket = (1 - U_b/U_{b+1}) f(U_b). Found for the sample itself by a dynamic
-    programme, exact up to 1024 distinct lengths.
-
-    Args:
-        lengths: shape (n,), n >= 1, any order, >= 0. measure: see `bucket_padding_fraction`.
-
-    Returns:
-        float64, shape (k + 1,), strictly ascending from 0 to infinity; surplus buckets lie empty above the longest.
-
-    Raises:
-        InputError: k < 1, or lengths as `policies.gang.partition.checked_lengths` refuses them.
-    """
-    check_counts(k=k)
-    atoms = Atoms.of(lengths, _RESOLUTION)
-    return atoms.edges(least_cost_cuts(_padding_cost(atoms, measure), min(k, len(atoms))), k)
-
-
-def _padding_cost(atoms: Atoms, measure: PaddingMeasure) -> FloatArray:
-    """cost[a, b] = padding of points a to b - 1 as one bucket; shape (d + 1, d + 1), infinite where b <= a."""
-    count = np.concatenate(([0.0], np.cumsum(atoms.counts)))
-    tokens = np.concatenate(([0.0], np.cumsum(atoms.counts * atoms.values)))
-    longest = np.concatenate(([0.0], atoms.highs))
-    cost: FloatArray = longest * (count - count[:, None]) - (tokens - tokens[:, None])
-    if measure == "ratio":
-        cost /= np.where(longest > 0.0, longest, 1.0)
-    cost[np.tril_indices(len(cost))] = np.inf
-    return cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketServeConfig:
-    """Settings of Algorithm 1.
-
-    Attributes:
-        l_max: end of the last bucket, in tokens; longer prompts have no bucket.
-        threshold: theta; a bucket splits when more than this share of it lies below its middle.
-        max_buckets: most buckets, beyond which none splits; None is the paper's, without an end (ERRATA 2.8).
-
-    Raises:
-        ConfigError: l_max or max_buckets < 1, or threshold outside [0, 1].
-    """
-
-    l_max: int
-    threshold: float = 0.5
-    max_buckets: int | None = None
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "l_max", "max_buckets")
-        if not 0.0 <= self.threshold <= 1.0:
-            raise ConfigError(f"threshold must be between 0 and 1, got {self.threshold}")
-
-
-class BucketServeBuckets:
-    """Algorithm 1 of BucketServe as printed, for comparisons; the module docstring says what is wrong with it.
-
-    One call splits each bucket at most once (ERRATA 2.9). Line 22 divides by the size of a bucket that may be empty;
-    here the size is tested first (ERRATA 2.6). Everything else is literal: a prompt of l_max tokens or more has no
-    bucket, and as long as most of a bucket sits on its lower edge every call adds another bucket.
-    """
-
-    def __init__(self, config: BucketServeConfig) -> None:
-        self.config = config
-        self._edges: tuple[float, ...] = (0.0, float(config.l_max))
-
-    @property
-    def edges(self) -> tuple[float, ...]:
-        return self._edges
-
-    def assign(self, prompt_tokens: int) -> int | None:
-        return bisect_right(self._edges, prompt_tokens) - 1 if prompt_tokens < self.config.l_max else None
-
-    def adjust(self, waiting_tokens: Sequence[int], max_requests: int) -> tuple[float, ...]:
-        waiting = np.array([tokens for tokens in waiting_tokens if tokens < self.config.l_max])
-        if len(waiting) < max_requests:
-            self._edges = (0.0, float(self.config.l_max))
-        else:
-            middles = [
-                (low + high) / 2
-                for low, high in pairwise(self._edges)
-                if self._splits(waiting, low, high, max_requests)
-            ]
-            most = self.config.max_buckets
-            room = len(middles) if most is None else most + 1 - len(self._edges)
-            self._edges = tuple(sorted((*self._edges, *middles[:room])))
-        return self._edges
-
-    def fits(self, edges: Sequence[float]) -> bool:
-        return _range_over(edges, float(self.config.l_max), self.config.max_buckets)
-
-    def adopt(self, edges: Sequence[float]) -> None:
-        _require_range(edges, float(self.config.l_max), self.config.max_buckets)
-        self._edges = tuple(edges)
-
-    def _splits(self, waiting: FloatArray, low: float, high: float, min_split: int) -> bool:
-        members = waiting[(low <= waiting) & (waiting < high)]
-        below = int(np.count_nonzero(members < (low + high) / 2))
-        return len(members) > min_split and below / len(members) > self.config.threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +126,9 @@ class AdaptiveBucketsConfig:
             )
         require_at_least(1, self, "min_requests", "patience", "min_width_tokens", "max_buckets")
 
+    def build(self) -> "AdaptiveBuckets":
+        return AdaptiveBuckets(self)
+
 
 @dataclass(frozen=True, slots=True)
 class _Split:
@@ -283,6 +150,8 @@ class AdaptiveBuckets:
     Ranges reach from 0 to infinity: every prompt has a bucket.
     """
 
+    end = math.inf
+
     def __init__(self, config: AdaptiveBucketsConfig) -> None:
         self.config = config
         self._edges: list[float] = [0.0, math.inf]
@@ -296,19 +165,8 @@ class AdaptiveBuckets:
         """The bucket of a prompt, 0 to len(edges) - 2."""
         return bisect_right(self._edges, prompt_tokens, 1, len(self._edges) - 1) - 1
 
-    def fits(self, edges: Sequence[float]) -> bool:
-        """Whether these may be in force here: ascending from 0 to infinity, of max_buckets at most."""
-        return _range_over(edges, math.inf, self.config.max_buckets)
-
-    def adopt(self, edges: Sequence[float]) -> None:
-        """Put edges in force that another router found.
-
-        Raises:
-            InputError: they do not fit.
-        """
-        _require_range(edges, math.inf, self.config.max_buckets)
-        if tuple(edges) != self.edges:
-            self._edges, self._thin_calls = list(edges), [0] * (len(edges) - 1)
+    def take(self, edges: Sequence[float]) -> None:
+        self._edges, self._thin_calls = list(edges), [0] * (len(edges) - 1)
 
     def adjust(self, waiting_tokens: Sequence[int], max_requests: int) -> tuple[float, ...]:
         waiting = np.sort(np.asarray(waiting_tokens, dtype=np.float64))
@@ -371,17 +229,6 @@ class AdaptiveBuckets:
         return _Split(float(saved[best]), float(edges[best])) if allowed[best] else None
 
 
-def _range_over(edges: Sequence[float], end: float, max_buckets: int | None) -> bool:
-    whole = len(edges) > 1 and edges[0] == 0.0 and edges[-1] == end
-    few = max_buckets is None or len(edges) <= max_buckets + 1
-    return whole and few and all(low < high for low, high in pairwise(edges))
-
-
-def _require_range(edges: Sequence[float], end: float, max_buckets: int | None) -> None:
-    if not _range_over(edges, end, max_buckets):
-        raise InputError(f"edges must ascend from 0 to {end}, {max_buckets} buckets at most: {edges}")
-
-
 class PromptBuckets:
     """Buckets over the prompts that arrive, adjusted after every ``refit_every`` of them.
 
@@ -392,21 +239,12 @@ class PromptBuckets:
         ConfigError: refit_every is below 1.
     """
 
-    def __init__(
-        self, config: AdaptiveBucketsConfig | BucketServeConfig, refit_every: int, max_requests: int = 0
-    ) -> None:
-        """Args:
-        config: by its kind adaptive buckets, or Algorithm 1's.
-        max_requests: N_max, of a batch: a bucket with no more does not split.
-        """
+    def __init__(self, config: BucketPolicyConfig, refit_every: int, max_requests: int = 0) -> None:
+        """max_requests: N_max, of a batch: a bucket with no more does not split."""
         if refit_every < 1:
             raise ConfigError(f"refit_every must be >= 1, got {refit_every}")
-        self._buckets: BucketPolicy
-        if isinstance(config, AdaptiveBucketsConfig):
-            self._buckets = AdaptiveBuckets(config)
-        else:
-            self._buckets = BucketServeBuckets(config)
         self.config, self._refit_every, self._max_requests = config, refit_every, max_requests
+        self._buckets = config.build()
         self._recent: list[int] = []
 
     @property
@@ -423,12 +261,23 @@ class PromptBuckets:
         return len(self.edges) - 2 if bucket is None else bucket
 
     def fits(self, edges: Sequence[float]) -> bool:
-        """As `BucketPolicy.fits`."""
-        return self._buckets.fits(edges)
+        """Whether these may be in force here: ascending over the whole range, and not too many."""
+        most = self.config.max_buckets
+        whole = len(edges) > 1 and edges[0] == 0.0 and edges[-1] == self._buckets.end
+        few = most is None or len(edges) <= most + 1
+        return whole and few and all(low < high for low, high in pairwise(edges))
 
     def adopt(self, edges: Sequence[float]) -> None:
-        """As `BucketPolicy.adopt`."""
-        self._buckets.adopt(edges)
+        """Put edges in force that another router found.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        if not self.fits(edges):
+            bounds = f"ascend from 0 to {self._buckets.end}, {self.config.max_buckets} buckets at most"
+            raise InputError(f"edges must {bounds}: {edges}")
+        if tuple(edges) != self.edges:
+            self._buckets.take(edges)
 
 
 def _padded_tokens(members: list[FloatArray]) -> float:

@@ -16,17 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from policies.gang.batches import GangConfig
-from policies.gang.buckets import (
-    AdaptiveBuckets,
-    AdaptiveBucketsConfig,
-    BucketPolicy,
-    BucketServeBuckets,
-    BucketServeConfig,
-    PromptBuckets,
-    kv_bytes_per_token,
-    max_safe_requests,
-)
+from policies.gang.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketPolicy, PromptBuckets, max_safe_requests
 from policies.gang.prefill import PrefillConfig
+from policies.papers.bucket_serve import BucketServeBuckets, BucketServeConfig, kv_bytes_per_token
 from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import FCFS, LJF, SJF, Order
 from policies.router.prefill_decode import TransferTimes

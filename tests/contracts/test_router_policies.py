@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.gang.buckets import (
-    AdaptiveBuckets,
-    AdaptiveBucketsConfig,
-    BucketPolicy,
-    BucketServeBuckets,
-    BucketServeConfig,
-)
+from policies.gang.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, BucketPolicy
 from policies.gang.packing import best_fit_decreasing, first_fit_decreasing
+from policies.papers.bucket_serve import BucketServeBuckets, BucketServeConfig
 from policies.registry import Family, kinds
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import (

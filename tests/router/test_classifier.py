@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from policies.errors import StateStoreError
-from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.lengths.drift import DriftConfig
+from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Band, Deadline, DeadlineConfig, IdleOrder, banded
 from policies.router.placement import PrefixIndex, PrefixIndexConfig

@@ -7,10 +7,11 @@ import pytest
 
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.gang.buckets import AdaptiveBucketsConfig, BucketServeConfig, PromptBuckets
+from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig
 from policies.papers.bin_worth import latency_uniform, throughput_uniform
+from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import LJF, SJF, Order
 from policies.types import StepCoefficients, StepTimes
