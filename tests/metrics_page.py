@@ -28,17 +28,17 @@ HEAD = """\
 
 <!-- Written by `python -m tests.metrics_page` from the code that declares them. -->
 
-`GET /metrics` of any router has all of them, of all routers and replicas;
-[operate](../guides/operate.md#what-to-alert-on) says which are worth an alert, and [runbook](../guides/runbook.md) what
-to do then. All samples but those of batches and of stored responses have the label `model` besides those below, those
-of a router also `router`. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`.
-With `engine.prefill` those of each router and those that are shared are there a second time for the replicas that only
-read prompts, as `sluice_prefill_...`. What begins with `vllm:`, `http_`, `process_` or `python_` is vLLM's front end's
-or the process's.
+`GET /metrics` of any router shows the metrics of all routers and replicas.
+[Operate](../guides/operate.md#what-to-alert-on) says which are worth an alert, and [runbook](../guides/runbook.md) what
+to do then. Names that end in `_total` are
+counters, histograms are marked, all others are gauges. Labels stand in braces. All metrics but those of batches and of
+stored responses also have the label `model`, those of a router `router`. A histogram `x` has the series `x_bucket`,
+`x_sum` and `x_count`. With `engine.prefill` the metrics of routers and the shared ones are there a second time for the
+prefill replicas, as `sluice_prefill_...`. Names with `vllm:`, `http_`, `process_` or `python_` are vLLM's or the
+process's.
 
 A request is one answer of an engine: `n` answers to a prompt are `n` requests, and its tokens count `n` times. Tokens
-are counted when their request has ended. API keys are told apart by their names, which everybody reads who may read
-`/metrics`.
+are counted when their request has ended. API keys appear by their names, which all readers of `/metrics` see.
 """
 _FAMILY = re.compile(r"^# HELP (\w+) (.*)\n# TYPE \w+ (\w+)\n(?:\w+(?:{(.*)})? .*)?", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="')
@@ -163,9 +163,11 @@ def page() -> str:
 
 
 def _table(rows: Iterable[Row]) -> Iterator[str]:
-    yield "| metric | type | labels | meaning |\n|---|---|---|---|\n"
+    yield "| metric | meaning |\n|---|---|\n"
     for row in rows:
-        yield f"| `{row.name}` | {row.kind} | {', '.join(row.labels)} | {row.meaning} |\n"
+        labels = f"{{{','.join(row.labels)}}}" if row.labels else ""
+        kind = " histogram" if row.kind == "histogram" else ""
+        yield f"| `{row.name}{labels}`{kind} | {row.meaning} |\n"
 
 
 if __name__ == "__main__":
