@@ -57,8 +57,8 @@ No image is published yet: build it and push it to a registry of yours.
 [Install on Kubernetes](../../docs/start/install-kubernetes.md) goes from nothing to the first token. `examples/` has
 values to begin with. All values, `[]` for each item of a list:
 
-| value | type | default | meaning |
-|---|---|---|---|
+| value | default | meaning |
+|---|---|---|
 """
 
 
@@ -109,13 +109,13 @@ def schema_text() -> str:
     return json.dumps({**schema, "definitions": ours | definitions()}, indent=2) + "\n"
 
 
-def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Path, type, default and meaning of each value below `schema`."""
+def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any) -> Iterator[tuple[str, str, str]]:
+    """Path, default and meaning of each value below `schema`."""
     for key, value in schema["properties"].items():
         value = _resolved(value, root)
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if key == "app":
-            yield key, "object", "see values.yaml", f"{value['description']} {APP_ROW}"
+            yield key, "see values.yaml", f"{value['description']} {APP_ROW}"
             continue
         name, each = f"{path}{key}", _resolved(value.get("additionalProperties") or {}, root)
         if value.get("properties"):
@@ -125,10 +125,10 @@ def rows(schema: dict[str, Any], path: str, root: dict[str, Any], defaults: Any)
         shown = "" if default is None else f"`{json.dumps(default)}`"
         items = _resolved(value.get("items", {}), root)
         if items.get("additionalProperties") is False:
-            yield name, "list", "see values.yaml" if default else shown, value["description"]
+            yield name, "see values.yaml" if default else shown, value["description"]
             yield from rows(items, f"{name}[].", root, None)
         else:
-            yield name, _type(value), shown, value["description"]
+            yield name, shown, value["description"]
         if "properties" in each:
             yield from rows(each, f"{name}.NAME.", root, None)
 
@@ -139,11 +139,6 @@ def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
         return found
     parts = [_resolved(part, root) for part in [*schema.get("allOf", []), *schema.get("anyOf", [])]]
     return next((part for part in parts if "properties" in part), schema)
-
-
-def _type(schema: dict[str, Any]) -> str:
-    kinds = [part.get("type", "") for part in schema.get("anyOf", [schema])]
-    return " or ".join(str(kind) for kind in kinds if kind) or "one of its values"
 
 
 def table_text() -> str:
