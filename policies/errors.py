@@ -12,7 +12,8 @@ SluiceError
 ├── PredictorError                        the learned length predictor cannot be reached or has failed
 ├── StateStoreError                       the shared state (Redis) cannot be read or written
 │   └── StateStoreAccessError             and it will not get better by itself: a wrong password, user or certificate
-└── ProtocolError                         a peer sent something the wire format does not allow
+├── ProtocolError                         a peer sent something the wire format does not allow
+└── IllegalMoveError                      a request was to take a state that does not follow on its present one
 """
 
 
@@ -74,3 +75,7 @@ class StateStoreAccessError(StateStoreError):
 
 class ProtocolError(SluiceError):
     """A peer sent a message that the wire format does not allow."""
+
+
+class IllegalMoveError(SluiceError):
+    """A request was to take a state to which its present one does not lead: a fault of Sluice's own."""

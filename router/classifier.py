@@ -48,10 +48,8 @@ class TicketWriter(Protocol):
     """What a routed client needs of whoever writes its tickets; see `Classifier`."""
 
     @property
-    def bin_edges(self) -> tuple[float, ...]: ...
-
-    @property
-    def bucket_edges(self) -> tuple[float, ...]: ...
+    def prefixes(self) -> PrefixHits:
+        """What replicas have of prompts."""
 
     async def foresee(self, question: Question) -> Foresight | None: ...
 
@@ -66,18 +64,6 @@ class TicketWriter(Protocol):
         promise: Promise = NO_PROMISE,
     ) -> Classified: ...
 
-    @property
-    def knows_prefixes(self) -> bool: ...
-
-    @property
-    def prefix_entries(self) -> int: ...
-
-    def hits(self, size: RequestSize, replica_ids: Iterable[str]) -> tuple[tuple[str, int], ...]: ...
-
-    def placed(self, replica_id: str, size: RequestSize) -> None: ...
-
-    def forget_replica(self, replica_id: str) -> None: ...
-
     def observe(
         self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
     ) -> None: ...
@@ -85,7 +71,7 @@ class TicketWriter(Protocol):
     async def exchange(self, store: StateStore, now_s: float) -> None: ...
 
 
-class Classifier(PrefixHits):
+class Classifier:
     """From a request's size to its ticket.
 
     `mode`: "full" follows the policies; "stock" is first come, first served, to the replica with the fewest requests;
@@ -114,8 +100,7 @@ class Classifier(PrefixHits):
         buckets: PromptBuckets | None = None,
         late_patience_s: float = 60.0,
     ) -> None:
-        super().__init__(prefixes if mode == "full" else None)
-        self._mode = mode
+        self.prefixes, self._mode = PrefixHits(prefixes if mode == "full" else None), mode
         self._predictor, self._bins, self._buckets = predictor, bins, buckets
         self.adopt(order=order, fills_idle=fills_idle or {}, late_patience_s=late_patience_s)
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
@@ -163,7 +148,7 @@ class Classifier(PrefixHits):
         """
         predicted = self._predict(size, slo_class, foresight)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
-        prefixes = self.hits(size, replica_ids)
+        prefixes = self.prefixes.hits(size, replica_ids)
         request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
         fills_idle, late_key = self._fills_idle.get(slo_class), None
         if self._order is None:

@@ -1,6 +1,7 @@
 """This router's connections to engine replicas: at most one to each, opened when it is first needed."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ from router.clock import Clock
 from router.connection import ReplicaConnection
 from router.metrics import RouterMetrics
 from router.state_store import StateStore
+
+logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 5.0
 
@@ -65,11 +68,19 @@ class Connections:
             ReplicaLostError, ProtocolError: the replica cannot be reached, or must not be used.
             StateStoreError: where it is cannot be told.
         """
+        return await asyncio.shield(self._attempt(replica_id))
+
+    def begin(self, replica_ids: Iterable[str]) -> None:
+        """To open one to each of these, where there is none. One that cannot be reached is tried at the next call."""
+        for replica_id in replica_ids:
+            self._attempt(replica_id)
+
+    def _attempt(self, replica_id: str) -> "asyncio.Task[ReplicaConnection]":
         task = self._attempts.get(replica_id)
         if task is None:
             task = self._attempts[replica_id] = asyncio.create_task(self._connect(replica_id))
             task.add_done_callback(lambda ended: self._forget_failed(replica_id, ended))
-        return await asyncio.shield(task)
+        return task
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
         """What each replica's engine says of itself, by replica id; one that does not answer has an `error`.
@@ -122,7 +133,10 @@ class Connections:
         return connection
 
     def _forget_failed(self, replica_id: str, attempt: "asyncio.Task[ReplicaConnection]") -> None:
-        if attempt.cancelled() or attempt.exception() is not None:
+        if attempt.cancelled():
+            del self._attempts[replica_id]
+        elif (error := attempt.exception()) is not None:
+            logger.warning("replica %s cannot be reached: %s", replica_id, error)
             del self._attempts[replica_id]
 
     async def _avoid(self, replica_id: str) -> None:

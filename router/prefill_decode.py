@@ -92,7 +92,7 @@ class SplitConfig:
         require_positive(self, "cache_s", "stalled_s")
 
 
-class PrefillClassifier(PrefixHits):
+class PrefillClassifier:
     """Tickets of the prefill pool: a lane for each bucket of prompt length, and the prefill's seconds as work.
 
     `prefixes` as of `PrefixHits`: a prompt goes where it is predicted to be read soonest, as in the decode pool.
@@ -101,18 +101,8 @@ class PrefillClassifier(PrefixHits):
     def __init__(
         self, order: BucketOrder, policy: PrefillDecode, metrics: SplitMetrics, prefixes: PrefixIndex | None
     ) -> None:
-        super().__init__(prefixes)
+        self.prefixes = PrefixHits(prefixes)
         self._order, self._policy, self._metrics = order, policy, metrics
-
-    @property
-    def bin_edges(self) -> tuple[float, ...]:
-        """The buckets', in prompt tokens."""
-        return self._order.edges
-
-    @property
-    def bucket_edges(self) -> tuple[float, ...]:
-        """None besides."""
-        return ()
 
     async def foresee(self, question: Question) -> Foresight | None:
         return None
@@ -129,7 +119,7 @@ class PrefillClassifier(PrefixHits):
     ) -> Classified:
         bucket = self._order.assign(size.prompt_tokens)
         self._metrics.bucket_requests.labels(bucket).inc()
-        prefixes = self.hits(size, replica_ids)
+        prefixes = self.prefixes.hits(size, replica_ids)
         most = max((tokens for _, tokens in prefixes), default=0)
         ticket = Ticket(
             request_id=size.request_id,
@@ -336,7 +326,9 @@ class _KVTransfer(Generic[RequestT]):
         """
         of_its_own = f"{self._request_id}!"
         ends_at_once = self._split.codec.without_fetching(request, of_its_own, cache)
-        self._split.decoding.start_and_end(ends_at_once, of_its_own)
+        if connections := self._split.decoding.connections.all_open:
+            connections[0].add(self._split.codec.encode_request(ends_at_once))
+            connections[0].abort([of_its_own])
 
 
 class SplitClient(Generic[RequestT, OutputsT]):
@@ -397,7 +389,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         question: Question | None = None,
     ) -> None:
         """As `RoutedClient.submit`."""
-        size = await self.decoding.sized(request)
+        size = await self.decoding.caches.sized(request)
         why, size_there = await self._why(request, size, slo_class)
         self.metrics.decisions.labels(why).inc()
         kv_transfer = None
@@ -421,12 +413,12 @@ class SplitClient(Generic[RequestT, OutputsT]):
 
     async def _why(self, request: RequestT, size: RequestSize, slo_class: str) -> tuple[Why, RequestSize]:
         """And its size for the prefill pool, where that was asked."""
-        if self.decoding.is_alone or size.max_output_tokens == 1 or not self.codec.splits(request):
+        if self.decoding.queueing.is_alone or size.max_output_tokens == 1 or not self.codec.splits(request):
             return Why.OFF, size
         hit_tokens = max(self.decoding.hits(size).values(), default=0)
         if size.prompt_tokens - hit_tokens < self.policy.config.min_prompt_tokens:
             return Why.SHORT, size  # most requests, and the other pool need not be looked at
-        size_there = await self.pool.client.sized(request, size)
+        size_there = await self.pool.client.caches.sized(request, size)
         loads = self.snapshot.replicas.values()
         why = self.policy.choose(
             SplitState(
@@ -451,7 +443,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         oldest_s = self.clock.now() - self.config.stalled_s
         for request_id in [name for name, (since_s, _) in self.offered.items() if since_s < oldest_s]:
             del self.offered[request_id]
-            if self.decoding.restart(request_id):
+            if self.decoding.recovery.restart(request_id):
                 self.note_fall_back(request_id, "stalled")
 
 

@@ -10,21 +10,18 @@ MOST_HITS = 8  # replicas of a ticket: Redis looks at each of them for every tic
 
 
 class PrefixHits:
-    """What whoever writes tickets knows of prefixes.
-
-    `prefixes`: what replicas that do not tell are taken to have; None where caches have no say.
-    """
+    """`prefixes`: what replicas that do not tell are taken to have; None where caches have no say."""
 
     def __init__(self, prefixes: PrefixIndex | None) -> None:
         self._prefixes = prefixes
 
     @property
-    def knows_prefixes(self) -> bool:
-        """Whether what replicas were given has a say in where others go."""
+    def have_a_say(self) -> bool:
+        """Whether what replicas have cached counts when a request is placed."""
         return self._prefixes is not None
 
     @property
-    def prefix_entries(self) -> int:
+    def entries(self) -> int:
         """(replica, block) pairs remembered."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
@@ -46,7 +43,7 @@ class PrefixHits:
         if self._prefixes is not None:
             self._prefixes.record(replica_id, size.prompt_token_ids, size.salt)
 
-    def forget_replica(self, replica_id: str) -> None:
+    def forget(self, replica_id: str) -> None:
         """It went away."""
         if self._prefixes is not None:
             self._prefixes.forget(replica_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from policies.errors import StateStoreError
-from policies.router.admission import Quota, Settlement
+from policies.router.admission import Quota, Refusal, Settlement
 from router.admission import Tenant
 from router.state_store import StateStore
 
@@ -34,7 +34,7 @@ class Bill:
 
     @classmethod
     def of(cls, tenant: Tenant | None, prompt_tokens: int, tokens: float) -> "Bill | None":
-        """For so many tokens, answer included; None where they are not counted."""
+        """For these tokens, answer included; None where they are not counted."""
         quota = tenant.token_quota(tokens) if tenant else None
         return None if quota is None else cls(quota, prompt_tokens)
 
@@ -48,13 +48,22 @@ class Settlements:
         self._sent: list[Settlement] = []  # in a call without a reply so far: it comes again as it was
         self._number = 0
 
+    async def charge(self, quota: Quota) -> Refusal | None:
+        """Take a quota now; where the shared state does not answer, when that is back."""
+        try:
+            return await self._store.charge([quota])
+        except StateStoreError as error:
+            logger.warning("%s is charged when the shared state is back: %s", quota.name, error)
+            self.add(quota, quota.cost)
+            return None
+
     def add(self, quota: Quota, tokens: float) -> None:
-        """Take so many more out of this allowance; below 0 they come back."""
+        """Take these tokens out of an allowance, with the next call; below 0 they come back."""
         due = self._due.get(quota.name) or Settlement(name=quota.name, cost=0.0, per_s=quota.per_s)
         self._due[quota.name] = replace(due, cost=due.cost + tokens)
 
     def settle(self, bill: Bill, output_tokens: int, *, is_over: bool = True) -> None:
-        """As of so many tokens of its answer. While that goes on, only what it takes beyond its charge counts."""
+        """While its answer goes on, only what it takes beyond its charge counts."""
         taken, charged = bill.prompt_tokens + output_tokens, bill.charged_tokens
         if charged is not None and (is_over or taken > charged):
             self.add(bill.quota, taken - charged)

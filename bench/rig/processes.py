@@ -24,8 +24,9 @@ from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
-from router.routed_client import RoutedClient, RoutedClientConfig
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
+from router.terms import RoutedClientConfig, RouterTerms
 from router.timing import HttpContext, RequestTiming
 
 Measurement = Callable[["RigRouter"], Awaitable[Any]]
@@ -49,16 +50,15 @@ class RigRouter:
     def __init__(self, url: str, namespace: str) -> None:
         self.store = RedisStateStore(connect(url), namespace)
         metrics = RouterMetrics()
-        self.client: RoutedClient[NullRequest, NullBatch] = RoutedClient(
+        self.client: RoutedClient[NullRequest, NullBatch] = routed_client(
             router_id=secrets.token_hex(6),
             store=self.store,
             codec=NullCodec(),
             classifier=_classifier(metrics),
-            door=Door({"standard": ClassLimits(max_waiting=1 << 20)}),
+            terms=RouterTerms(Door({"standard": ClassLimits(max_waiting=1 << 20)}), RoutedClientConfig()),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,
-            config=RoutedClientConfig(),
         )
         self._tracing = started_tracing("router")
         self._traces = None if self._tracing is None else HttpTraces(self._tracing)

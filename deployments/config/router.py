@@ -5,7 +5,7 @@ from pydantic import Field, IPvAnyNetwork, model_validator
 from deployments.config.scaling import RouterAutoscalingSection
 from deployments.config.section import Live, Seconds, Section
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
-from router.routed_client import RoutedClientConfig
+from router.terms import RoutedClientConfig
 
 
 class RouterSection(Section):

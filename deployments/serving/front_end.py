@@ -49,8 +49,9 @@ from router.metrics import ProcessPage, RouterMetrics, SplitMetrics, shared_expo
 from router.prefill_decode import EngineClient, PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.recent import latest
 from router.redis_store import RedisStateStore
-from router.routed_client import RoutedClient
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
+from router.terms import RouterTerms
 
 if TYPE_CHECKING:
     from deployments.engines.vllm.codec import VllmCodec
@@ -164,8 +165,7 @@ class FrontEnd:
             user_config: by which it is another, of all models.
         """
         self._config, self._in_force = config, (user_config, config)
-        for client in self._clients:
-            client.adopt(self._door(), config.router.build())
+        self._terms.door, self._terms.config = self._door(), config.router.build()
         self._classifier.adopt(
             order=config.order.build(),
             fills_idle=self._fills_idle(),
@@ -204,8 +204,8 @@ class FrontEnd:
             self._told = in_force
 
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
-        """As `RoutedClient.charge`: a key's allowance is one for all models."""
-        await self._answering.charge(tenant, tokens)
+        """As `Entrance.charge`: a key's allowance is one for all models."""
+        await self._answering.entrance.charge(tenant, tokens)
 
     def _made_grammars(self, resources: AsyncExitStack) -> Grammars:
         failures = self.metrics.task_failures
@@ -225,22 +225,21 @@ class FrontEnd:
 
     def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> EngineClient[Any, Any]:
         config = self._config
+        self._terms = RouterTerms(self._door(), config.router.build())
         options: dict[str, Any] = {
             "router_id": self.router_id,
             "codec": codec,
-            "door": self._door(),
+            "terms": self._terms,
             "clock": MonotonicClock(),
-            "config": config.router.build(),
         }
         self._classifier = self._made_classifier(learned)
-        self._answering = RoutedClient[Any, Any](
+        self._answering: RoutedClient[Any, Any] = routed_client(
             store=self._store,
             classifier=self._classifier,
             shared_clock=SharedClock(),
             metrics=self.metrics,
             **options,
         )
-        self._clients = [self._answering]
         if config.engine.prefill is None:
             return self._answering
         return self._split_client(config.engine.prefill, codec, options)
@@ -251,14 +250,13 @@ class FrontEnd:
         """With a second pool of replicas, which reads prompts."""
         metrics = SplitMetrics(self.metrics.registry)
         policy = PrefillDecode(prefill.policy(self._max_batch_tokens), self._config.work.build())
-        reading = RoutedClient[Any, Any](
+        reading: RoutedClient[Any, Any] = routed_client(
             store=self._prefill_store,
             classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, metrics, self._prefixes()),
             shared_clock=SharedClock(),
             metrics=RouterMetrics("prefill", self._of_router),
             **options,
         )
-        self._clients.append(reading)
         return SplitClient(
             decoding=self._answering,
             pool=PrefillPool(reading, codec, metrics),
@@ -369,10 +367,10 @@ class FrontEnd:
             "keys_served_s": sorted((round(each, 3) for each in snapshot.served_s.values()), reverse=True),
             "late": {f"{name}:{reason}": count for (name, reason), count in snapshot.late.items()},
             "batches": {f"{index}:{why}": count for (index, why), count in snapshot.batches.items()},
-            "bin_edges_tokens": _as_json(self._answering.bin_edges),
-            "bucket_edges_tokens": _as_json(self._answering.bucket_edges),
+            "bin_edges_tokens": _as_json(self._classifier.bin_edges),
+            "bucket_edges_tokens": _as_json(self._classifier.bucket_edges),
             # Other routers have memories of their own.
-            "prefixes": {"entries": self._answering.prefix_entries, "hit_tokens": self.metrics.hits},
+            "prefixes": {"entries": self._classifier.prefixes.entries, "hit_tokens": self.metrics.hits},
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
             "classes": {name: _promised(section) for name, section in self._config.classes.items()},
             "default_class": self._config.default_class,

@@ -30,8 +30,9 @@ from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
-from router.routed_client import RoutedClient, RoutedClientConfig
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
+from router.terms import RoutedClientConfig, RouterTerms
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 
@@ -138,7 +139,7 @@ class Asker:
         return outcome
 
     async def _submit(self, request: FakeRequest) -> None:
-        now_s = self._client._clock.now()
+        now_s = self._client.clock.now()
         timing = RequestTiming(received_s=now_s, submitted_s=now_s)
         slo_class = self._random.choice(CLASSES)
         await self._client.submit(request, slo_class=slo_class, promise=PROMISES[slo_class], timing=timing)
@@ -147,7 +148,7 @@ class Asker:
 async def ask(options: argparse.Namespace) -> None:
     metrics = RouterMetrics()
     store = RedisStateStore(connect(options.url), options.namespace)
-    client: RoutedClient[FakeRequest, FakeBatch] = RoutedClient(
+    client: RoutedClient[FakeRequest, FakeBatch] = routed_client(
         router_id=secrets.token_hex(6),
         store=store,
         codec=FakeCodec(),
@@ -162,11 +163,13 @@ async def ask(options: argparse.Namespace) -> None:
             prefixes=PrefixIndex(PrefixIndexConfig()),
             fills_idle={"offline": "deadline"},
         ),
-        door=Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
+        terms=RouterTerms(
+            Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
+            RoutedClientConfig(max_moves=100, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S),
+        ),
         clock=SkewedClock(options.skew_s) if options.skew_s else MonotonicClock(),
         shared_clock=SharedClock(),
         metrics=metrics,
-        config=RoutedClientConfig(max_moves=100, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S),
     )
     await client.start()
     asker = Asker(client, options)
@@ -174,7 +177,7 @@ async def ask(options: argparse.Namespace) -> None:
     reader = asyncio.create_task(asker.read())
     reader.add_done_callback(_end_with)
     await asyncio.gather(*(asker.ask_on() for _ in range(options.concurrency)))
-    left_over = len(client._entries)
+    left_over = len(client.ledger)
     reader.cancel()
     await client.close()
     await store.close()

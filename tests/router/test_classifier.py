@@ -331,7 +331,7 @@ def prompt(tokens: int, salt: str = "") -> RequestSize:
 
 def test_what_a_replica_has_of_a_prompt_is_no_work() -> None:
     made = classifier()
-    made.placed("r", prompt(640))
+    made.prefixes.placed("r", prompt(640))
     ticket = made.ticket(prompt(1000), "fast", "a", 0.0, ["q", "r"]).ticket
     assert ticket.prefixes == (("r", 640),)
     assert (ticket.unread_at("r"), ticket.unread_at("q")) == (360, 1000)
@@ -341,31 +341,31 @@ def test_what_a_replica_has_of_a_prompt_is_no_work() -> None:
 
 def test_the_last_token_of_a_prompt_is_always_read() -> None:
     made = classifier()
-    made.placed("r", prompt(640))
-    assert made.hits(prompt(640), ["r"]) == (("r", 639),)
+    made.prefixes.placed("r", prompt(640))
+    assert made.prefixes.hits(prompt(640), ["r"]) == (("r", 639),)
 
 
 def test_a_ticket_names_the_replicas_alone_that_have_most() -> None:
     made = classifier()
     replica_ids = [f"r{n:02}" for n in range(MOST_HITS + 3)]
     for number, replica_id in enumerate(replica_ids, start=1):
-        made.placed(replica_id, prompt(64 * number))
-    assert [name for name, _ in made.hits(prompt(1000), replica_ids)] == replica_ids[:2:-1]
+        made.prefixes.placed(replica_id, prompt(64 * number))
+    assert [name for name, _ in made.prefixes.hits(prompt(1000), replica_ids)] == replica_ids[:2:-1]
 
 
 def test_prompts_of_unlike_salt_have_nothing_in_common() -> None:
     made = classifier()
-    made.placed("r", prompt(640, "m"))
-    assert made.hits(prompt(640, "n"), ["r"]) == made.hits(prompt(640), ["r"]) == ()
-    assert made.hits(prompt(640, "m"), ["r"]) == (("r", 639),)
+    made.prefixes.placed("r", prompt(640, "m"))
+    assert made.prefixes.hits(prompt(640, "n"), ["r"]) == made.prefixes.hits(prompt(640), ["r"]) == ()
+    assert made.prefixes.hits(prompt(640, "m"), ["r"]) == (("r", 639),)
 
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])
 def test_without_the_policies_nothing_is_remembered_and_the_fewest_requests_decide(mode: Mode) -> None:
     made = classifier(mode=mode)
-    made.placed("r", prompt(640))
+    made.prefixes.placed("r", prompt(640))
     ticket = made.ticket(prompt(640), "fast", "a", 0.0, ["r"]).ticket
-    assert (made.knows_prefixes, made.prefix_entries) == (False, 0)
+    assert (made.prefixes.have_a_say, made.prefixes.entries) == (False, 0)
     assert (ticket.prefixes, ticket.work_s, ticket.prompt_token_s, ticket.step_s) == ((), 1.0, 0.0, math.inf)
 
 

@@ -28,11 +28,13 @@ from router.cached_blocks import BlockHashes, BlockHashing
 from router.classifier import Classifier
 from router.clock import Clock, MonotonicClock, SharedClock
 from router.connections import Connections
+from router.ledger import State
 from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
 from router.redis_store import RedisStateStore, connect
-from router.routed_client import RoutedClient, RoutedClientConfig
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, Ticket
+from router.terms import RoutedClientConfig, RouterTerms
 from router.timing import RequestTiming
 from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
@@ -132,11 +134,13 @@ class Service:
         common: dict[str, Any] = {
             "router_id": "router",
             "codec": codec,
-            "door": Door({"standard": limits or ClassLimits()}),
+            "terms": RouterTerms(
+                Door({"standard": limits or ClassLimits()}),
+                config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
+            ),
             "clock": clock or MonotonicClock(),
-            "config": config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
         }
-        reading = RoutedClient[FakeRequest, FakeBatch](
+        reading: RoutedClient[FakeRequest, FakeBatch] = routed_client(
             store=self._store("prefill"),
             classifier=PrefillClassifier(
                 BucketOrder(BucketOrderConfig()), decides, splits, PrefixIndex(PrefixIndexConfig())
@@ -145,7 +149,7 @@ class Service:
             metrics=RouterMetrics("prefill"),
             **common,
         )
-        decoding = RoutedClient[FakeRequest, FakeBatch](
+        decoding: RoutedClient[FakeRequest, FakeBatch] = routed_client(
             store=self._store("decode"),
             classifier=_classifier(self.metrics),
             shared_clock=SharedClock(),
@@ -201,8 +205,8 @@ class Service:
 
     def read_and_unsent(self) -> int:
         """Requests that no decode replica has yet."""
-        entries = self.client.decoding._entries.values()
-        return sum(entry.preparing is None and entry.connection is None for entry in entries)
+        entries = self.client.decoding.ledger.values()
+        return sum(entry.state not in (State.PREPARING, State.RUNNING) for entry in entries)
 
     async def finish(self, answers: list[Answer]) -> None:
         """Every answer is complete and exact, and nothing of it is left anywhere."""
@@ -214,10 +218,10 @@ class Service:
 
     async def is_empty(self) -> None:
         for client in (self.client.decoding, self.client.pool.client):
-            assert not client._entries
+            assert not client.ledger
             async with asyncio.timeout(PATIENCE_S):
                 while True:
-                    at = await client._store.snapshot()
+                    at = await client.store.snapshot()
                     if not at.waiting and not any(load.running for load in at.replicas.values()):
                         break
                     await asyncio.sleep(HEARTBEAT_S)
@@ -317,7 +321,7 @@ async def test_a_request_that_cannot_queue_once_its_prompt_is_read_says_why(
     async def away(*_: object) -> None:
         raise StateStoreError("Redis is away")
 
-    monkeypatch.setattr(service.client.decoding._store, "enqueue", away)
+    monkeypatch.setattr(service.client.decoding.store, "enqueue", away)
     answer = await service.ask()
     await until(lambda: answer.outcome == "error")
     assert "Redis is away" in str(answer.timing.unserved)
@@ -332,7 +336,7 @@ async def test_a_request_that_fails_once_its_prompt_is_read_is_counted(
     async def broken(*_: object) -> None:
         raise ValueError("no number")
 
-    monkeypatch.setattr(service.client.decoding._store, "enqueue", broken)
+    monkeypatch.setattr(service.client.decoding.store, "enqueue", broken)
     answer = await service.ask()
     await until(lambda: answer.outcome == "error")
     assert (answer.timing.outcome, answer.timing.unserved) == ("error", None)
@@ -374,8 +378,8 @@ async def test_prefill_replicas_offer_what_they_have_cached(service: Service) ->
     reader.engine.cache.blocks.update(FakeCodec().block_hashes(a_request(PROMPT), reader.engine.cache.hashing))
     await service.start()
     pool = service.client.pool
-    await until(lambda: len(pool.client._blocks) == 15)
-    size = await pool.client.sized(a_request(PROMPT))
+    await until(lambda: len(pool.client.caches.blocks) == 15)
+    size = await pool.client.caches.sized(a_request(PROMPT))
     assert sorted(offer.hit_tokens for offer in pool.offers(size, 0.0)) == [0, 56]
     assert pool.unread_tokens(size) == 4
     assert [offer.wait_s for offer in pool.offers(size, 3.0)] == [1.5, 1.5], "each reads half of what was given since"
@@ -390,7 +394,9 @@ async def test_what_a_decode_replica_has_cached_is_not_read_elsewhere_and_is_has
 ) -> None:
     reading, _ = await service.replica("prefill", tells=True), await service.replica("decode", tells=True)
     await service.start()
-    await until(lambda: all(client._blocks.hashing for client in (service.client.decoding, service.client.pool.client)))
+    await until(
+        lambda: all(client.caches.blocks.hashing for client in (service.client.decoding, service.client.pool.client))
+    )
     hashed = list[int]()
 
     def block_hashes(codec: FakeCodec, request: FakeRequest, hashing: BlockHashing) -> BlockHashes:
@@ -400,8 +406,8 @@ async def test_what_a_decode_replica_has_cached_is_not_read_elsewhere_and_is_has
     hashes_of = FakeCodec.block_hashes
     with monkeypatch.context() as counted:
         counted.setattr(FakeCodec, "block_hashes", block_hashes)
-        size = await service.client.decoding.sized(a_request(PROMPT))
-        there = await service.client.pool.client.sized(a_request(PROMPT), size)
+        size = await service.client.decoding.caches.sized(a_request(PROMPT))
+        there = await service.client.pool.client.caches.sized(a_request(PROMPT), size)
     assert (there.blocks, hashed) == (size.blocks, [len(PROMPT)])
     for _ in range(3):
         await service.finish([await service.ask(prompt=PROMPT)])
@@ -518,7 +524,7 @@ async def test_nothing_comes_any_more_of_a_transfer_that_was_given_up(service: S
     await service.start(split=SplitConfig(stalled_s=1e-9), config=RoutedClientConfig(heartbeat_s=3600.0))
     answer = await service.ask()
     await until(lambda: bool(service.client.offered))
-    entry = service.client.decoding._entries[answer.asked.request_id]
+    entry = service.client.decoding.ledger[answer.asked.request_id]
     assert entry.connection is not None
     service.client._restart_stalled()
     assert entry.connection is None, "before anything else runs"
@@ -560,7 +566,7 @@ async def test_cancelling_leaves_nothing_behind_wherever_the_request_is(
     await service.is_empty()
     await until(lambda: answering.engine.let_go == 2)  # the caches of those that had not been sent
     with monkeypatch.context() as held:
-        held.setattr(service.client.decoding._store, "enqueue", lambda *_: asyncio.sleep(3600.0))
+        held.setattr(service.client.decoding.store, "enqueue", lambda *_: asyncio.sleep(3600.0))
         read = [await service.ask(max_tokens=500) for _ in range(3)]
         await until(lambda: service.read_and_unsent() == 3)
         await service.client.cancel([answer.asked.request_id for answer in read], "cancelled")
@@ -601,25 +607,20 @@ async def test_quotas_count_once_and_at_arrival(service: Service) -> None:
     assert service.count("kv_transfers") == 4
 
 
-class LosesAReply(RedisStateStore):
-    """Of the next request that is to be prepared: the call is obeyed, and nobody hears of it."""
-
-    loses = True
-
-    async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        result = await super().admit(ticket, limits)
-        if self.loses:
-            self.loses = False
-            raise StateStoreError("its reply was lost")
-        return result
-
-
-async def test_a_request_whose_charge_got_no_reply_is_charged_once(service: Service) -> None:
+async def test_a_request_whose_charge_got_no_reply_is_charged_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await service.replica("prefill")
     await service.replica("decode")
     await service.start()
-    service.client.decoding._store = store = LosesAReply(connect(service.url), f"{service.name}:decode")
-    service._stores.append(store)
+    admit = service.client.decoding.store.admit
+
+    async def unheard(ticket: Ticket, limits: Limits) -> Refusal | None:
+        await admit(ticket, limits)
+        monkeypatch.undo()
+        raise StateStoreError("its reply was lost")
+
+    monkeypatch.setattr(service.client.decoding.store, "admit", unheard)
     tenant = Tenant(name="small", requests_per_minute=2)
     answers = [await service.ask(tenant=tenant) for _ in range(2)]
     with pytest.raises(AdmissionError, match="requests_per_minute of small"):
@@ -646,7 +647,7 @@ async def until_owed(service: Service, tenant: Tenant, tokens: float) -> None:
     owed: list[float] = []
     async with asyncio.timeout(PATIENCE_S):
         while len(owed) < 4 or not all(tokens - 3 < each <= tokens + 0.01 for each in owed[-4:]):
-            refused = await service.client.decoding._store.charge([replace(quota, burst=1e-9)])
+            refused = await service.client.decoding.store.charge([replace(quota, burst=1e-9)])
             owed.append(refused.retry_after_s * quota.per_s if refused else 0.0)
             await asyncio.sleep(HEARTBEAT_S)
 

@@ -31,15 +31,17 @@ from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from router import cached_blocks, event_loop, redis_store, routed_client, wire
+from router import cached_blocks, event_loop, prompt_caches, redis_store, wire
 from router.admission import ClassLimits, Door, Tenant
 from router.cached_blocks import BlockHashing
 from router.classifier import Classifier, Mode
 from router.clock import MonotonicClock, SharedClock
+from router.ledger import State
 from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
-from router.routed_client import RoutedClient, RoutedClientConfig
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import Assignment, ReplicaInfo, Snapshot
+from router.terms import RoutedClientConfig, RouterTerms
 from router.timing import RequestTiming
 from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
@@ -128,7 +130,7 @@ class FrontEnd:
     async def die(self) -> None:
         """As a killed process does: its sockets close, and it says nothing."""
         self._reader.cancel()
-        await self.client._background.close()
+        await self.client.background.close()
 
     async def close(self) -> None:
         self._reader.cancel()
@@ -252,21 +254,20 @@ class Service:
     ) -> FrontEnd:
         metrics = RouterMetrics()
         self._stores.append(self.new_store())
-        client = RoutedClient(
+        client = routed_client(
             router_id=f"router{len(self.front_ends)}",
             store=self._stores[-1],
             codec=FakeCodec(version),
             classifier=_classifier(metrics, prefill_s, mode),
-            door=Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
+            terms=RouterTerms(
+                Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
+                RoutedClientConfig(
+                    max_wait_s=max_wait_s, max_moves=max_moves, heartbeat_s=HEARTBEAT_S, silence_s=silence_s
+                ),
+            ),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,
-            config=RoutedClientConfig(
-                max_wait_s=max_wait_s,
-                max_moves=max_moves,
-                heartbeat_s=HEARTBEAT_S,
-                silence_s=silence_s,
-            ),
         )
         await client.start()
         self.front_ends.append(FrontEnd(client, metrics))
@@ -288,7 +289,7 @@ class Service:
                 await asyncio.sleep(HEARTBEAT_S)
         await until(lambda: all(r.engine.held == 0 for r in self.replicas if r.relay.healthy))
         for front_end in self.front_ends:
-            assert not front_end.client._entries
+            assert not front_end.client.ledger
 
     async def close(self) -> None:
         for front_end in self.front_ends:
@@ -365,7 +366,7 @@ async def test_an_answer_is_timed_and_learned_from_whatever_its_end(service: Ser
     await until(lambda: answer.outcome == reason)
     assert front_end.count("requests_total", slo_class="standard", bin="0", outcome=reason) == 1
     assert front_end.count("e2e_seconds_count", slo_class="standard") == 1
-    await until(lambda: front_end.client._classifier._seen == 1)  # type: ignore[attr-defined]
+    await until(lambda: front_end.client.classifier._seen == 1)  # type: ignore[attr-defined]
 
 
 async def test_no_engine_gets_more_than_its_slots(service: Service) -> None:
@@ -393,9 +394,10 @@ async def test_a_request_that_came_before_any_replica_is_served_when_one_comes(s
 async def test_routers_tell_each_other_the_lengths_of_answers(service: Service) -> None:
     await service.replica(slots=8)
     asker, listener = [await service.front_end() for _ in range(2)]
-    before = listener.client.bin_edges
+    mine, theirs = asker.client.classifier, listener.client.classifier
+    before = theirs.bin_edges
     await service.finish([answer for n in range(64) for answer in [await asker.ask(request(1 + n % 16))]])
-    await until(lambda: asker.client.bin_edges != before and listener.client.bin_edges == asker.client.bin_edges)
+    await until(lambda: mine.bin_edges != before and theirs.bin_edges == mine.bin_edges)
 
 
 async def test_a_replica_tells_its_status(service: Service) -> None:
@@ -441,13 +443,13 @@ async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     running = await content.ask_many(4, 400)
     await until(lambda: all(answer.tokens for answer in running))
     dropped_s: list[float] = []
-    drop = unhappy.client._store.drop_replica
+    drop = unhappy.client.store.drop_replica
 
     async def noted(replica_id: str) -> None:
         dropped_s.append(asyncio.get_running_loop().time())
         await drop(replica_id)
 
-    monkeypatch.setattr(unhappy.client._store, "drop_replica", noted)
+    monkeypatch.setattr(unhappy.client.store, "drop_replica", noted)
     assert isinstance((await unhappy.client.statuses())["r0"]["error"], str)
     assert not dropped_s, "nobody was to go there"
     waiting = await unhappy.ask_many(4)
@@ -467,7 +469,7 @@ async def test_more_than_may_wait_are_refused(service: Service) -> None:
     answers = await front_end.ask_many(2)
     with pytest.raises(AdmissionError, match="max_waiting"):
         await front_end.ask(request())
-    await until(lambda: front_end.client.room("standard") == 0)
+    await until(lambda: front_end.client.entrance.room("standard") == 0)
     await service.replica()
     await service.finish(answers)
     assert front_end.count("requests_total", slo_class="standard", bin="0", outcome="refused") == 1
@@ -493,12 +495,12 @@ async def test_more_than_there_is_room_for_are_refused_and_counted_before_they_a
 
 async def test_there_is_room_for_what_the_replicas_could_start_and_what_may_wait(service: Service) -> None:
     front_end = await service.front_end(max_waiting=3)
-    assert front_end.client.room("standard") == 3
+    assert front_end.client.entrance.room("standard") == 3
     answers = await front_end.ask_many(2)
-    await until(lambda: front_end.client.room("standard") == 1)
+    await until(lambda: front_end.client.entrance.room("standard") == 1)
     await service.replica(slots=4)
     await service.finish(answers)
-    await until(lambda: front_end.client.room("standard") == 3 + 4)
+    await until(lambda: front_end.client.entrance.room("standard") == 3 + 4)
 
 
 async def test_a_spent_quota_is_refused_with_the_time_of_the_next_try(service: Service) -> None:
@@ -682,7 +684,7 @@ async def test_a_request_that_cannot_be_encoded_is_refused_before_it_is_queued(s
     front_end = await service.front_end()
     with pytest.raises(InputError, match="cannot be sent to an engine"):
         await front_end.ask(FakeRequest(request_id="odd", prompt=[1 << 70], max_tokens=4))
-    assert not front_end.client._entries
+    assert not front_end.client.ledger
     await service.replica(slots=1, lease_s=3600.0)
     await service.finish(await front_end.ask_many(4))
 
@@ -918,7 +920,7 @@ async def test_a_recall_whose_notice_is_lost_is_found_with_the_heartbeat(
 ) -> None:
     replica, front_end = await service.replica(slots=1), await service.front_end()
     (offline,) = await ask_offline(front_end, replica, 1)
-    (listener,) = [task for task in front_end.client._background._tasks if task.get_name() == "listen"]
+    (listener,) = [task for task in front_end.client.background._tasks if task.get_name() == "listen"]
     listener.cancel()
     (urgent,) = await front_end.ask_many(1)
     await until(lambda: urgent.outcome is not None)
@@ -944,11 +946,11 @@ async def test_requests_of_a_killed_replica_go_on_elsewhere(service: Service, re
 
 async def just_lost(front_end: FrontEnd) -> None:
     """The connection to the first replica is closed, and whoever reads from it has not woken yet."""
-    connection = front_end.client._connections.get("r0")
+    connection = front_end.client.connections.get("r0")
     assert connection is not None
     connection._writer.transport.abort()
     await asyncio.sleep(0)
-    assert front_end.client._connections.get("r0") is connection
+    assert front_end.client.connections.get("r0") is connection
 
 
 async def test_a_request_for_a_connection_that_broke_a_moment_ago_goes_on(service: Service) -> None:
@@ -956,10 +958,11 @@ async def test_a_request_for_a_connection_that_broke_a_moment_ago_goes_on(servic
     replica.engine.pause()
     answer = await front_end.ask(request())
     await until(lambda: replica.engine.held == 1)
-    entry = front_end.client._entries[answer.asked.request_id]
+    entry = front_end.client.ledger[answer.asked.request_id]
     await just_lost(front_end)
-    front_end.client._unplace(entry, "lost")
-    front_end.client._place(Assignment(entry.request_id, "r0"))
+    entry.take_back("lost", 0.0)
+    entry.move(State.QUEUEING)
+    front_end.client.sending.place(Assignment(entry.request_id, "r0"))
     replica.engine.resume()
     await service.finish([answer])
 
@@ -979,7 +982,7 @@ async def test_a_connection_that_broke_a_moment_ago_is_asked_nothing(service: Se
     await service.replica()
     front_end = await service.front_end()
     await service.finish([await front_end.ask(request())])
-    connection = front_end.client._connections.get("r0")
+    connection = front_end.client.connections.get("r0")
     assert connection is not None
     await just_lost(front_end)
     with pytest.raises(ReplicaLostError, match="gone"):
@@ -1042,7 +1045,7 @@ async def test_an_answer_in_one_piece_begins_anew_where_a_replay_would_differ(se
     victim, front_end = await service.replica(), await service.front_end()
     asked = [msgspec.structs.replace(request(60, replays=True), in_one_piece=True) for _ in range(4)]
     answers = await front_end.ask_at_once(victim, asked, held=4)
-    entries = list(front_end.client._entries.values())
+    entries = list(front_end.client.ledger.values())
     await until(lambda: all(len(entry.sent) > 5 for entry in entries))
     assert not any(answer.tokens for answer in answers)
     await victim.die()
@@ -1105,20 +1108,20 @@ async def test_requests_cancelled_while_the_loss_of_their_replica_is_told_are_no
     answers = await front_end.ask_many(4)
     await until(lambda: victim.engine.held == 4)
     told, go_on = asyncio.Event(), asyncio.Event()
-    drop = front_end.client._store.drop_replica
+    drop = front_end.client.store.drop_replica
 
     async def slow(replica_id: str) -> None:
         told.set()
         await go_on.wait()
         await drop(replica_id)
 
-    monkeypatch.setattr(front_end.client._store, "drop_replica", slow)
+    monkeypatch.setattr(front_end.client.store, "drop_replica", slow)
     await victim.die()
     await told.wait()
     await front_end.client.cancel([answer.asked.request_id for answer in answers], "cancelled")
     go_on.set()
-    await until(lambda: "connection" not in {task.get_name() for task in front_end.client._background._tasks})
-    await until(lambda: "requeue" not in {task.get_name() for task in front_end.client._background._tasks})
+    await until(lambda: "connection" not in {task.get_name() for task in front_end.client.background._tasks})
+    await until(lambda: "requeue" not in {task.get_name() for task in front_end.client.background._tasks})
     assert not (await service.store.snapshot()).waiting
 
 
@@ -1289,7 +1292,7 @@ async def test_a_replica_does_not_stay_for_what_it_may_not_take(service: Service
 async def test_a_replica_that_drained_is_not_counted_as_lost(service: Service) -> None:
     leaver, front_end = await service.replica(), await service.front_end()
     await service.finish(await front_end.ask_many(4))
-    (reading,) = [task for task in front_end.client._background._tasks if task.get_name() == "connection"]
+    (reading,) = [task for task in front_end.client.background._tasks if task.get_name() == "connection"]
     await leaver.relay.drain()
     await leaver.relay.close()
     await asyncio.wait([reading])
@@ -1334,7 +1337,7 @@ async def test_lost_notices_are_found_by_the_heartbeat(redis_url: str, service: 
     replica, front_end = await service.replica(slots=1), await service.front_end()
     replica.engine.pause()
     answers = await front_end.ask_many(3)
-    (listening,) = [task for task in front_end.client._background._tasks if task.get_name() == "listen"]
+    (listening,) = [task for task in front_end.client.background._tasks if task.get_name() == "listen"]
     listening.cancel()
     replica.engine.resume()
     await service.finish(answers)
@@ -1358,7 +1361,7 @@ async def test_an_assignment_told_twice_is_sent_once(service: Service) -> None:
     answer = await front_end.ask(request())
     await until(lambda: replica.engine.held == 1)
     for _ in range(3):
-        front_end.client._place(Assignment(answer.asked.request_id, "r0"))
+        front_end.client.sending.place(Assignment(answer.asked.request_id, "r0"))
     replica.engine.resume()
     await service.finish([answer])
     assert replica.engine.taken == 1
@@ -1371,8 +1374,8 @@ async def test_a_slot_of_a_second_replica_is_given_back(service: Service) -> Non
     await until(lambda: replica.engine.held == 1)
     await service.store.register_replica(_info("other"), 1, [])
     await service.store.drop_replica("r0")
-    assert await service.store.enqueue(front_end.client._entries[answer.asked.request_id].ticket)
-    front_end.client._place(Assignment(answer.asked.request_id, "other"))
+    assert await service.store.enqueue(front_end.client.ledger[answer.asked.request_id].ticket)
+    front_end.client.sending.place(Assignment(answer.asked.request_id, "other"))
     replica.engine.resume()
     await service.finish([answer])
 
@@ -1432,7 +1435,7 @@ async def test_while_redis_is_away_new_requests_use_the_capacity_known_last(gate
         replica.engine.resume()
     more = await asyncio.gather(*(front_end.ask(request(20)) for _ in range(10)))
     await until(lambda: all(answer.outcome == "length" for answer in more))
-    await until(lambda: not front_end.client.is_cut_off)
+    await until(lambda: not front_end.client.queueing.is_cut_off)
     late = await asyncio.gather(*(front_end.ask(request(60)) for _ in range(10)))
     await until(lambda: any(answer.tokens for answer in late))
     assert max(replica.engine.most_held for replica in service.replicas) <= 3
@@ -1466,11 +1469,11 @@ async def test_whoever_is_cancelled_while_redis_is_away_leaves_every_slot_to_oth
     await until(lambda: sum(load.running for load in front_end.client.snapshot.replicas.values()) == 6)
     gate.shut()
     waiting = await front_end.ask_many(4, 5000)
-    await front_end.client.cancel(list(front_end.client._entries), "cancelled")
-    assert "cancel" not in {task.get_name() for task in front_end.client._background._tasks}, "all are told at once"
+    await front_end.client.cancel(list(front_end.client.ledger), "cancelled")
+    assert "cancel" not in {task.get_name() for task in front_end.client.background._tasks}, "all are told at once"
     more = await front_end.ask_many(6, 2000)
     await until(lambda: all(answer.tokens for answer in more))
-    await front_end.client.cancel(list(front_end.client._entries), "cancelled")
+    await front_end.client.cancel(list(front_end.client.ledger), "cancelled")
     assert not any(answer.tokens for answer in waiting)
     await gate.open()
     await service.close()
@@ -1519,10 +1522,10 @@ async def test_a_class_that_was_full_when_redis_went_away_is_asked_again(gate: G
     replica = await service.replica(slots=1)
     replica.engine.pause()  # the first is not over before the router knows that the class is full
     running = await front_end.ask_many(3, 200)
-    await until(lambda: replica.engine.held == 1 and front_end.client.room("standard") == 0)
+    await until(lambda: replica.engine.held == 1 and front_end.client.entrance.room("standard") == 0)
     gate.shut()
     replica.engine.resume()
-    await until(lambda: front_end.client.room("standard") > 0)
+    await until(lambda: front_end.client.entrance.room("standard") > 0)
     await until(lambda: all(answer.outcome for answer in running))
     more = await front_end.ask_many(1)
     await until(lambda: all(answer.outcome for answer in more))
@@ -1537,12 +1540,12 @@ async def test_without_redis_a_new_request_is_refused_in_words() -> None:
     server = EmbeddedRedis(free_port(), secrets.token_urlsafe(16))
     service = Service(server.url)
     front_end = await service.front_end()
-    await until(lambda: not front_end.client.is_cut_off)
+    await until(lambda: not front_end.client.queueing.is_cut_off)
     server.close()
     with pytest.raises(StateStoreError, match="Redis"):
         await front_end.ask(request())
-    assert not front_end.client._entries
-    await until(lambda: front_end.client.is_cut_off)
+    assert not front_end.client.ledger
+    await until(lambda: front_end.client.queueing.is_cut_off)
     timing = RequestTiming(received_s=0.0, submitted_s=0.0)
     with pytest.raises(StateStoreError):
         front_end.client.check_room("standard", 1, timing)
@@ -1571,7 +1574,7 @@ PROMPT = list(range(41))  # ten blocks of a `FakeCache`
 
 
 async def hits(front_end: FrontEnd) -> dict[str, int]:
-    return dict((await front_end.client.sized(FakeRequest(request_id="?", prompt=PROMPT, max_tokens=1))).hits)
+    return dict((await front_end.client.caches.sized(FakeRequest(request_id="?", prompt=PROMPT, max_tokens=1))).hits)
 
 
 async def hits_are(front_end: FrontEnd, **expected: int) -> None:
@@ -1652,10 +1655,10 @@ async def test_a_replica_that_evicts_is_not_taken_for_one_that_was_given_the_pro
     prompt = list(range(100))  # longer than a block of that memory
     await hits_are(front_end, r0=0)
     await service.finish([await front_end.ask(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))])
-    size = await front_end.client.sized(FakeRequest(request_id="p", prompt=prompt, max_tokens=3))
+    size = await front_end.client.caches.sized(FakeRequest(request_id="p", prompt=prompt, max_tokens=3))
     silent = replace(size, hits={})
     told = replace(size, hits={"r0": 0})
-    classifier = front_end.client._classifier
+    classifier = front_end.client.classifier
     prefixes = [classifier.ticket(each, "standard", "a", 0.0, ["r0"]).ticket.prefixes for each in (silent, told)]
     assert prefixes == [(("r0", 64),), ()]
 
@@ -1694,7 +1697,7 @@ async def test_a_router_that_missed_changes_asks_for_the_whole(service: Service)
     front_end = await service.front_end()
     await hits_are(front_end, r0=0)
     replica.engine.cache.blocks = all_blocks(replica)  # type: ignore[union-attr]
-    front_end.client._blocks._replicas["r0"].told.sequence = 1000
+    front_end.client.caches.blocks._replicas["r0"].told.sequence = 1000
     await service.finish([await front_end.ask(FakeRequest(request_id="p", prompt=[1], max_tokens=3))])
     await hits_are(front_end, r0=40)
     assert front_end.count("cached_block_gaps_total") == 1
@@ -1712,9 +1715,9 @@ async def test_a_long_prompt_is_hashed_beside_the_event_loop(service: Service, m
         return hashed(codec, asked, hashing)
 
     monkeypatch.setattr(FakeCodec, "block_hashes", noting)
-    monkeypatch.setattr(routed_client, "LONG_PROMPT_TOKENS", len(PROMPT))
+    monkeypatch.setattr(prompt_caches, "LONG_PROMPT_TOKENS", len(PROMPT))
     for prompt in (PROMPT, PROMPT[:-1]):
-        await front_end.client.sized(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))
+        await front_end.client.caches.sized(FakeRequest(request_id="q", prompt=prompt, max_tokens=3))
     assert [name == threading.main_thread().name for name in threads] == [False, True]
 
 
@@ -1832,7 +1835,7 @@ async def test_what_was_served_while_redis_was_away_is_charged_when_it_is_back(g
     gate.shut()
     replica.engine.resume()
     more = [await front_end.ask(request(50), tenant=SLOW_TENANT) for _ in range(4)]  # quotas are out of sight
-    await front_end.client.charge(SLOW_TENANT, 1000)
+    await front_end.client.entrance.charge(SLOW_TENANT, 1000)
     await until(lambda: all(answer.outcome == "length" for answer in (began, *more)))
     await gate.open()
     await service.finish([began, *more])
@@ -1843,26 +1846,26 @@ async def test_what_was_served_while_redis_was_away_is_charged_when_it_is_back(g
 async def test_work_that_makes_no_request_is_charged_and_refused_alike(service: Service) -> None:
     front_end = await service.front_end()
     tenant = Tenant(name="t", tokens_per_minute=6000)
-    await front_end.client.charge(tenant, 5900)
+    await front_end.client.entrance.charge(tenant, 5900)
     with pytest.raises(AdmissionError, match="tokens_per_minute of t are spent") as refused:
-        await front_end.client.charge(tenant, 5000)
+        await front_end.client.entrance.charge(tenant, 5000)
     assert 40 < refused.value.retry_after_s <= 49
     with pytest.raises(AdmissionError, match="tokens_per_minute of t"):
         await front_end.ask(msgspec.structs.replace(request(5000), min_tokens=5000), tenant=tenant)
     for unlimited in (None, Tenant(name="u")):
-        await front_end.client.charge(unlimited, 1e9)
+        await front_end.client.entrance.charge(unlimited, 1e9)
 
 
 async def test_a_router_that_leaves_settles_what_its_answers_took(service: Service) -> None:
     await service.replica()
     staying, leaving = [await service.front_end() for _ in range(2)]
-    (settling,) = [task for task in leaving.client._background._tasks if task.get_name() == "settle"]
+    (settling,) = [task for task in leaving.client.background._tasks if task.get_name() == "settle"]
     settling.cancel()
     answer = await leaving.ask(request(200), tenant=SLOW_TENANT)
     await service.finish([answer])
     await leaving.close()
     await owes(service, PROMPT_TOKENS + 200)
-    assert staying.client.room("standard") > 0
+    assert staying.client.entrance.room("standard") > 0
 
 
 def usage(front_end: FrontEnd, key: str) -> tuple[float, float]:
@@ -1901,7 +1904,7 @@ async def test_what_is_refused_or_never_came_to_a_replica_took_no_tokens(service
     waits = await front_end.ask(request(), tenant=tenant)
     with pytest.raises(AdmissionError, match="max_key_share"):
         await front_end.ask(request(), tenant=tenant)
-    await until(lambda: front_end.client.room("standard") == 0)
+    await until(lambda: front_end.client.entrance.room("standard") == 0)
     with pytest.raises(AdmissionError, match="room for 0 of 1"):
         front_end.client.check_room("standard", 1, RequestTiming(received_s=0.0, submitted_s=0.0), tenant)
     await front_end.client.cancel([waits.asked.request_id], "cancelled")

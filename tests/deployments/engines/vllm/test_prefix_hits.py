@@ -26,8 +26,9 @@ from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
-from router.routed_client import RoutedClient, RoutedClientConfig
+from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
+from router.terms import RoutedClientConfig, RouterTerms
 from router.timing import RequestTiming
 from tests.waiting import until
 
@@ -66,27 +67,26 @@ class Router:
             metrics=self.metrics,
             prefixes=PrefixIndex(PrefixIndexConfig()),
         )
-        self.client = RoutedClient[Any, Any](
+        self.client: RoutedClient[Any, Any] = routed_client(
             router_id=name,
             store=store,
             codec=VllmCodec(),
             classifier=classifier,
-            door=Door({}),
+            terms=RouterTerms(Door({}), RoutedClientConfig(heartbeat_s=0.2)),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=self.metrics,
-            config=RoutedClientConfig(heartbeat_s=0.2),
         )
 
     @property
     def sequence(self) -> int | None:
-        known = self.client._blocks._replicas.get("r")
+        known = self.client.caches.blocks._replicas.get("r")
         return None if known is None else known.told.sequence
 
     async def ask(self, prompt: Sequence[int], **more: Any) -> tuple[int, int, list[int]]:
         """Hits as predicted and as counted, and the answer."""
         request = asked(prompt, **more)
-        hits = (await self.client.sized(request)).hits
+        hits = (await self.client.caches.sized(request)).hits
         await self.client.submit(request, slo_class="standard", timing=RequestTiming(0.0, 0.0))
         answer: list[int] = []
         while True:
@@ -164,7 +164,7 @@ async def test_predicted_hits_are_those_that_vllm_counts_while_conversations_gro
                 prompt += answer
         assert least < sum(counted for counted, _ in counts) / sum(tokens for _, tokens in counts) < most
     assert router.metrics.registry.get_sample_value("sluice_cached_block_gaps_total") == 0
-    assert 0 < len(router.client._blocks) < BLOCKS
+    assert 0 < len(router.client.caches.blocks) < BLOCKS
 
 
 async def test_after_a_reset_nothing_is_taken_to_be_cached(service: Service) -> None:
@@ -193,4 +193,5 @@ async def test_a_router_that_comes_later_knows_all_within_two_seconds(service: S
     began_s, second = time.monotonic(), await service.router()
     await until(lambda: second.sequence == first.sequence)
     assert time.monotonic() - began_s < 2.0
-    assert second.client._blocks._replicas["r"].told.blocks == first.client._blocks._replicas["r"].told.blocks
+    mine, theirs = (router.client.caches.blocks._replicas["r"] for router in (first, second))
+    assert mine.told.blocks == theirs.told.blocks
