@@ -52,14 +52,17 @@ class Outputs(Generic[RequestT, OutputsT]):
         batch = self._codec.decode_outputs(parts)
         outputs = self._codec.outputs(batch)
         now_s = self._clock.now()
-        due = [self._due(connection, output, now_s) for output in outputs]
-        if not all(len(each) == 1 for each in due):
-            batch = self._codec.keep(batch, [output for each in due for output in each])
-        if any(due):
+        instead = [self._noted(connection, output, now_s) for output in outputs]
+        passed = instead.count(None)
+        if passed < len(outputs):
+            pairs = zip(outputs, instead, strict=True)
+            kept = [each for output, others in pairs for each in ((output,) if others is None else others)]
+            batch, passed = self._codec.keep(batch, kept), len(kept)
+        if passed:
             await self._outputs.put(batch)
 
-    def _due(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output]:
-        """Note what an output brings; returns what is to be passed on with it: nothing when no client waits for it."""
+    def _noted(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output] | None:
+        """Note what an output brings. None passes it on; else these are passed on instead, if any."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.connection is not connection:
             return ()
@@ -78,8 +81,8 @@ class Outputs(Generic[RequestT, OutputsT]):
             entry.held_back.append(output)
         if output.finish_reason is not None:
             self._endings.end(entry, str(output.finish_reason))
-            return entry.held_back or (output,)
-        return (output,) if entry.held_back is None else ()
+            return entry.held_back
+        return None if entry.held_back is None else ()
 
     def _on_blocks(self, connection: ReplicaConnection, changes: BlockChanges) -> None:
         replica_id = connection.info.replica_id
