@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from policies.errors import AdmissionError, StateStoreError
+from policies.live import Live
 from policies.router.admission import Limits, Refusal, predicted_wait_s
 from router.accounting import Accounting
 from router.admission import Tenant
@@ -22,7 +23,7 @@ class Entrance:
     def __init__(
         self,
         *,
-        terms: RouterTerms,
+        terms: Live[RouterTerms],
         shared_clock: Clock,
         accounting: Accounting,
         queueing: Queueing[Any],
@@ -36,7 +37,7 @@ class Entrance:
         ticket, spare_s = classified.ticket, math.inf
         if ticket.deadline_s is not None:
             spare_s = ticket.deadline_s - self._shared_clock.now() - self._least_reading_s(ticket)
-        return self._terms.door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
+        return self._terms.now.door.limits(ticket.slo_class, tenant, classified.tokens, spare_s)
 
     def _least_reading_s(self, ticket: Ticket) -> float:
         """Seconds of reading its prompt on the replica that needs least for it, by what they said last."""
@@ -54,7 +55,7 @@ class Entrance:
         snapshot = self._queueing.snapshot
         credit = sum(load.credit for load in snapshot.replicas.values())
         waiting = sum(count for (name, _), count in snapshot.lanes.items() if name == slo_class)
-        return credit + max(0, self._terms.door.max_waiting(slo_class) - waiting)
+        return credit + max(0, self._terms.now.door.max_waiting(slo_class) - waiting)
 
     def check_room(self, slo_class: str, requests: int, timing: RequestTiming, tenant: Tenant | None = None) -> None:
         """Whether all requests of one client could queue, before they are made.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from policies.errors import ReplicaLostError, StateStoreError
+from policies.live import Live
 from policies.router.admission import NO_LIMITS, Limits, Refusal
 from policies.router.order import Band, banded
 from router.accounting import Accounting
@@ -41,7 +42,7 @@ class Queueing(Generic[RequestT]):
         store: StateStore,
         clock: Clock,
         shared_clock: SharedClock,
-        terms: RouterTerms,
+        terms: Live[RouterTerms],
         ledger: Ledger[RequestT],
         accounting: Accounting,
         caches: PromptCaches[RequestT],
@@ -70,7 +71,7 @@ class Queueing(Generic[RequestT]):
     @property
     def is_cut_off(self) -> bool:
         """The shared state has answered no heartbeat for a while, and no replica is connected without it."""
-        silent = self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._terms.config.heartbeat_s
+        silent = self._clock.now() - self._beat_s > MISSED_HEARTBEATS * self._terms.now.config.heartbeat_s
         return silent and not self._connections.all_open
 
     def arrival_s(self, timing: RequestTiming) -> float:
@@ -162,7 +163,7 @@ class Queueing(Generic[RequestT]):
         size = await self._caches.sized(entry.request)
         if entry.state is not State.QUEUEING:
             return
-        recallable = entry.ticket.recallable and entry.recalls < self._terms.config.max_recalls
+        recallable = entry.ticket.recallable and entry.recalls < self._terms.now.config.max_recalls
         prefixes, entry.blocks = self._caches.hits(size, self._connections.replica_ids), size.blocks
         ticket = entry.ticket.of_prompt(size.prompt_tokens, prefixes)
         ticket = replace(ticket, arrival_s=None, recallable=recallable)
@@ -220,14 +221,14 @@ class Queueing(Generic[RequestT]):
 
     async def _with_retries(self, call: Callable[[], Awaitable[object]]) -> None:
         """Until the store answers, for max_wait_s at most: after that its sweeps and leases will have done the same."""
-        give_up_s = self._clock.now() + self._terms.config.max_wait_s
+        give_up_s = self._clock.now() + self._terms.now.config.max_wait_s
         while self._clock.now() < give_up_s:
             try:
                 await call()
                 return
             except StateStoreError as error:
                 logger.warning("waiting for the shared state: %s", error)
-                await asyncio.sleep(self._terms.config.heartbeat_s)
+                await asyncio.sleep(self._terms.now.config.heartbeat_s)
 
     # The shared state at every heartbeat
 
@@ -245,7 +246,7 @@ class Queueing(Generic[RequestT]):
         asked_s = self._clock.now()
         store_s = await self._store.time_s()
         self._shared_clock.adjust(store_s, asked_s, self._clock.now())
-        lost, routers = await self._store.beat_router(self._router_id, self._terms.config.silence_s)
+        lost, routers = await self._store.beat_router(self._router_id, self._terms.now.config.silence_s)
         if lost or routers:
             logger.warning("silent and dropped: replicas %s, routers %s", lost, routers)
         self.snapshot = await self._store.snapshot()
@@ -267,17 +268,20 @@ class Queueing(Generic[RequestT]):
         return True
 
     def fail_expired(self) -> None:
-        oldest_s = self._clock.now() - self._terms.config.max_wait_s
+        max_wait_s = self._terms.now.config.max_wait_s
+        oldest_s = self._clock.now() - max_wait_s
         unsent = [entry for entry in self._ledger.values() if entry.state is not State.RUNNING]
         self._accounting.waits(unsent)
         for entry in unsent:
             if entry.waiting_since_s < oldest_s:
-                entry.timing.unserved = ReplicaLostError(f"no replica took it within {self._terms.config.max_wait_s} s")
+                entry.timing.unserved = ReplicaLostError(
+                    f"no replica took it within {self._terms.now.config.max_wait_s} s"
+                )
                 self._fail(entry, str(entry.timing.unserved))
 
     async def look_after_waiting(self) -> None:
         """Find out about requests that have waited a while: a notice may have been lost, or the tables with them."""
-        oldest_s = self._clock.now() - self._terms.config.heartbeat_s
+        oldest_s = self._clock.now() - self._terms.now.config.heartbeat_s
         waiting = [entry for entry in self._ledger.in_state(State.WAITING) if entry.waiting_since_s < oldest_s]
         if not waiting:
             return

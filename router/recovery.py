@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from policies.errors import SluiceError
+from policies.live import Live
 from router.background import BackgroundTasks
 from router.clock import Clock
 from router.codec import EngineCodec, Output
@@ -38,7 +39,7 @@ class Recovery(Generic[RequestT]):
         *,
         codec: EngineCodec[RequestT, Any],
         clock: Clock,
-        terms: RouterTerms,
+        terms: Live[RouterTerms],
         metrics: RouterMetrics,
         ledger: Ledger[RequestT],
         caches: PromptCaches[RequestT],
@@ -69,7 +70,7 @@ class Recovery(Generic[RequestT]):
         """Off a lost replica; False when it has been moved too often, and fails."""
         entry.take_back("lost", self._clock.now())
         entry.moves += 1
-        if entry.moves > self._terms.config.max_moves:
+        if entry.moves > self._terms.now.config.max_moves:
             self._endings.fail(entry, f"it lost {entry.moves} replicas")
             return False
         self._metrics.recovered.labels(self._continue(entry)).inc()

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from policies.errors import StateStoreError
+from policies.live import Live
 from policies.router.promise import NO_PROMISE, Promise
 from predictor.learned import Foresight, Question
 from router.accounting import Accounting
@@ -62,7 +63,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     store: StateStore
     codec: EngineCodec[RequestT, OutputsT]
     classifier: TicketWriter
-    terms: RouterTerms
+    terms: Live[RouterTerms]
     clock: Clock
     metrics: RouterMetrics
     background: BackgroundTasks
@@ -89,7 +90,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self.repeat(partial(look_for_lag, self.metrics.loop_lag_s.observe), "event loop", pause_s=0)
         core_wait = partial(look_for_core_wait, CoreWait(), self.metrics.core_wait_s.inc)
         self.repeat(core_wait, "core wait", pause_s=0)
-        silence_s = self.terms.config.silence_s
+        silence_s = self.terms.now.config.silence_s
         try:
             async with asyncio.timeout(silence_s):
                 await subscribed.wait()
@@ -109,7 +110,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     def repeat(self, call: Callable[[], Awaitable[None]], name: str, *, pause_s: float | None = None) -> None:
         """Call it for ever, until this client closes; without a pause as often as it beats. Failures are counted."""
-        self.background.repeat(call, self.terms.config.heartbeat_s if pause_s is None else pause_s, name)
+        self.background.repeat(call, self.terms.now.config.heartbeat_s if pause_s is None else pause_s, name)
 
     # The life of a request
 
@@ -159,7 +160,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             if not entry.has_ended:
                 self.ledger.end(entry)
             raise self.accounting.refused(refusal, slo_class, entry.ticket.bin_index, timing)
-        if self.terms.door.refuses_late(slo_class):
+        if self.terms.now.door.refuses_late(slo_class):
             self.accounting.taken(slo_class)
 
     def _entry(
@@ -176,7 +177,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             trail.classified(ticket, size.prompt_tokens, size.max_output_tokens, self.clock.now())
             request = self.codec.with_trace(request, trail.headers)
         if ticket.fills_idle:
-            recallable = self.terms.config.max_recalls > 0 and self.codec.resumable(request)
+            recallable = self.terms.now.config.max_recalls > 0 and self.codec.resumable(request)
             ticket = replace(ticket, recallable=recallable)
         begins_anew = self.codec.in_one_piece(request) and not self.codec.resumable(request)
         return Entry(
@@ -231,7 +232,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _exchange(self) -> None:
         await self.classifier.exchange(self.store, self.clock.now())
         self.metrics.prefix_entries.set(self.classifier.prefixes.entries)
-        await self.store.publish(self.router_id, self.accounting.pages(), self.terms.config.silence_s)
+        await self.store.publish(self.router_id, self.accounting.pages(), self.terms.now.config.silence_s)
 
     async def _settle(self) -> None:
         self.accounting.note_overdrafts(self.ledger.values())
@@ -266,7 +267,7 @@ def routed_client(
     store: StateStore,
     codec: EngineCodec[RequestT, OutputsT],
     classifier: TicketWriter,
-    terms: RouterTerms,
+    terms: Live[RouterTerms],
     clock: Clock,
     shared_clock: SharedClock,
     metrics: RouterMetrics,
@@ -286,7 +287,7 @@ def routed_client(
         clock=clock,
         metrics=metrics,
         lost_after_looks=MISSED_HEARTBEATS,
-        drop_after_s=MISSED_HEARTBEATS * terms.config.heartbeat_s,
+        drop_after_s=MISSED_HEARTBEATS * terms.now.config.heartbeat_s,
         opened=lambda connection: background.spawn(reader.read(connection), "connection"),
         is_needed=ledger.needs,
         drop=lambda replica_id: queueing.drop(replica_id),

@@ -1,4 +1,4 @@
-"""What a router goes by and may be changed while it serves. Everything that holds the terms reads them at each use."""
+"""What a router goes by and may be changed while it serves. Its parts hold a `Live[RouterTerms]`, read at each use."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class RoutedClientConfig:
         require_positive(self, "max_wait_s", "heartbeat_s", "silence_s")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RouterTerms:
     """Of all routed clients of one model.
 

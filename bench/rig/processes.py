@@ -15,6 +15,7 @@ from deployments.engines.relay import Relay, RelayConfig
 from deployments.http.traces import HttpTraces
 from deployments.process.parent import die_with_parent
 from deployments.process.tracing import started_tracing
+from policies.live import Live
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
@@ -55,7 +56,7 @@ class RigRouter:
             store=self.store,
             codec=NullCodec(),
             classifier=_classifier(metrics),
-            terms=RouterTerms(Door({"standard": ClassLimits(max_waiting=1 << 20)}), RoutedClientConfig()),
+            terms=Live(RouterTerms(Door({"standard": ClassLimits(max_waiting=1 << 20)}), RoutedClientConfig())),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=metrics,

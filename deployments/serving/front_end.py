@@ -35,6 +35,7 @@ from deployments.serving.live_settings import LiveSettings
 from deployments.serving.predictor import learned_predictor
 from policies.batches.in_flight import Load
 from policies.errors import ReplicaLostError, SluiceError, StateStoreError
+from policies.live import Live
 from policies.router.multi_bin import MultiBin
 from policies.router.order import IdleOrder
 from policies.router.placement import PrefixIndex
@@ -165,7 +166,7 @@ class FrontEnd:
             user_config: by which it is another, of all models.
         """
         self._config, self._in_force = config, (user_config, config)
-        self._terms.door, self._terms.config = self._door(), config.router.build()
+        self._terms.replace(RouterTerms(self._door(), config.router.build()))
         self._classifier.adopt(
             order=config.order.build(),
             fills_idle=self._fills_idle(),
@@ -225,7 +226,7 @@ class FrontEnd:
 
     def _routed_client(self, learned: LearnedPredictor | None, codec: "VllmCodec") -> EngineClient[Any, Any]:
         config = self._config
-        self._terms = RouterTerms(self._door(), config.router.build())
+        self._terms = Live(RouterTerms(self._door(), config.router.build()))
         options: dict[str, Any] = {
             "router_id": self.router_id,
             "codec": codec,

@@ -163,9 +163,11 @@ async def ask(options: argparse.Namespace) -> None:
             prefixes=PrefixIndex(PrefixIndexConfig()),
             fills_idle={"offline": "deadline"},
         ),
-        terms=RouterTerms(
-            Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
-            RoutedClientConfig(max_moves=100, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S),
+        terms=Live(
+            RouterTerms(
+                Door({name: ClassLimits(max_waiting=100_000) for name in CLASSES}),
+                RoutedClientConfig(max_moves=100, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S),
+            )
         ),
         clock=SkewedClock(options.skew_s) if options.skew_s else MonotonicClock(),
         shared_clock=SharedClock(),

@@ -16,6 +16,7 @@ from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import AdmissionError, ConfigError, StateStoreError
+from policies.live import Live
 from policies.router.admission import Limits, Refusal
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Deadline, DeadlineConfig
@@ -134,9 +135,11 @@ class Service:
         common: dict[str, Any] = {
             "router_id": "router",
             "codec": codec,
-            "terms": RouterTerms(
-                Door({"standard": limits or ClassLimits()}),
-                config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
+            "terms": Live(
+                RouterTerms(
+                    Door({"standard": limits or ClassLimits()}),
+                    config or RoutedClientConfig(heartbeat_s=HEARTBEAT_S, silence_s=5.0, max_moves=8),
+                )
             ),
             "clock": clock or MonotonicClock(),
         }

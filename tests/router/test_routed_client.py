@@ -259,11 +259,13 @@ class Service:
             store=self._stores[-1],
             codec=FakeCodec(version),
             classifier=_classifier(metrics, prefill_s, mode),
-            terms=RouterTerms(
-                Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
-                RoutedClientConfig(
-                    max_wait_s=max_wait_s, max_moves=max_moves, heartbeat_s=HEARTBEAT_S, silence_s=silence_s
-                ),
+            terms=Live(
+                RouterTerms(
+                    Door({"standard": ClassLimits(max_waiting=max_waiting), "strict": ClassLimits(refuses_late=True)}),
+                    RoutedClientConfig(
+                        max_wait_s=max_wait_s, max_moves=max_moves, heartbeat_s=HEARTBEAT_S, silence_s=silence_s
+                    ),
+                )
             ),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),

@@ -135,7 +135,7 @@ def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
     made: Any = answering(store, Store())
     made.adopt(LIVE, with_live(made._begun, LIVE))
     for client in (made.routed.decoding, made.routed.pool.client):
-        assert (client.terms.door.max_waiting("gold"), client.terms.config.max_wait_s) == (5, 8)
+        assert (client.terms.now.door.max_waiting("gold"), client.terms.now.config.max_wait_s) == (5, 8)
     assert made.routed.config.itl_targets_s == {"gold": 0.04}
     assert (made.most, made._grammars.timeout_s) == (7, 2)
     assert (made._classifier._late_patience_s, made._classifier._fills_idle) == (3, {"gold": "longest_first"})

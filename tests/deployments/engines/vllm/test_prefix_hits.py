@@ -16,6 +16,7 @@ from deployments.engines.vllm.codec import VllmCodec
 from deployments.engines.vllm.engine import VllmEngine
 from deployments.process.environment import REPLICA_ENV
 from deployments.process.vllm_env import cpu_env
+from policies.live import Live
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.types import StepCoefficients, StepTimes
@@ -72,7 +73,7 @@ class Router:
             store=store,
             codec=VllmCodec(),
             classifier=classifier,
-            terms=RouterTerms(Door({}), RoutedClientConfig(heartbeat_s=0.2)),
+            terms=Live(RouterTerms(Door({}), RoutedClientConfig(heartbeat_s=0.2))),
             clock=MonotonicClock(),
             shared_clock=SharedClock(),
             metrics=self.metrics,
