@@ -32,8 +32,8 @@ def free_port_block(size: int, among: range, without: int | None = None, host: s
     drawn hundreds more, and other processes pass over a block whose mark is taken: applications that start together
     draw different ports.
 
-    Ray Serve shares a port with a server that listens there already, so two applications on its defaults (8500 and 9500 for
-    the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
+    Ray Serve shares a port with a server that listens there already, so two applications on its defaults (8500 and 9500
+    for the proxies that answer until a replica does, 30000 and up for replicas) get each other's requests.
 
     Raises:
         OSError: there is none.
