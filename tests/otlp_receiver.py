@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -19,6 +18,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from tests.http_server import Asked, answering
 
 STOP_S = 5.0
 
@@ -128,24 +129,9 @@ def receiving_by_http() -> Iterator[Receiver]:
     """By HTTP with protobuf."""
     receiver = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            receiver.take(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if self.path == "/v1/traces" else 404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def take(asked: Asked) -> tuple[int, bytes]:
+        receiver.take(ExportTraceServiceRequest.FromString(asked.body))
+        return (200 if asked.path == "/v1/traces" else 404), b""
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: what has come is what is looked at."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    receiver.target = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with answering(take) as receiver.target:
         yield receiver
-    finally:
-        server.shutdown()
-        thread.join(STOP_S)
-        server.server_close()

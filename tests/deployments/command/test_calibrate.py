@@ -12,7 +12,7 @@ from deployments.config.lengths import WorkSection
 from deployments.config.model import DEMO_ARGS
 from deployments.config.scheduler import SchedulerSettings
 from deployments.process.vllm_env import cpu_dtype
-from policies.errors import ConfigError, InputError
+from policies.errors import ConfigError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes
 from simulator.profiles import calibrated
 
@@ -49,21 +49,18 @@ def measured() -> Measured:
     return found
 
 
+def assert_close(found: StepTimes, *names: str) -> None:
+    for kind in ("prefill", "decode", "mixed"):
+        form, expected = getattr(found, kind), getattr(TIMES, kind)
+        for name in names:
+            assert getattr(form, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-12)
+
+
 def test_the_fit_finds_what_was_there_behind_stalls() -> None:
     found = measured()
     times = found.times()
-    for kind in ("prefill", "decode", "mixed"):
-        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s"):
-            expected = getattr(getattr(TIMES, kind), name)
-            assert getattr(getattr(times, kind), name) == pytest.approx(expected, rel=1e-3, abs=1e-12)
+    assert_close(times, "overhead_s", "prefill_s", "decode_s", "kv_s")
     assert found.explained_fraction(times) > 0.999
-
-
-def test_too_few_measurements_are_refused() -> None:
-    found = Measured()
-    found.add([step(10, 0, 0)])
-    with pytest.raises(InputError, match="at least 3"):
-        found.times()
 
 
 def test_the_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -72,10 +69,7 @@ def test_the_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     known = SchedulerSettings(profile=path).known_step_times()
     assert WorkSection(profile=path).build() == known
     assert known is not None
-    for kind in ("prefill", "decode", "mixed"):
-        form, expected = getattr(known, kind), getattr(TIMES, kind)
-        for name in ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s"):
-            assert getattr(form, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-12)
+    assert_close(known, "overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s")
 
 
 def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -93,12 +87,6 @@ def test_the_words_say_whether_exclusive_batching_can_pay() -> None:
     )
     assert exclusive_gain(alike, 64) < exclusive_gain(TIMES, 64)
     assert "cannot pay here" in in_words(free, 0.99, slots=16)[-1]
-
-
-def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["calibrate", "--help"])
-    assert "sluice calibrate --model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

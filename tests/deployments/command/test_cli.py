@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,6 @@ def file(tmp_path: Path) -> Any:
     return write
 
 
-def test_without_options_the_demo_model_is_served_by_two_engines() -> None:
-    made = config()
-    assert (made.public_name, made.engine.replicas, made.engine.num_gpus) == (DEMO_NAME, 2, 0)
-    assert made.vllm_args == ()
-
-
-def test_a_model_on_a_gpu_brings_nothing_of_ours() -> None:
-    made = config("--model", "some/model", "--num-gpus", "1")
-    assert (made.model, made.public_name, made.vllm_args) == ("some/model", "some/model", ())
-
-
 def test_engines_on_this_machine_s_processors_share_its_memory(file: Any) -> None:
     share = "--gpu-memory-utilization"
     assert shared("--model", "m").vllm_args == (share, "0.3")
@@ -63,31 +53,36 @@ def test_engines_on_this_machine_s_processors_share_its_memory(file: Any) -> Non
     assert shared("--model", "m", "--engine", "transformers").vllm_args == ()
 
 
-def test_options_become_settings() -> None:
-    replicas = ["--engine-replicas", "3", "--router-replicas", "2", "--num-gpus", "0.5"]
-    made = config("--model", "m", "--served-model-name", "s", *replicas)
-    assert (made.model, made.served_model_name) == ("m", "s")
-    assert (made.engine.replicas, made.router.replicas, made.engine.num_gpus) == (3, 2, 0.5)
+OF_VLLM = ("--max-model-len", "8", "-tp", "2")
 
 
-def test_another_engine_is_one_option() -> None:
-    assert config("--engine", "transformers").engine.kind == "transformers"
-    assert config().engine.kind == "vllm"
+@pytest.mark.parametrize(
+    ("argv", "settings"),
+    [
+        ([], {"public_name": DEMO_NAME, "engine.replicas": 2, "engine.num_gpus": 0, "vllm_args": ()}),
+        ([], {"engine.kind": "vllm", "batches.folder": None}),
+        (["--model", "a/b", "--num-gpus", "1"], {"model": "a/b", "public_name": "a/b", "vllm_args": ()}),
+        (["--served-model-name", "s"], {"served_model_name": "s"}),
+        (["--engine-replicas", "3", "--router-replicas", "2"], {"engine.replicas": 3, "router.replicas": 2}),
+        (["--num-gpus", "0.5"], {"engine.num_gpus": 0.5, "engine.replicas": 1}),
+        (["--engine", "transformers"], {"engine.kind": "transformers"}),
+        (["--batch-folder", "/batches"], {"batches.folder": "/batches", "batches.num_cpus": 0}),
+        (["Qwen/Qwen3-0.6B", "--engine-replicas", "1"], {"model": "Qwen/Qwen3-0.6B"}),
+        (["--engine-replicas", "1", "./mine"], {"model": "./mine"}),
+        (["m", "--model", "m"], {"model": "m"}),
+        (["--model", "m", "--num-gpus", "2", "--", *OF_VLLM], {"model": "m", "vllm_args": OF_VLLM}),
+        (["m", "--num-gpus", "2", "--", *OF_VLLM], {"model": "m", "vllm_args": OF_VLLM}),
+        (["--", "--max-model-len", "8"], {"model": "demo"}),
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_options_become_settings(argv: list[str], settings: dict[str, Any]) -> None:
+    assert {path: attrgetter(path)(config(*argv)) for path in settings} == settings
 
 
-def test_a_model_is_named_as_vllm_serve_has_it_or_by_an_option() -> None:
-    assert config("Qwen/Qwen3-0.6B", "--engine-replicas", "1").model == "Qwen/Qwen3-0.6B"
-    assert config("--engine-replicas", "1", "./mine").model == "./mine"
-    assert config("m", "--model", "m").model == "m"
-    with pytest.raises(ConfigError, match="not m and n: see more_models"):
-        config("m", "--model", "n")
-
-
-def test_what_follows_two_dashes_goes_to_vllm() -> None:
-    argv = ("--max-model-len", "8", "-tp", "2")
-    assert config("--model", "m", "--num-gpus", "2", "--", *argv).vllm_args == argv
-    assert config("m", "--num-gpus", "2", "--", *argv).vllm_args == argv
-    assert config("--", "--max-model-len", "8").model == "demo"
+def test_a_folder_of_batches_is_that_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config("--batch-folder", "batches").batches.folder == str(tmp_path / "batches")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +118,11 @@ def test_the_demo_model_takes_further_arguments_after_its_own_and_each_stands_on
 
 
 def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
-    path = file({"model": "m", "engine": {"replicas": 5, "num_gpus": 1}, "router": {"heartbeat_s": 0.5}})
-    made = config("--config", path, "--engine-replicas", "3")
-    assert (made.model, made.engine.replicas, made.engine.num_gpus) == ("m", 3, 1)
-    assert made.router.heartbeat_s == 0.5
+    path = file({"model": "m", "engine": {"replicas": 5, "drain_timeout_s": 7}, "router": {"heartbeat_s": 0.5}})
+    for options, replicas in (([], 5), (["--engine-replicas", "3"], 3)):
+        made = config("--config", path, *options)
+        assert (made.model, made.engine.replicas, made.engine.drain_timeout_s) == ("m", replicas, 7)
+        assert made.router.heartbeat_s == 0.5
 
 
 def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,11 +138,6 @@ def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.
     with pytest.raises(SystemExit):
         config("--preset", "papers", "--config", "sluice.yaml")
     assert "not allowed with argument" in capsys.readouterr().err
-
-
-def test_a_file_keeps_its_settings_where_no_option_is_given(file: Any) -> None:
-    made = config("--config", file({"model": "m", "engine": {"replicas": 5, "drain_timeout_s": 7}}))
-    assert (made.engine.replicas, made.engine.drain_timeout_s) == (5, 7)
 
 
 def test_no_replica_waits_for_a_core_that_ray_does_not_have_left(file: Any) -> None:
@@ -179,11 +170,6 @@ def test_every_wrong_setting_is_named(file: Any) -> None:
         assert f"  {name}: " in str(caught.value)
 
 
-def test_a_wrong_option_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.replicas"):
-        config("--engine-replicas", "0")
-
-
 def test_a_wrong_setting_does_not_show_its_value(file: Any) -> None:
     path = file({"redis_url": {"redis://:hunter2@host": 1}})
     with pytest.raises(ConfigError, match="redis_url") as caught:
@@ -198,9 +184,18 @@ def test_a_file_that_is_no_mapping_is_refused_by_name(file: Any, text: str) -> N
         config("--config", file(text))
 
 
-def test_a_file_for_serve_deploy_is_told_from_one_of_settings() -> None:
-    with pytest.raises(ConfigError, match="is for `serve deploy`: .* under `args`"):
-        config("--config", str(CONFIGS / "local.yaml"))
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--config", str(CONFIGS / "local.yaml")], "is for `serve deploy`: .* under `args`"),
+        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["m", "--model", "n"], "not m and n: see more_models"),
+        (["--engine-replicas", "0"], r"engine\.replicas"),
+    ],
+)
+def test_what_cannot_be_served_ends_the_command_in_words(argv: list[str], why: str) -> None:
+    with pytest.raises(SystemExit, match=f"(?s)^sluice: .*{why}"):
+        cli.main(["serve", *argv])
 
 
 @pytest.mark.parametrize("section", ["engine", "router", "predictor", "vllm_args"])
@@ -213,17 +208,6 @@ def test_a_section_left_empty_has_its_defaults(file: Any, section: str) -> None:
 def test_a_section_of_another_kind_is_named(file: Any, section: str) -> None:
     with pytest.raises(ConfigError, match=section):
         config("--config", file({section: "text"}))
-
-
-def test_a_file_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
-        config("--config", "nowhere.yaml")
-
-
-def test_an_error_ends_the_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", "--config", "nowhere.yaml"])
-    assert str(caught.value).startswith("sluice: cannot read nowhere.yaml")
 
 
 @pytest.mark.parametrize("by_file", [True, False])
@@ -248,10 +232,13 @@ def test_a_wrong_command_line_ends_with_usage(argv: list[str], capsys: pytest.Ca
     assert "usage: sluice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("serve",), ("env", "--loopback")])
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "8000.5", "http"])
-def test_a_port_that_cannot_be_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], port: str) -> None:
+def test_a_port_that_cannot_be_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], port: str
+) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["serve", f"--port={port}"])
+        cli.main([*command, f"--port={port}"])
     assert f"--port: must be a number from 1 to 65535, got '{port}'" in capsys.readouterr().err
 
 
@@ -263,6 +250,9 @@ def test_the_example_can_be_pasted() -> None:
     assert body["model"] == model
     assert body["messages"][0]["role"] == "user"
     assert arguments[arguments.index("-H") + 1] == "Content-Type: application/json"
+    # An address that stands for all of the machine's is reached by loopback.
+    assert "http://[::1]:8000/v1" in cli.example("http://[::]:8000", "m")
+    assert "http://127.0.0.1:8000/v1" in cli.example("http://0.0.0.0:8000", "m")
 
 
 def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
@@ -273,12 +263,3 @@ def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
-
-
-def test_a_folder_of_batches_is_that_of_the_shell_and_what_runs_them_reserves_no_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made = config("--batch-folder", "batches").batches
-    assert (made.folder, made.num_cpus) == (str(tmp_path / "batches"), 0)
-    assert config().batches.folder is None

@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -23,7 +21,6 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deployments.app import ROUTER_QUEUE, _engine_deployment, _groups, _router_deployment
 from deployments.command import one_machine
-from deployments.command.cli import example
 from deployments.command.one_machine import (
     VLLM_TITLE,
     _check_resources,
@@ -51,6 +48,7 @@ from deployments.process.environment import (
 from deployments.process.ports import address, free_port, free_port_block
 from deployments.process.vllm_env import CORES_ENV, cpu_dtype, take_all_cores
 from policies.errors import ApplicationStartError
+from tests.http_server import answering
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
@@ -108,6 +106,8 @@ def haproxy(folder: Path, host: str, port: int) -> Iterator[psutil.Process]:
     file.write_text(CONFIG.format(connections=connections, metrics_port=metrics_port, stats_port=stats_port, port=port))
     process = psutil.Popen([env["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
     try:
+        wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
+        assert process.poll() is None, "it did not start"
         yield process
     finally:
         process.terminate()
@@ -128,21 +128,11 @@ def test_haproxy_serves_on_the_address_that_was_asked_for_and_else_on_loopback(
 ) -> None:
     port = free_port()
     with haproxy(tmp_path, host, port) as process:
-        addresses = wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
-        assert process.poll() is None, "it did not start"
+        addresses = listening(process)
         assert address(host, port) in addresses
         assert all(each.startswith("127.0.0.1:") for each in addresses - {address(host, port)})
         for local in reached_by:
             socket.create_connection((local, port), timeout=30).close()
-
-
-def test_haproxy_waits_for_a_request_and_not_for_ever(tmp_path: Path) -> None:
-    with haproxy(tmp_path, "127.0.0.1", free_port()) as process:
-        wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
-        assert process.poll() is None, "it did not start"
-    defaults = (tmp_path / "haproxy.cfg").read_text().partition("frontend")[0].splitlines()
-    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
-    assert "\n    option abortonclose\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
 
 
 UPGRADE = (
@@ -154,15 +144,13 @@ UPGRADE += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 def test_haproxy_closes_the_connection_of_a_refused_websocket(tmp_path: Path) -> None:
     """HAProxy strips what a router says of that. Other connections it keeps."""
     port = free_port()
-    with haproxy(tmp_path, "127.0.0.1", port) as process:
-        wait_until(lambda: process.poll() is not None or listening(process), 30, "it listens")
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as kept:
-            for request, closes in ((UPGRADE.replace(b"websocket", b"h2c"), False), (UPGRADE, True)):
-                kept.sendall(request)
-                answer = kept.recv(10_000)
-                assert answer.startswith(b"HTTP/1.1 200")
-                assert (b"connection: close" in answer) == closes
-            assert kept.recv(10_000) == b""
+    with haproxy(tmp_path, "127.0.0.1", port), socket.create_connection(("127.0.0.1", port), timeout=30) as kept:
+        for request, closes in ((UPGRADE.replace(b"websocket", b"h2c"), False), (UPGRADE, True)):
+            kept.sendall(request)
+            answer = kept.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert (b"connection: close" in answer) == closes
+        assert kept.recv(10_000) == b""
     assert "\nfrontend http_frontend\n" in HAPROXY_CONFIG_TEMPLATE, "the line that the wrapper looks for"
 
 
@@ -180,14 +168,21 @@ def test_no_port_is_given_twice_before_its_server_comes_up() -> None:
 
 
 @pytest.fixture
-def two_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
+def marks(monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[int]]:
+    """Of this process, which keeps no others meanwhile."""
+    made: deque[int] = deque()
+    monkeypatch.setattr(ports, "_marks", made)
+    yield made
+    for mark in made:
+        os.close(mark)
+
+
+@pytest.fixture
+def two_blocks(marks: deque[int]) -> range:
     """Room for two blocks of three ports and their marks, where nobody else draws any."""
     first = free_port_block(8, range(32_000, 32_768))
-    marks: deque[int] = deque()
-    monkeypatch.setattr(ports, "_marks", marks)
-    yield range(first, first + 8)
-    for mark in marks:
-        os.close(mark)
+    os.close(marks.pop())
+    return range(first, first + 8)
 
 
 def test_a_block_of_ports_leaves_out_the_public_one(two_blocks: range) -> None:
@@ -212,17 +207,11 @@ def test_ports_that_another_process_was_given_are_its_own_until_it_ends(two_bloc
     assert free_port_block(3, two_blocks) == theirs
 
 
-def test_a_process_keeps_so_many_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks: deque[int] = deque()
-    monkeypatch.setattr(ports, "_marks", marks)
+def test_a_process_keeps_a_bounded_number_of_marks(marks: deque[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_MOST_MARKS", 3)
-    try:
-        for _ in range(5):
-            free_port()
-        assert len(marks) == 3
-    finally:
-        for mark in marks:
-            os.close(mark)
+    for _ in range(5):
+        free_port()
+    assert len(marks) == 3
 
 
 def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:
@@ -299,18 +288,12 @@ def test_a_host_that_is_not_here_is_refused_before_anything_starts(host: str) ->
 
 @pytest.mark.timeout(120)
 def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Empty(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(204)
-            self.end_headers()
-
     monkeypatch.setattr(one_machine, "START_S", 0.1)
-    with HTTPServer(("127.0.0.1", 0), Empty) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        with pytest.raises(ApplicationStartError, match="status 204"):
-            _wait_until_healthy(f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
+    with (
+        answering(lambda _: (204, b"")) as url,
+        pytest.raises(ApplicationStartError, match="status 204"),
+    ):
+        _wait_until_healthy(url)
 
 
 def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -359,11 +342,6 @@ def test_more_than_the_machine_has_is_refused_by_name(monkeypatch: pytest.Monkey
     ):
         with pytest.raises(ApplicationStartError, match=why):
             _check_resources(AppConfig.model_validate({"model": "m", "engine": engine}))
-
-
-def test_the_example_reaches_every_interface_by_loopback() -> None:
-    assert "http://[::1]:8000/v1" in example("http://[::]:8000", "m")
-    assert "http://127.0.0.1:8000/v1" in example("http://0.0.0.0:8000", "m")
 
 
 def test_haproxy_takes_what_two_routers_do_and_starts_where_files_are_few() -> None:

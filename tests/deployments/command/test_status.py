@@ -6,9 +6,7 @@ What it shows of an application that runs is tested with a real one (tests/integ
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,65 +14,52 @@ import pytest
 from deployments.command import cli
 from deployments.command import status as module
 from deployments.command.status import Looked, batch_rows, class_rows, number, percent, plain, seconds, short
+from tests.http_server import Asked, answering
 
 UNKNOWN = {"error": {"message": "this address needs an API key", "type": "Unauthorized", "param": None, "code": 401}}
 
 
-class Server(ThreadingHTTPServer):
+class Application:
     """Answers everything alike."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.status, self.content, self.keys = 200, "", list[str | None]()
+        self.url, self.status, self.content, self.keys = "", 200, "", list[str | None]()
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.keys.append(self.headers.get("Authorization"))
-        content = self.server.content.encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Not among the output of tests."""
+    def answer(self, asked: Asked) -> tuple[int, bytes]:
+        self.keys.append(asked.headers.get("Authorization"))
+        return self.status, self.content.encode()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Application]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with Server() as made:
-        Thread(target=made.serve_forever, daemon=True).start()
+    made = Application()
+    with answering(made.answer) as made.url:
         yield made
-        made.shutdown()
 
 
-def run(server: Server, *argv: str) -> None:
-    cli.main(["status", "--url", f"http://127.0.0.1:{server.server_port}/v1", *argv])
+def run(server: Application, *argv: str) -> None:
+    cli.main(["status", "--url", f"{server.url}/v1", *argv])
 
 
 @pytest.mark.parametrize(
     ("status", "content"), [(404, "{}"), (200, "<html>"), (200, "[]"), (200, '{"model": "m"}'), (200, "")]
 )
-def test_what_is_not_sluice_is_told_as_that(server: Server, status: int, content: str) -> None:
+def test_what_is_not_sluice_is_told_as_that(server: Application, status: int, content: str) -> None:
     server.status, server.content = status, content
     with pytest.raises(SystemExit, match=r"is not Sluice: it has no /sluice/status\. Is --url right"):
         run(server)
 
 
-def test_a_missing_key_is_told_with_where_it_belongs(server: Server) -> None:
+def test_a_missing_key_is_told_with_where_it_belongs(server: Application) -> None:
     server.status, server.content = 401, json.dumps(UNKNOWN)
     with pytest.raises(SystemExit, match=r"(?s)needs an API key.*OPENAI_API_KEY"):
         run(server)
 
 
 def test_a_key_comes_from_the_environment_and_an_option_goes_before_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
     for options in ((), ("--key", "another")):
@@ -83,13 +68,14 @@ def test_a_key_comes_from_the_environment_and_an_option_goes_before_it(
     assert server.keys == ["Bearer mine", "Bearer another"]
 
 
-def test_where_nothing_answers_that_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [("status",), ("batch", "list")])
+def test_where_nothing_answers_that_is_said_with_the_way_out(command: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1 does not answer: .*Is --url right"):
-        cli.main(["status", "--url", "http://127.0.0.1:1"])
+        cli.main([*command, "--url", "http://127.0.0.1:1"])
 
 
 def test_an_application_that_is_away_for_a_while_is_asked_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Application, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once it has answered: then comes an error of it, then another answer, then Ctrl-C."""
     server.content = '{"model": "m", "replicas": {}, "classes": {}}'
@@ -136,18 +122,9 @@ def test_a_class_has_its_share_in_time_and_its_lanes_together() -> None:
 
 def test_a_batch_in_progress_has_its_share_done_and_its_ends() -> None:
     at = datetime(2026, 11, 27, 12, 30)
-    batch = {
-        "id": "batch_1",
-        "model": "",
-        "endpoint": "/v1/completions",
-        "status": "in_progress",
-        "total": 2000,
-        "completed": 1500,
-        "failed": 1,
-        "expected_end": None,
-        "completion_window": "24h",
-        "expires_at": at.timestamp(),
-    }
+    batch: dict[str, Any] = {"id": "batch_1", "model": "", "endpoint": "/v1/completions", "status": "in_progress"}
+    batch |= {"total": 2000, "completed": 1500, "failed": 1}
+    batch |= {"expected_end": None, "completion_window": "24h", "expires_at": at.timestamp()}
     rows = list(batch_rows({"count": 12, "oldest": [batch] * 11}))
     ends = ("–", "2026-11-27 12:30 (24h)")
     assert rows[0] == ("batch_1", "–", "/v1/completions", "in progress", "1,501 of 2,000", "1", *ends)

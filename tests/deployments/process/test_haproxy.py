@@ -5,12 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -20,6 +18,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 
 from deployments.process.ports import free_port
+from tests.http_server import answering
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
@@ -89,37 +88,20 @@ def serve(tmp_path: Path) -> Serve:
 
 @pytest.fixture
 def router() -> Iterator[int]:
-    class Here(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Here) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+    with answering(lambda _: (200, b"")) as url:
+        yield int(url.rpartition(":")[2])
 
 
-def test_a_request_has_so_long_to_come(serve: Serve, router: int) -> None:
+def test_a_request_has_30_s_to_come(serve: Serve, router: int) -> None:
     serve.writes(router)
     with serve.running():
         defaults = serve.file.read_text().partition("frontend")[0].splitlines()
-    assert {"    option abortonclose", "    option http-buffer-request", "    timeout http-request 30s"} <= set(
-        defaults
-    )
+    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
 
 
-def test_a_haproxy_that_ray_serve_has_told_nothing_says_when_to_come_back(serve: Serve) -> None:
-    serve.writes()
-    with serve.running():
-        assert serve.answer() == (503, "5")
-
-
-def test_so_does_one_whose_routers_are_all_out_of_reach(serve: Serve) -> None:
-    serve.writes(free_port())
+@pytest.mark.parametrize("out_of_reach", [0, 1])
+def test_a_haproxy_without_a_router_to_ask_says_when_to_come_back(serve: Serve, out_of_reach: int) -> None:
+    serve.writes(*(free_port() for _ in range(out_of_reach)))
     with serve.running():
         assert serve.answer() == (503, "5")
 
