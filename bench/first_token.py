@@ -8,32 +8,18 @@ requests falls out of their difference, and many pairs tell its median far more 
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import uvloop
-from tqdm import tqdm
 
 from bench.chat_client import Answer, ChatClient
-from bench.ending import exit_status
 from bench.load import first_model
-from bench.servers import (
-    ENGINE_ARGUMENTS,
-    GPU_ARGUMENTS,
-    Server,
-    ServerSpec,
-    gpus_of_an_engine,
-    plain_vllm,
-    shared_arguments,
-    sluice,
-    split_at_dashes,
-)
+from bench.session import ENGINE_HELP, EXIT_STATUS, Session, new_parser, run_session, turns
 from bench.summary import differences, median_interval, percentile, ratios
 from bench.workload import LoadConfig, request_bodies
 
+PLAIN, CONTROL, SLUICE = "vllm serve", "vllm serve again", "Sluice 1x1"
 # Not counted: what is done once per connection, per shape of a step, per cache.
 WARM_UP_PAIRS = 8
 
@@ -43,15 +29,11 @@ examples:
   python -m bench.first_token --control            plain vLLM beside itself: the noise of the method
   python -m bench.first_token -- --dtype=float32   with other engine arguments
 
-Both servers get these engine arguments, and after them whatever follows `--`:
-  {" ".join(ENGINE_ARGUMENTS)}
-Unless the vLLM installed here is its CPU build, also these, for both share the first GPU:
-  {" ".join(GPU_ARGUMENTS)}
-
+{ENGINE_HELP}
 Of the differences it prints the median, the quartiles, and between which two of them the true median lies, with the
 probability of that whatever their distribution.
 
-exit status: 0 measured, 2 a server, a request or the arguments failed, 130 interrupted.
+{EXIT_STATUS}
 """
 
 
@@ -64,32 +46,56 @@ class Pair:
 
 
 async def measure_pairs(theirs: LoadConfig, ours: LoadConfig, on_pair: Callable[[], object]) -> list[Pair]:
-    """One request in flight at a time; the configs differ in url and model.
-
-    Raises: RequestFailed.
-    """
-    with (
-        contextlib.closing(ChatClient(theirs.url, theirs.timeout_s)) as their_client,
-        contextlib.closing(ChatClient(ours.url, ours.timeout_s)) as our_client,
-    ):
+    """One request in flight at a time; the configs differ in url and model. Raises RequestFailed."""
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(contextlib.closing(ChatClient(each.url, each.timeout_s))) for each in (theirs, ours)
+        ]
         pairs = []
-        bodies = zip(request_bodies(theirs), request_bodies(ours), strict=True)
-        for number, (their_body, our_body) in enumerate(bodies):
-            if number % 2 == 0:
-                their_answer = await their_client.ask(their_body)
-                our_answer = await our_client.ask(our_body)
-            else:
-                our_answer = await our_client.ask(our_body)
-                their_answer = await their_client.ask(their_body)
-            pairs.append(Pair(theirs=their_answer, ours=our_answer))
+        for number, bodies in enumerate(zip(request_bodies(theirs), request_bodies(ours), strict=True)):
+            answers = {each: await clients[each].ask(bodies[each]) for each in turns((0, 1), number)}
+            pairs.append(Pair(theirs=answers[0], ours=answers[1]))
             on_pair()
     return pairs
 
 
-def as_text(pairs: Sequence[Pair], their_name: str, our_name: str) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """All pairs; this is what `--json` writes."""
+
+    theirs: str
+    ours: str
+    pairs: tuple[Pair, ...]
+
+
+def measure(session: Session) -> Measured:
+    """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError."""
+    options = session.options
+    plain = session.plain(PLAIN, 0)
+    # Before anything starts: it checks the numbers.
+    load = LoadConfig(
+        url=plain.url, model=session.model, concurrency=1, requests=options.requests, max_tokens=options.max_tokens
+    )
+    if options.control:
+        contender = session.plain(CONTROL, 1)
+    else:
+        contender = session.sluice(SLUICE, 1, {"router": {"replicas": 1}, "engine": {"replicas": 1}})
+    urls = [session.start(spec).spec.url for spec in (plain, contender)]
+    pair = [replace(load, url=url, model=first_model(url)) for url in urls]
+    session.stage("warming up")
+    few = [replace(each, requests=WARM_UP_PAIRS, seed=load.seed + 1) for each in pair]
+    uvloop.run(measure_pairs(few[0], few[1], lambda: None))
+    session.stage("measuring")
+    session.bar.total = options.requests
+    pairs = uvloop.run(measure_pairs(pair[0], pair[1], session.bar.update))
+    return Measured(theirs=plain.name, ours=contender.name, pairs=tuple(pairs))
+
+
+def as_text(measured: Measured) -> str:
+    pairs = measured.pairs
     return "\n".join(
         [
-            f"{our_name} beside {their_name}, {len(pairs)} pairs, one request at a time:",
+            f"{measured.ours} beside {measured.theirs}, {len(pairs)} pairs, one request at a time:",
             _line("to the first token", [(pair.theirs.ttft_s, pair.ours.ttft_s) for pair in pairs]),
             _line("from there to the last", [(sum(pair.theirs.itl_s), sum(pair.ours.itl_s)) for pair in pairs]),
         ]
@@ -112,64 +118,18 @@ def _line(name: str, taken_s: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    own, engine_arguments = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
-    arguments_of_engines = shared_arguments(engine_arguments)
-    return exit_status("bench.first_token", lambda stack: print(_measured(options, arguments_of_engines, stack)))
-
-
-def _measured(options: argparse.Namespace, engine_arguments: Sequence[str], stack: ExitStack) -> str:
-    """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError."""
-    plain, contender = _specs(options, engine_arguments)
-    model = options.model
-    # Before anything starts: it checks the numbers.
-    load = LoadConfig(
-        url=plain.url, model=model, concurrency=1, requests=options.requests, max_tokens=options.max_tokens
-    )
-    logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-    bar = stack.enter_context(tqdm(total=options.requests, unit="pair", mininterval=0.5, disable=None))
-    servers = []
-    for spec in (plain, contender):
-        bar.set_description(f"starting {spec.name}")
-        servers.append(stack.enter_context(Server(spec, logs)))
-        servers[-1].wait_until_ready(options.startup_timeout)
-    theirs, ours = (replace(load, url=one.spec.url, model=first_model(one.spec.url)) for one in servers)
-    few_theirs, few_ours = (replace(one, requests=WARM_UP_PAIRS, seed=load.seed + 1) for one in (theirs, ours))
-    bar.set_description("warming up")
-    uvloop.run(measure_pairs(few_theirs, few_ours, lambda: None))
-    bar.set_description("measuring")
-    pairs = uvloop.run(measure_pairs(theirs, ours, bar.update))
-    bar.set_description("stopping")
-    return as_text(pairs, plain.name, contender.name)
-
-
-def _specs(options: argparse.Namespace, engine_arguments: Sequence[str]) -> tuple[ServerSpec, ServerSpec]:
-    model, port = options.model, options.first_port
-    plain = plain_vllm("vllm serve", model, port, engine_arguments)
-    if options.control:
-        return plain, plain_vllm("vllm serve again", model, port + 1, engine_arguments)
-    gpus = gpus_of_an_engine(options.num_gpus)
-    return plain, sluice("Sluice 1x1", model, port + 1, 1, 1, engine_arguments, gpus)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.first_token",
-        usage="%(prog)s [options] [-- engine arguments of both sides]",
-        description="Pairs single requests to Sluice and to plain `vllm serve`, to tell what the path adds to TTFT.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Pairs single requests to Sluice and to plain `vllm serve`, to tell what the path adds to TTFT."
+    parser = new_parser("bench.first_token", what, EPILOG, first_port=18200)
     add = parser.add_argument
-    add("--model", default="deployments/demo_model", help="folder or name of the model (default: %(default)s)")
     add("--control", action="store_true", help="a second plain vLLM in place of Sluice")
-    add("--num-gpus", type=float, metavar="N", help="of Sluice's engine (default: none on vLLM's CPU build, else 1)")
     add("--requests", type=int, default=300, help="prompts, each sent to both (default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="length of every answer in tokens (default: %(default)s)")
-    add("--first-port", type=int, default=18200, help="the servers take this port and the next (default: %(default)s)")
-    add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
     return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_session("bench.first_token", _parser(), measure, as_text, arguments)
 
 
 if __name__ == "__main__":

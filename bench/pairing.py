@@ -10,23 +10,25 @@ from the loaded one.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import uvloop
 
 from bench.cpu import Role, busy_cpu_s, cpu_s_by_role, cpu_times
 from bench.load import LoadReport, error_lines, first_model, measure
 from bench.servers import Server, ServerFailed
+from bench.session import turns
 from bench.workload import LoadConfig
 
 WARM_UP_SEED = 10**9
-# Of seeds, between two pairings and between two repeats; within those comes the concurrency.
+# Distances of seeds: a pairing, a repeat, and within it the concurrency.
 PAIRING_STRIDE, REPEAT_STRIDE = 10**6, 10**4
 WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run; `least_requests` lengthens the runs of few clients."""
+    """Loads and repeats of a pairing; `least_requests` lengthens the runs of few clients."""
 
     concurrency: tuple[int, ...] = (1, 16, 64)
     repeats: int = 4
@@ -100,13 +102,12 @@ def measure_pairing(
     on_stage("idle CPU")
     idle_cpu_cores = _idle_cpu_cores(servers, plan.idle_s)
     runs = []
-    for repeat in range(plan.repeats):
-        for concurrency in plan.concurrency:
-            for server in servers if repeat % 2 == 0 else reversed(servers):
-                on_stage(f"repeat {repeat + 1}/{plan.repeats}, concurrency {concurrency}, {server.spec.name}")
-                seed = number * PAIRING_STRIDE + repeat * REPEAT_STRIDE + concurrency
-                config = _config(server, models, plan, concurrency, seed, plan.max_tokens)
-                runs.append(_run(server, servers, config, repeat, on_request_end))
+    for repeat, concurrency in product(range(plan.repeats), plan.concurrency):
+        for server in turns(servers, repeat):
+            on_stage(f"repeat {repeat + 1}/{plan.repeats}, concurrency {concurrency}, {server.spec.name}")
+            seed = number * PAIRING_STRIDE + repeat * REPEAT_STRIDE + concurrency
+            config = _config(server, models, plan, concurrency, seed, plan.max_tokens)
+            runs.append(_run(server, servers, config, repeat, on_request_end))
     return Pairing(
         baseline=baseline.spec.name, contender=contender.spec.name, idle_cpu_cores=idle_cpu_cores, runs=tuple(runs)
     )

@@ -10,43 +10,27 @@ A round gives all of them the same sessions, with prompts that nobody has seen b
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Self
 
-import msgspec
 import numpy as np
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
-from tqdm import tqdm
 
-from bench import random_model
-from bench.arguments import folder, positive, writable_file
 from bench.chat_client import TEXT_PATH, ChatClient
-from bench.ending import exit_status
 from bench.load import first_model
 from bench.open_loop import TOKEN_IDS, Request
 from bench.report import markdown_table
-from bench.servers import (
-    Server,
-    ServerSpec,
-    gpus_of_an_engine,
-    plain_vllm,
-    ray_prefix_router,
-    shared_arguments,
-    sluice_with_config,
-    split_at_dashes,
-)
+from bench.servers import ServerSpec, ray_prefix_router
+from bench.session import EXIT_STATUS, Session, new_parser, positive, run_session, turns
 from bench.summary import Spread, paired_ratios
 
 SLUICE, BLIND, IN_TURN, RAY = "Sluice", "Sluice, mode: stock", "vllm serve, in turn", "vllm serve, prefix router of Ray"
@@ -58,7 +42,7 @@ TIMEOUT_S = 300.0
 HITS = ("sluice_engine_prefix_cache_hit_tokens", "vllm:prefix_cache_hits")
 PREDICTED = "sluice_predicted_hit_tokens"
 
-EPILOG = """\
+EPILOG = f"""\
 examples:
   python -m bench.prefixes                    a random model of 27 million parameters, some 20 minutes on two cores
   python -m bench.prefixes --rounds 1 --sessions 8 --turns 4   a first look
@@ -66,19 +50,19 @@ examples:
 
 All engines get the same arguments, and after them whatever follows `--`.
 
-exit status: 0 measured, 2 a server or the arguments are unusable, 130 interrupted.
+{EXIT_STATUS}
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Conversation:
     """`prompts`: token ids, each beginning as the one before. `pauses_s` come before each."""
 
     prompts: tuple[list[int], ...]
     pauses_s: tuple[float, ...]
 
 
-def draw_sessions(count: int, turns: int, first: int, more: int, think_s: float, seed: int) -> list[Session]:
+def draw_sessions(count: int, turns: int, first: int, more: int, think_s: float, seed: int) -> list[Conversation]:
     """Prompts begin with `first` tokens in the mean and grow by `more` a turn, each drawn between half and one and a
     half of that; pauses are exponential with mean `think_s`."""
     rng = random.Random(seed)
@@ -89,11 +73,13 @@ def draw_sessions(count: int, turns: int, first: int, more: int, think_s: float,
             mean = first if turn == 0 else more
             prompt = [*prompt, *rng.choices(TOKEN_IDS, k=rng.randint(mean // 2, mean + mean // 2))]
             prompts.append(prompt)
-        sessions.append(Session(prompts=tuple(prompts), pauses_s=tuple(rng.expovariate(1 / think_s) for _ in prompts)))
+        sessions.append(
+            Conversation(prompts=tuple(prompts), pauses_s=tuple(rng.expovariate(1 / think_s) for _ in prompts))
+        )
     return sessions
 
 
-def seen_before(sessions: Sequence[Session]) -> int:
+def seen_before(sessions: Sequence[Conversation]) -> int:
     """Prompt tokens that a session has sent before."""
     return sum(len(prompt) for session in sessions for prompt in session.prompts[:-1])
 
@@ -129,7 +115,7 @@ class Run:
 
 
 async def run_sessions(
-    urls: Sequence[str], model: str, sessions: Sequence[Session], on_end: Callable[[], object]
+    urls: Sequence[str], model: str, sessions: Sequence[Conversation], on_end: Callable[[], object]
 ) -> list[float]:
     """Seconds until the first token of every request; with several addresses they take requests in turn.
 
@@ -137,7 +123,7 @@ async def run_sessions(
     """
     turn = itertools.cycle(urls)
 
-    async def hold(session: Session) -> list[float]:
+    async def hold(session: Conversation) -> list[float]:
         with ExitStack() as stack:
             clients = {url: stack.enter_context(closing(ChatClient(url, TIMEOUT_S, TEXT_PATH))) for url in urls}
             times_s = []
@@ -172,79 +158,57 @@ class System:
     counting: tuple[str, ...]
 
 
-class Bench:
-    """One whole measurement on servers that share this machine."""
+def measure(session: Session) -> list[Run]:
+    """Raises: ServerFailed, ServerUnusable, RequestFailed."""
+    options, runs = session.options, list[Run]()
+    systems = {SYSTEMS[name]: _started(session, name) for name in options.systems}
+    for system in systems.values():  # connects, compiles
+        _ask(session, system, draw_sessions(4, 2, options.first, options.more, 0.5, seed=1))
+    for number in range(options.rounds):
+        lengths = (options.sessions, options.turns, options.first, options.more, options.think)
+        sessions = draw_sessions(*lengths, seed=100 + number)
+        for name in turns(list(systems), number):
+            session.stage(f"round {number + 1}/{options.rounds}, {name}")
+            before = counters(systems[name].counting)
+            times_s = _ask(session, systems[name], sessions)
+            time.sleep(2.0)  # routers show what they counted with their next heartbeat
+            after = counters(systems[name].counting)
+            added = {key: value - before.get(key, 0.0) for key, value in after.items()}
+            runs.append(Run.of(name, times_s, added, seen_before(sessions)))
+            session.say(f"round {number + 1}, {name}: {runs[-1]}")
+    return runs
 
-    def __init__(self, options: argparse.Namespace, engine_arguments: Sequence[str], stack: ExitStack) -> None:
-        self._options, self._arguments, self._stack = options, tuple(engine_arguments), stack
-        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        self._bar = stack.enter_context(tqdm(unit="request", mininterval=0.5, disable=None))
-        self._model = options.model
-        if self._model is None:
-            random_model.write_model(self._folder / "random")
-            self._model = str(self._folder / "random")
-            self._arguments = (*random_model.engine_arguments(), *self._arguments)  # of two, the later counts
 
-    def run(self) -> list[Run]:
-        """Raises: ServerFailed, ServerUnusable, RequestFailed."""
-        systems = {SYSTEMS[name]: self._system(name) for name in self._options.systems}
-        for system in systems.values():  # connects, compiles
-            self._loaded(system, draw_sessions(4, 2, self._options.first, self._options.more, 0.5, seed=1))
-        runs, names = [], list(systems)
-        for number in range(self._options.rounds):
-            sessions = self._sessions(seed=100 + number)
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                self._bar.set_description(f"round {number + 1}/{self._options.rounds}, {name}")
-                before = counters(systems[name].counting)
-                times_s = self._loaded(systems[name], sessions)
-                time.sleep(2.0)  # routers show what they counted with their next heartbeat
-                after = counters(systems[name].counting)
-                added = {key: value - before.get(key, 0.0) for key, value in after.items()}
-                runs.append(Run.of(name, times_s, added, seen_before(sessions)))
-                self._bar.write(f"round {number + 1}, {name}: {runs[-1]}", file=sys.stderr)
-        return runs
+def _ask(session: Session, system: System, sessions: Sequence[Conversation]) -> list[float]:
+    return uvloop.run(run_sessions(system.urls, first_model(system.counting[0]), sessions, session.bar.update))
 
-    def _system(self, name: str) -> System:
-        """Started; every system has ports of its own."""
-        first, ports = self._options.first_port, ENGINES + 1
-        port = first + ports * list(SYSTEMS).index(name)
-        if name in ("sluice", "stock"):
-            url = self._started(self._sluice(SYSTEMS[name], "full" if name == "sluice" else "stock", port))
-            return System(urls=(url,), counting=(url,))
-        engines = tuple(self._started(self._plain(port + 1 + n)) for n in range(ENGINES))
-        if name == "vllm":
-            return System(urls=engines, counting=engines)
-        return System(urls=(self._started(ray_prefix_router(RAY, port, engines)),), counting=engines)
 
-    def _sessions(self, seed: int) -> list[Session]:
-        options = self._options
-        return draw_sessions(options.sessions, options.turns, options.first, options.more, options.think, seed)
+def _started(session: Session, name: str) -> System:
+    """Every system has ports of its own."""
+    place = (ENGINES + 1) * list(SYSTEMS).index(name)
+    if name in ("sluice", "stock"):
+        settings = {"mode": "full" if name == "sluice" else "stock", "engine": {"replicas": ENGINES}}
+        url = session.start(session.sluice(SYSTEMS[name], place, settings)).spec.url
+        return System(urls=(url,), counting=(url,))
+    engines = tuple(session.start(_plain(session, place + 1 + n)).spec.url for n in range(ENGINES))
+    if name == "vllm":
+        return System(urls=engines, counting=engines)
+    router = ray_prefix_router(RAY, session.options.first_port + place, engines)
+    return System(urls=(session.start(router).spec.url,), counting=engines)
 
-    def _loaded(self, system: System, sessions: Sequence[Session]) -> list[float]:
-        return uvloop.run(run_sessions(system.urls, first_model(system.counting[0]), sessions, self._bar.update))
 
-    def _plain(self, port: int) -> ServerSpec:
-        """It counts hits only with its other statistics; Sluice's engines count them in any case."""
-        arguments = [each for each in self._arguments if each != "--disable-log-stats"]
-        return plain_vllm(f"vllm serve {port}", self._model, port, arguments)
-
-    def _sluice(self, name: str, mode: str, port: int) -> ServerSpec:
-        """Defaults for the rest. JSON is YAML."""
-        path = self._folder / f"{mode}.json"
-        engine = {"replicas": ENGINES, "num_gpus": gpus_of_an_engine(self._options.num_gpus)}
-        path.write_text(json.dumps({"mode": mode, "engine": engine}))
-        return sluice_with_config(name, path, port, f"--model={self._model}", "--", *self._arguments)
-
-    def _started(self, spec: ServerSpec) -> str:
-        self._bar.set_description(f"starting {spec.name}")
-        server = self._stack.enter_context(Server(spec, self._options.logs or self._folder))
-        server.wait_until_ready(self._options.startup_timeout)
-        return spec.url
+def _plain(session: Session, place: int) -> ServerSpec:
+    """It counts hits only with its other statistics; Sluice's engines count them in any case."""
+    spec = session.plain(f"vllm serve {place}", place)
+    return replace(spec, command=tuple(each for each in spec.command if each != "--disable-log-stats"))
 
 
 def as_markdown(runs: Sequence[Run]) -> str:
-    """Medians over the rounds, in brackets the least and the greatest."""
+    """Medians over the rounds, in brackets the least and the greatest; then Sluice's ratios to the others."""
+    return f"{_measures(runs)}\n{ratios_as_markdown(runs)}"
+
+
+def _measures(runs: Sequence[Run]) -> str:
     rows = []
     for system in dict.fromkeys(run.system for run in runs):
         mine = [run for run in runs if run.system == system]
@@ -263,7 +227,7 @@ def as_markdown(runs: Sequence[Run]) -> str:
 
 
 def ratios_as_markdown(runs: Sequence[Run]) -> str:
-    """Of Sluice to each of the others, round by round: median, least and greatest. "" without the one or the others."""
+    """Sluice's times over those of each other system, round by round: median, least and greatest; "" without both."""
     ours, rows = [run for run in runs if run.system == SLUICE], []
     others = dict.fromkeys(run.system for run in runs if run.system != SLUICE)
     if not ours or not others:
@@ -276,20 +240,6 @@ def ratios_as_markdown(runs: Sequence[Run]) -> str:
     return markdown_table(["Sluice / this one", "first token, mean", "median", "99th percentile"], rows) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    own, more = split_at_dashes(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(own)
-
-    def measure(stack: ExitStack) -> None:
-        runs = Bench(options, shared_arguments(more), stack).run()
-        print(as_markdown(runs))
-        print(ratios_as_markdown(runs))
-        if options.json is not None:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
-
-    return exit_status("bench.prefixes", measure)
-
-
 def systems(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in SYSTEMS]:
@@ -300,36 +250,22 @@ def systems(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefixes",
-        usage="%(prog)s [options] [-- engine arguments of all]",
-        description="Measures first tokens of growing prompts over two engines, by where requests go.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", help="folder or name of the model (default: random weights, nothing to download)")
+    what = "Measures first tokens of growing prompts over two engines, by where requests go."
+    parser = new_parser("bench.prefixes", what, EPILOG, first_port=18400, model=None)
+    add, pause = parser.add_argument, "mean pause before a request (default: %(default)s)"
+    names = f"of {', '.join(SYSTEMS)}, separated by commas (default: sluice,stock,vllm)"
     add("--sessions", type=positive, default=24, help="that run side by side (default: %(default)s)")
     add("--turns", type=positive, default=8, help="requests of a session (default: %(default)s)")
     add("--first", type=positive, default=300, metavar="TOKENS", help="mean of a first prompt (default: %(default)s)")
     add("--more", type=positive, default=160, metavar="TOKENS", help="mean that a turn adds (default: %(default)s)")
-    add(
-        "--think", type=float, default=6.0, metavar="SECONDS", help="mean pause before a request (default: %(default)s)"
-    )
-    add(
-        "--systems",
-        type=systems,
-        default=("sluice", "stock", "vllm"),
-        metavar="NAMES",
-        help=f"of {', '.join(SYSTEMS)}, separated by commas (default: sluice,stock,vllm)",
-    )
+    add("--think", type=float, default=6.0, metavar="SECONDS", help=pause)
+    add("--systems", type=systems, default=("sluice", "stock", "vllm"), metavar="NAMES", help=names)
     add("--rounds", type=positive, default=3, help="runs of each system (default: %(default)s)")
-    add("--num-gpus", type=float, metavar="N", help="of each Sluice engine (default: none on vLLM's CPU build, else 1)")
-    add("--first-port", type=int, default=18400, help="the servers take this port and the next eleven (default: 18400)")
-    add("--startup-timeout", type=float, default=300.0, help="seconds until a start counts as failed (default: 300)")
-    add("--logs", type=folder, metavar="FOLDER", help="keep the servers' logs there")
-    add("--json", type=writable_file, metavar="FILE", help="write every run")
     return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_session("bench.prefixes", _parser(), measure, as_markdown, arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bench.cpu import Role, front_end_cpu_s
 from bench.load import LEAST_FOR_P99, error_lines
 from bench.pairing import Pairing, Plan, Run
-from bench.summary import Spread, differences, median_interval, ratios
+from bench.summary import differences, median_interval, ratios, spread
 
 # Above this, what other programs use is felt on a machine of few cores.
 QUIET_CORES = 0.2
@@ -71,7 +71,7 @@ def _heading(comparison: Comparison) -> str:
 
 
 def _about_intervals(repeats: int) -> str:
-    """What the round brackets of `_spread` hold."""
+    """What the round brackets of `spread` hold."""
     interval = median_interval(range(repeats))
     if interval is None:
         return ""
@@ -112,14 +112,7 @@ def _ratio_cell(ours: Sequence[Run], theirs: Sequence[Run], value: Value) -> str
     our_values, their_values = _values(ours, value), _values(theirs, value)
     if our_values is None or their_values is None or not all(their_values):
         return "-"
-    return f"×{_spread(ratios(our_values, their_values), '.2f')}"
-
-
-def _spread(values: Sequence[float], each: str) -> str:
-    """Median [least, greatest], and the median's interval in round brackets where there are values enough for one."""
-    interval = median_interval(values)
-    inner = "" if interval is None else f" ({interval.low:{each}}, {interval.high:{each}})"
-    return f"{Spread.of(values):{each}}{inner}"
+    return f"×{spread(ratios(our_values, their_values), '.2f')}"
 
 
 def _values(runs: Sequence[Run], value: Value) -> list[float] | None:
@@ -207,7 +200,7 @@ def _added_ttft(pairing: Pairing, concurrency: int) -> str:
     )
     if ours is None or theirs is None:
         return "unknown"
-    return _spread(differences(ours, theirs), "+.2f")
+    return spread(differences(ours, theirs), "+.2f")
 
 
 def _failures(pairing: Pairing) -> list[str]:

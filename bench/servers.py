@@ -1,9 +1,8 @@
 """The servers under test as child processes: their command lines, their start, their end.
 
-Both systems get the same vLLM arguments. A server is ready when it says so: plain vLLM by
-answering /health, Sluice by a line on its standard output. Everything a server has started is found by its process
-tree and by a mark in the environment (a daemon leaves the tree; a renamed process hides its environment), and is ended
-by process id.
+Both systems get the same vLLM arguments. A server is ready when it says so: plain vLLM by answering /health, Sluice by
+a line on its standard output. Everything a server has started is found by its process tree and by a mark in the
+environment (a daemon leaves the tree; a renamed process hides its environment), and is ended by process id.
 """
 
 import importlib.metadata
@@ -83,12 +82,12 @@ def vllm_is_for_gpus() -> bool:
 
 
 def shared_arguments(more: Sequence[str]) -> tuple[str, ...]:
-    """Of every engine, on the build of vLLM that is installed here; `more` goes before what stands here."""
+    """Arguments of every engine on the build of vLLM that is installed here, with `more` behind them."""
     return (*ENGINE_ARGUMENTS, *(GPU_ARGUMENTS if vllm_is_for_gpus() else ()), *more)
 
 
 def gpus_of_an_engine(given: float | None) -> float:
-    """`given`, or as many as the vLLM installed here needs."""
+    """`given`, or the number that the vLLM installed here needs."""
     if given is not None:
         return given
     return 1.0 if vllm_is_for_gpus() else 0.0
@@ -101,35 +100,14 @@ def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]
     )
 
 
-def sluice(
-    name: str,
-    model: str,
-    port: int,
-    router_replicas: int,
-    engine_replicas: int,
-    engine_arguments: Sequence[str],
-    num_gpus: float = 0.0,
-) -> ServerSpec:
-    """num_gpus: of each engine."""
-    counts = [f"--router-replicas={router_replicas}", f"--engine-replicas={engine_replicas}"]
-    if num_gpus:
-        counts.append(f"--num-gpus={num_gpus:g}")
-    return ServerSpec(
-        name=name,
-        command=(_sluice_program(), "serve", f"--model={model}", f"--port={port}", *counts, "--", *engine_arguments),
-        port=port,
-        ready_line=SLUICE_READY,
-    )
-
-
-def sluice_with_config(name: str, config: Path, port: int, *options: str) -> ServerSpec:
-    """`options` of `sluice serve` go before what the file says."""
-    command = (_sluice_program(), "serve", f"--config={config}", f"--port={port}", *options)
+def sluice(name: str, port: int, *options: str) -> ServerSpec:
+    """`sluice serve` with these options; those go before what a `--config` among them says."""
+    command = (_sluice_program(), "serve", f"--port={port}", *options)
     return ServerSpec(name=name, command=command, port=port, ready_line=SLUICE_READY)
 
 
 def ray_prefix_router(name: str, port: int, engine_urls: Sequence[str]) -> ServerSpec:
-    """Before engines that run already."""
+    """Stands before engines that run already."""
     command = (sys.executable, "-m", "bench.peers.ray_prefix_router", f"--port={port}", *engine_urls)
     return ServerSpec(name=name, command=command, port=port, ready_line=RAY_READY)
 

@@ -18,22 +18,20 @@ import tempfile
 import threading
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from bench.arguments import folder, positive
 from bench.cpu import Role, role_of
-from bench.ending import exit_status
 from bench.load import first_model
 from bench.report import markdown_table
 from bench.servers import HOST, SLUICE_READY, Server, ServerSpec
-from bench.summary import Spread
+from bench.session import MEASURED, exit_status, folder, positive, turns
+from bench.summary import Spread, paired_ratios
 
-PROGRAM = "bench.start"
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 60.0
 # Finer than roles; the first that is found decides.
@@ -52,7 +50,7 @@ def part_of(command_line: str) -> str:
 
 @dataclass(slots=True)
 class Seen:
-    """What was last seen of a process: its own CPU seconds, those of children that it has waited for, and bytes."""
+    """A process as it was last seen: its own CPU seconds, those of children that it has waited for, and bytes."""
 
     part: str
     parent: int
@@ -77,8 +75,11 @@ class Start:
 
 
 def cpu_s_by_part(alive: Mapping[int, Seen], ended: Mapping[int, Seen]) -> dict[str, float]:
-    """Of processes by their ids. What a process waited for counts as its own; a process that ended under one that had
-    not waited for it, or that has ended itself, counts as what was last seen of it."""
+    """CPU seconds by part, of processes by their ids.
+
+    What a process waited for counts as its own. A process that ended under one that had not waited for it, or that has
+    ended itself, counts as it was last seen.
+    """
     used_s: defaultdict[str, float] = defaultdict(float)
     last_seen_s: defaultdict[int, float] = defaultdict(float)
     for each in ended.values():
@@ -93,18 +94,26 @@ def cpu_s_by_part(alive: Mapping[int, Seen], ended: Mapping[int, Seen]) -> dict[
 
 @dataclass(slots=True)
 class Watch:
-    """Looks at a server's processes until it is stopped, so that those that end are seen before."""
+    """Looks at a server's processes again and again, so that those that end are seen before."""
 
     server: Server
     seen: dict[psutil.Process, Seen] = field(default_factory=dict)
-    _stopped: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
-        while not self._stopped.wait(POLL_S):
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Looks now and then until the end of the with block."""
+        stopped = threading.Event()
+        watching = threading.Thread(target=self._look_until, args=(stopped,), daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            watching.join()
+
+    def _look_until(self, stopped: threading.Event) -> None:
+        while not stopped.wait(POLL_S):
             self.look()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def look(self) -> set[psutil.Process]:
         """Returns those that live."""
@@ -144,7 +153,7 @@ def _mean_by_part(values: Iterable[tuple[str, int]]) -> dict[str, float]:
 
 
 def ask(url: str) -> None:
-    """For a short answer. Raises OSError where there is none."""
+    """Ask for a short answer. Raises OSError where there is none."""
     body = {"model": first_model(url), "prompt": "Hello", "max_tokens": 4}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -157,19 +166,14 @@ def measure(spec: ServerSpec, timeout_s: float, logs: Path) -> Start:
     """Raises: ServerFailed, ServerUnusable, OSError."""
     with Server(spec, logs) as server:
         watch = Watch(server)
-        watching = threading.Thread(target=watch.run, daemon=True)
-        watching.start()
-        try:
+        with watch.looking():
             ready_s = server.wait_until_ready(timeout_s)
             ask(spec.url)
-        finally:
-            watch.stop()
-            watching.join()
         return watch.result(ready_s)
 
 
 def spec_of(name: str, checkout: Path | None, options: argparse.Namespace) -> ServerSpec:
-    """Of the checkout that is named, in its own environment; of None, of this one."""
+    """The server of a checkout, in its own environment; None is this one."""
     programs = Path(sys.executable).parent if checkout is None else checkout.absolute() / ".venv" / "bin"
     counts = (f"--engine-replicas={options.engines}", f"--router-replicas={options.routers}")
     return ServerSpec(
@@ -189,14 +193,13 @@ def as_markdown(starts: Mapping[str, Sequence[Start]]) -> str:
         for start in everything
         for part in start.cpu_s
     }
-    parts = sorted(used, key=lambda part: -used[part])
-    rows = [[part, *(_cell(start.cpu_s.get(part, 0.0) for start in starts[name]) for name in names)] for part in parts]
-    rows.append(["**all**", *(_cell(start.total_cpu_s for start in starts[name]) for name in names)])
-    memory = []
-    for part in MEASURED_FOR_MEMORY:
-        rss = [[start.rss_bytes.get(part, 0.0) / MEBIBYTE for start in starts[name]] for name in names]
-        pss = [[start.pss_bytes.get(part, 0.0) / MEBIBYTE for start in starts[name]] for name in names]
-        memory += [[f"{part}, RSS", *map(_cell, rss)], [f"{part}, PSS", *map(_cell, pss)]]
+    rows = [_row(part, starts, "cpu_s", part) for part in sorted(used, key=lambda part: -used[part])]
+    rows.append(["**all**", *(_cell(start.total_cpu_s for start in each) for each in starts.values())])
+    memory = [
+        _row(f"{part}, {kind.upper()}", starts, f"{kind}_bytes", part, MEBIBYTE)
+        for part in MEASURED_FOR_MEMORY
+        for kind in ("rss", "pss")
+    ]
     tables = [
         f"CPU seconds to the first answer, median [least, greatest] of {len(starts[names[0]])} starts:",
         markdown_table(["process", *names], rows),
@@ -204,51 +207,57 @@ def as_markdown(starts: Mapping[str, Sequence[Start]]) -> str:
         markdown_table(["process", *names], memory),
     ]
     if len(names) == 2:
-        ratios = [new.total_cpu_s / old.total_cpu_s for old, new in zip(*starts.values(), strict=True)]
-        tables.append(f"{names[1]} over {names[0]}, paired: {Spread.of(ratios):.2f} of the CPU seconds.")
+        old, new = ([start.total_cpu_s for start in each] for each in starts.values())
+        tables.append(f"{names[1]} over {names[0]}, paired: {paired_ratios(new, old):.2f} of the CPU seconds.")
     return "\n\n".join(tables)
+
+
+def _row(title: str, starts: Mapping[str, Sequence[Start]], kind: str, part: str, unit: int = 1) -> list[str]:
+    return [title, *(_cell(getattr(start, kind).get(part, 0.0) / unit for start in each) for each in starts.values())]
 
 
 def _cell(values: Iterable[float]) -> str:
     return format(Spread.of(list(values)), ".1f")
 
 
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--other", type=folder, help="another checkout, with an environment in its .venv")
-    parser.add_argument("--repeats", type=positive, default=3, help="starts of each (default: %(default)s)")
-    parser.add_argument("--engines", type=positive, default=2, help="engine replicas (default: %(default)s)")
-    parser.add_argument("--routers", type=positive, default=1, help="routers (default: %(default)s)")
-    parser.add_argument("--port", type=positive, default=8620, help="for one at a time (default: %(default)s)")
-    parser.add_argument("--ready-timeout", type=positive, default=600, help="seconds (default: %(default)s)")
-    return parser.parse_args(argv)
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.start", description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--other", type=folder, help="another checkout, with an environment in its .venv")
+    add("--repeats", type=positive, default=3, help="starts of each (default: %(default)s)")
+    add("--engines", type=positive, default=2, help="engine replicas (default: %(default)s)")
+    add("--routers", type=positive, default=1, help="routers (default: %(default)s)")
+    add("--port", type=positive, default=8620, help="for one at a time (default: %(default)s)")
+    add("--ready-timeout", type=positive, default=600, help="seconds (default: %(default)s)")
+    return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, logs: Path) -> dict[str, list[Start]]:
+    """Starts by checkout, in the order of the repeats."""
     specs = [spec_of("this", None, options)]
     if options.other is not None:
         specs.insert(0, spec_of("other", options.other, options))
     starts: dict[str, list[Start]] = {spec.name: [] for spec in specs}
-    with tempfile.TemporaryDirectory(prefix="bench-start-") as logs:
-        for repeat in range(options.repeats):
-            for spec in specs if repeat % 2 == 0 else reversed(specs):
-                print(f"repeat {repeat + 1}/{options.repeats}, {spec.name}", file=sys.stderr, flush=True)
-                start = measure(spec, options.ready_timeout, Path(logs))
-                starts[spec.name].append(start)
-                print(
-                    f"  {start.total_cpu_s:.1f} CPU s, ready after {start.ready_s:.0f} s", file=sys.stderr, flush=True
-                )
-    print(f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}\n")
-    print(as_markdown(starts))
+    for repeat in range(options.repeats):
+        for spec in turns(specs, repeat):
+            print(f"repeat {repeat + 1}/{options.repeats}, {spec.name}", file=sys.stderr, flush=True)
+            start = measure(spec, options.ready_timeout, logs)
+            starts[spec.name].append(start)
+            print(f"  {start.total_cpu_s:.1f} CPU s, ready after {start.ready_s:.0f} s", file=sys.stderr, flush=True)
+    return starts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = _parsed(sys.argv[1:] if argv is None else argv)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parsed(sys.argv[1:] if arguments is None else arguments)
 
-    def measured(_: ExitStack) -> None:
-        run(options)
+    def measured(stack: ExitStack) -> int:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-start-")))
+        starts = run(options, logs)
+        print(f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}\n")
+        print(as_markdown(starts))
+        return MEASURED
 
-    return exit_status(PROGRAM, measured)
+    return exit_status("bench.start", measured)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,13 @@ def median_interval(values: Sequence[float], least_coverage: float = 0.9) -> Med
     return MedianInterval(low=ordered[rank - 1], high=ordered[-rank], rank=rank, coverage=coverage)
 
 
+def spread(values: Sequence[float], each: str, least_coverage: float = 0.9) -> str:
+    """Median [least, greatest], then in round brackets the interval of the median where there are values enough."""
+    interval = median_interval(values, least_coverage)
+    inner = "" if interval is None else f" ({interval.low:{each}}, {interval.high:{each}})"
+    return f"{Spread.of(values):{each}}{inner}"
+
+
 def ratios(contender: Sequence[float], baseline: Sequence[float]) -> list[float]:
     """contender_r / baseline_r for every repeat r.
 

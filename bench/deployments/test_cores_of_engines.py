@@ -16,6 +16,7 @@ import uvloop
 from bench.cpu import Role, cpu_s_by_role, cpu_times
 from bench.load import LoadReport, first_model, measure
 from bench.servers import ENGINE_ARGUMENTS, Server, sluice
+from bench.session import turns
 from bench.summary import Spread, paired_ratios
 from bench.workload import LoadConfig
 from deployments.command.one_machine import keep_to
@@ -35,11 +36,14 @@ def test_with_and_without_a_core_to_itself(streams: int, requests: int, tmp_path
     everywhere = os.sched_getaffinity(0)
     beside = cores_beside_engines(everywhere, 1)
     runs: dict[bool, list[Run]] = {False: [], True: []}
-    with Server(sluice("Sluice", "demo", free_port(), 1, 1, ENGINE_ARGUMENTS), tmp_path) as server:
+    spec = sluice(
+        "Sluice", free_port(), "--model=demo", "--router-replicas=1", "--engine-replicas=1", "--", *ENGINE_ARGUMENTS
+    )
+    with Server(spec, tmp_path) as server:
         server.wait_until_ready(START_TIMEOUT_S)
         load(server, streams, requests // 4, seed=2 * PAIRS)
         for pair in range(PAIRS):
-            for alone in (False, True) if pair % 2 == 0 else (True, False):
+            for alone in turns((False, True), pair):
                 keep_to(beside if alone else everywhere, server.processes())
                 runs[alone].append(load(server, streams, requests, seed=2 * pair + alone))
     print(f"\n{streams} streams, with a core to itself / without, {PAIRS} pairs")

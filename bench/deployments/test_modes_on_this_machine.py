@@ -40,6 +40,7 @@ import pytest
 from bench.deployments.engine_steps import StepRecorder, law_of, seconds_by
 from bench.own_process import in_own_process
 from bench.random_model import write_config
+from bench.session import turns
 from bench.summary import Spread
 from deployments.command.calibrate import write_profile
 from deployments.config.scheduler import SCHEDULER_CLASS
@@ -286,10 +287,9 @@ def compared(load: Load, folder: Path, asked_s: float) -> Comparison:
     requests = workload(min(round(REQUESTS * load.slots), max(round(1.5 * load.slots), fitting)))
     told(f"{load.title}: {len(requests)} requests a run, {1e3 * request_s:.0f} ms each")
     runs: dict[str, list[Run]] = {name: [] for name in load.modes}
-    names = list(load.modes)
     for repeat in range(REPEATS):
         round_began = time.monotonic()
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+        for name in turns(list(load.modes), repeat):
             set_mode(llm, load.modes[name], profile)
             runs[name].append(measure(llm, requests, load.clients))
             told(f"{load.title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")

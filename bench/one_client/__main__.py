@@ -24,6 +24,7 @@ from tqdm import tqdm
 from bench.chat_client import ChatClient
 from bench.one_client.attacks import Attack, attacks
 from bench.one_client.servers import route
+from bench.session import turns
 from bench.summary import Spread
 from deployments.config.application import AppConfig
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
@@ -130,9 +131,8 @@ async def measure(port: int, options: argparse.Namespace) -> list[dict[str, Any]
     for name, attack in tqdm(chosen.items(), disable=None):
         grown, answers, content = [], [], attack.content
         for number in range(options.repeats):
-            pair = [None, attack] if number % 2 == 0 else [attack, None]
             gaps = {}
-            for each in pair:
+            for each in turns((None, attack), number):
                 gaps[each is None], answered = await window.longest_gap_ms(each, content)
                 answers += [answered] if each is not None else []
             grown.append(gaps[False] - gaps[True])

@@ -5,7 +5,6 @@ ways score the same batches, and the order alternates. Padded is what a plain pi
 longest prompt, in the order of arrival.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.session import turns
+from bench.summary import Spread
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker
 from predictor.model import head
@@ -59,12 +60,10 @@ def test_prompts_a_second(dtype: str) -> None:
     np.testing.assert_allclose(packed_scores(ranker, batches[0]), padded_scores(ranker, batches[0]), atol=tolerance)
     ratios, rates = [], []
     for repeat in range(REPEATS):
-        ways = [padded_scores, packed_scores] if repeat % 2 else [packed_scores, padded_scores]
-        taken = {way: seconds(way, ranker, batches) for way in ways}
+        taken = {way: seconds(way, ranker, batches) for way in turns((packed_scores, padded_scores), repeat)}
         ratios.append(taken[padded_scores] / taken[packed_scores])
         rates.append(len(prompts) / taken[packed_scores])
     print(
         f"\n{dtype}, {np.mean([len(p) for p in prompts]):.0f} tokens a prompt: packed is "
-        f"{statistics.median(ratios):.2f} times padded ({min(ratios):.2f} to {max(ratios):.2f}), "
-        f"{statistics.median(rates):.0f} prompts/s ({min(rates):.0f} to {max(rates):.0f})"
+        f"{Spread.of(ratios):.2f} times padded, {Spread.of(rates):.0f} prompts/s"
     )

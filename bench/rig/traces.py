@@ -2,7 +2,7 @@
 
 First what a request costs on the event loop, where none is sampled and where all are: the least of many rounds, which
 is what a busy machine disturbs least. Then a router's CPU per token without traces, with one request in a hundred and
-with all of them, one after another in each repeat: the medians, and the ratios to those without in the same repeat. The
+with all of them, in turns: the medians, and the ratios to those without in the same repeat. The
 receiver is a process of its own, which takes everything and looks at nothing.
 """
 
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from bench.rig.__main__ import replica
 from bench.rig.measurements import added_time
 from bench.rig.processes import PATH, SCOPE, in_routers
+from bench.session import turns
 from bench.summary import Spread
 from deployments.http.traces import HttpTraces
 from deployments.process.parent import die_with_parent
@@ -129,7 +130,7 @@ def main() -> None:
             for share in (0.0, 1.0):
                 print(f"a request, {share:.0%} sampled: {request_cost_us(endpoint, share):.3g} us", flush=True)
             for repeat in tqdm(range(options.repeats)):
-                for ratio in RATIOS if repeat % 2 == 0 else reversed(RATIOS):
+                for ratio in turns(RATIOS, repeat):
                     cost = measured(redis.url, endpoint, ratio, options.streams, options.tokens)
                     found[ratio].append(cost)
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from bench.session import turns
 from deployments.engines.transformers.cache import AHEAD_COLUMNS, RowsCache, RowsLayer
 from deployments.engines.transformers.model import PACKED_ROOM, GangCache, GangModel
 from deployments.engines.transformers.packed_cache import PackedCache
@@ -37,7 +38,7 @@ class Decodes:
             "packed": lambda rows: PackedCache.of(rows.places(), layout, PACKED_ROOM),
         }
         found = {}
-        for name in sorted(makers, reverse=bool(turn % 2)):
+        for name in turns(sorted(makers), turn):
             found[f"{name}_s"] = self._step_s(lengths, steps, makers[name])
         return found | {
             "requests": float(len(lengths)),

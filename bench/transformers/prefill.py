@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from bench.session import turns
 from deployments.engines.transformers.model import GangModel
 from policies.gang.prefill import PrefillConfig, PrefillMode, prefill_passes
 
@@ -27,7 +28,7 @@ class Prefills:
         self._models = {mode: GangModel(model, PrefillConfig(mode=mode, max_pass_tokens=WHOLE_BATCH)) for mode in MODES}
 
     def measure(self, lengths: Sequence[int], turn: int, with_memory: bool) -> dict[str, float]:
-        """Of a batch of such random prompts: seconds by layout, the tokens computed by each, and if asked peak bytes.
+        """Seconds, tokens and peak bytes by layout, for a batch of random prompts of these lengths.
 
         Args:
             turn: the layouts take turns at being first.
@@ -35,8 +36,7 @@ class Prefills:
         generator, vocabulary = np.random.default_rng(turn), self._models["padded"].vocab_size
         prompts = [generator.integers(vocabulary, size=length).tolist() for length in lengths]
         found: dict[str, float] = {"tokens": float(sum(lengths))}
-        for place in range(len(MODES)):
-            mode = MODES[(place + turn) % len(MODES)]
+        for mode in turns(MODES, turn):
             found[f"{mode}_s"] = self._seconds(mode, prompts)
             if with_memory:
                 found[f"{mode}_bytes"] = float(self._peak_bytes(mode, prompts))

@@ -1,7 +1,6 @@
 """What bench.batches makes of its measurements."""
 
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from bench import batches
-from bench.batches import SWING, Run, RunningBatch, as_markdown, batch_lines, drawn, main, running_batch
+from bench.batches import SWING, Run, RunningBatch, as_markdown, batch_lines, drawn, running_batch
 from bench.load import ServerUnusable
 from bench.open_loop import Lengths
 from deployments.batches.http import BatchApi
@@ -128,16 +127,3 @@ def test_a_batch_that_answers_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
     batch = RunningBatch(client_of("validating", "in_progress"), "f")
     with pytest.raises(ServerUnusable, match="has answered nothing within 0 s"):
         batch.wait_for_answers()
-
-
-@pytest.mark.parametrize("load", ["0", "nan", "wave"])
-def test_a_wrong_load_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], load: str) -> None:
-    with pytest.raises(SystemExit):
-        main(["--loads", load])
-    assert "--loads" in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_said_and_nothing_is_left(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["--first-port", str(taken.getsockname()[1]), "--logs", str(tmp_path)]) == 2
-    assert "Address already in use" in capsys.readouterr().err

@@ -1,18 +1,14 @@
 """Single requests in turn, against two real HTTP servers in the same process."""
 
 import json
-from pathlib import Path
 
-import pytest
 import uvloop
 from aiohttp import web
 
 from bench.chat_client import Answer
-from bench.first_token import Pair, _parser, _specs, as_text, main, measure_pairs
+from bench.first_token import Measured, Pair, as_text, measure_pairs
 from bench.workload import LoadConfig
-from deployments.command import cli
 from tests.bench.test_load import Handler, serving, whole_stream, write_in_pieces
-from tests.builds import install_build
 
 
 def test_both_servers_get_every_prompt_and_the_first_turn_as_often() -> None:
@@ -62,31 +58,12 @@ def test_the_differences_are_paired_and_an_interval_says_where_their_median_lies
         Pair(theirs=answer(0.1 * number, (0.1, 0.1)), ours=answer(0.1 * number + 0.001 * number, (0.1, 0.12)))
         for number in range(1, 10)
     ]
-    first, last = as_text(pairs, "vllm serve", "Sluice 1x1").splitlines()[1:]
+    first, last = as_text(Measured(theirs="vllm serve", ours="Sluice 1x1", pairs=tuple(pairs))).splitlines()[1:]
     assert "500.0 -> 505.0 ms, ×1.010, +5.00 ms (96%: +2.00 to +8.00; quartiles +3.00 and +7.00)" in first
     assert "200.0 -> 220.0 ms, ×1.100, +20.00 ms" in last
 
 
 def test_few_pairs_have_no_interval() -> None:
-    assert "too few pairs" in as_text([Pair(theirs=answer(0.1, (0.1,)), ours=answer(0.2, (0.1,)))], "a", "b")
-
-
-def test_a_wrong_number_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--requests", "0"]) == 2
-    assert "requests must be positive, got 0" in capsys.readouterr().err
-
-
-def test_help_shows_the_shared_engine_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--max-num-seqs=64" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("build", "gpus"), [("0.32.0+cpu", 0.0), ("0.32.0", 1.0)])
-def test_sluice_gets_the_gpu_that_its_build_needs(
-    build: str, gpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_build(tmp_path, build)
-    monkeypatch.syspath_prepend(tmp_path)
-    _, ours = _specs(_parser().parse_args([]), [])
-    assert cli.app_config(cli.parse(ours.command[1:])).engine.num_gpus == gpus
+    assert "too few pairs" in as_text(
+        Measured(theirs="a", ours="b", pairs=(Pair(theirs=answer(0.1, (0.1,)), ours=answer(0.2, (0.1,))),))
+    )

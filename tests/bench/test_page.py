@@ -23,5 +23,5 @@ def test_a_role_s_use_of_a_core_stands_in_percent_with_the_difference_of_each_pa
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_said_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["--port", str(taken.getsockname()[1]), "--pairs", "1"]) == 2
+        assert main(["--first-port", str(taken.getsockname()[1]), "--pairs", "1"]) == 2
     assert "Address already in use" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """What bench.prefixes makes of its measurements."""
 
-import socket
-
 import pytest
 
 from bench.prefixes import (
@@ -13,7 +11,6 @@ from bench.prefixes import (
     Run,
     as_markdown,
     draw_sessions,
-    main,
     ratios_as_markdown,
     seen_before,
 )
@@ -49,18 +46,3 @@ def test_sluice_is_compared_with_each_other_system_round_by_round() -> None:
     table = " ".join(ratios_as_markdown([*of_sluice, *of_ray]).split())
     assert f"| {RAY} | 0.75 [0.50, 1.00] | 0.75 [0.50, 1.00] | 1.25 [1.00, 1.50] |" in table
     assert ratios_as_markdown(of_sluice) == ratios_as_markdown([a_run(BLIND, 1.0, 2.0)]) == ""
-
-
-@pytest.mark.parametrize(("names", "why"), [("sluice,nobody", "no system 'nobody'"), ("ray,ray", "named twice")])
-def test_a_system_that_is_not_there_or_named_twice_is_refused(
-    names: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--systems", names])
-    assert why in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_said_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # Sluice's, which is started first
-        assert main(["--first-port", str(taken.getsockname()[1]), "--rounds", "1"]) == 2
-    assert "Address already in use" in capsys.readouterr().err

@@ -16,10 +16,8 @@ from bench.servers import (
     ServerFailed,
     ServerSpec,
     gpus_of_an_engine,
-    plain_vllm,
     server_environment,
     shared_arguments,
-    sluice,
     vllm_is_for_gpus,
 )
 from deployments.process.ports import free_port
@@ -138,13 +136,6 @@ time.sleep(600)
         processes = server.processes()
     assert not any(process.is_running() for process in processes)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_both_systems_get_the_same_engine_arguments() -> None:
-    plain = plain_vllm("plain", "model", 1, ENGINE_ARGUMENTS)
-    ours = sluice("ours", "model", 2, 1, 1, ENGINE_ARGUMENTS)
-    assert plain.command[-len(ENGINE_ARGUMENTS) :] == ours.command[-len(ENGINE_ARGUMENTS) :] == ENGINE_ARGUMENTS
-    assert (plain.url, ours.url) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
 
 
 @pytest.mark.parametrize(
