@@ -3,15 +3,13 @@
 from policies.engine.exclusive import ExclusiveMixed
 from policies.types import (
     BatchState,
-    FinishedRequest,
     Phase,
-    RequestView,
-    RunningRequests,
     StepCoefficients,
     StepPlan,
     StepResult,
     StepTimes,
 )
+from tests.policies.states import answers_of, batch_of, queue_of, result_of, state_of
 from tests.toy_engine import ToyEngine, random_jobs, run_closed
 
 
@@ -25,39 +23,17 @@ def make_times(*, prefill_overhead_s: float = 0.04, interference_s: float = 0.0,
 
 
 def make_state(*, decoding: int = 0, prefilling: int = 0, waiting: int = 0, **overrides: object) -> BatchState:
-    count = decoding + prefilling
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(
-            prompt_tokens=[100] * count,
-            output_tokens=[10] * decoding + [0] * prefilling,
-            prefill_tokens_left=[0] * decoding + [50] * prefilling,
-        ),
-        waiting=tuple(RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=100) for i in range(waiting)),
-        waiting_count=waiting,
-        slots=64,
-        free_blocks=10_000,
-        total_blocks=20_000,
-        block_size=16,
-        max_batch_tokens=8192,
-        departed=0,
-    )
-    return state._replace(**overrides)  # type: ignore[arg-type]
+    running = batch_of(decoding=decoding, reading=prefilling)
+    return state_of(**{"running": running, "waiting": queue_of(waiting), "slots": 64, **overrides})
 
 
 def make_result(*, phase: Phase, prefill_tokens: int = 0, decodes: int = 0, finished: int = 0) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=0.01,
+    return result_of(
         phase=phase,
         prefill_tokens=prefill_tokens,
-        prefill_requests=int(prefill_tokens > 0),
         decode_requests=decodes,
-        kv_tokens=0,
-        max_batch_size=64,
-        running_count=decodes,
         waiting_count=5,
-        finished=(FinishedRequest(prompt_tokens=100, output_tokens=10),) * finished,
+        finished=answers_of(*[10] * finished, prompt_tokens=100),
     )
 
 

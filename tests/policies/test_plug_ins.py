@@ -12,7 +12,8 @@ from policies.errors import ConfigError, PolicyError
 from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
 from policies.registry import Family, build_of, kinds
 from policies.router.order import Deadline
-from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
+from policies.types import BatchState, Limit, Phase, StepPlan
+from tests.policies.states import batch_of, queue_of, state_of
 
 MODULE = """
 from typing import Any
@@ -85,23 +86,8 @@ def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state(*, decoding: int = 0, reading: int = 0, waiting: int = 0) -> BatchState:
-    running = decoding + reading
-    return BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(
-            prompt_tokens=[10] * running,
-            output_tokens=[1] * decoding + [0] * reading,
-            prefill_tokens_left=[0] * decoding + [10] * reading,
-        ),
-        waiting=tuple(RequestView(request_id=f"w{n}", arrival_s=0.0, prompt_tokens=10) for n in range(waiting)),
-        waiting_count=waiting,
-        slots=8,
-        free_blocks=100,
-        total_blocks=100,
-        block_size=16,
-        max_batch_tokens=512,
-        departed=0,
-    )
+    running = batch_of(decoding=decoding, reading=reading, prompt_tokens=10, unread=10)
+    return state_of(running=running, waiting=queue_of(waiting, 10), slots=8, max_batch_tokens=512)
 
 
 def test_a_class_is_made_with_its_settings_and_asked_as_ours_are() -> None:

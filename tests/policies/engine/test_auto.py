@@ -8,10 +8,10 @@ from policies.engine.auto import Auto, AutoConfig
 from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
 from policies.papers.memory_aware import MemoryAware
-from policies.types import FinishedRequest, Phase, StepCoefficients, StepResult, StepTimes
+from policies.types import StepResult
+from tests.policies.states import answers_of, result_of, same_times
 
-STEPS = StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-4)
-TIMES = StepTimes(prefill=STEPS, decode=STEPS, mixed=STEPS)
+TIMES = same_times(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,7 @@ def test_algorithm_1_gets_its_form_its_basis_and_its_prior() -> None:
 
 def ended(*output_tokens: int) -> StepResult:
     """A decode step with which so many answers end."""
-    finished = tuple(FinishedRequest(prompt_tokens=10, output_tokens=tokens) for tokens in output_tokens)
-    return StepResult(
-        now_s=0.0, step_s=0.02, phase=Phase.DECODE, prefill_tokens=0, prefill_requests=0, decode_requests=4,
-        kv_tokens=400, max_batch_size=8, running_count=4, waiting_count=0, finished=finished,
-    )  # fmt: skip
+    return result_of(step_s=0.02, decode_requests=4, kv_tokens=400, finished=answers_of(*output_tokens))
 
 
 def test_algorithm_1_goes_on_with_the_lengths_that_it_knew() -> None:

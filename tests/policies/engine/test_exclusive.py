@@ -17,6 +17,7 @@ from policies.types import (
     StepTimes,
 )
 from tests.policies.phased import Recorder, make_result, make_state, make_times, saturated, steady, tokens_per_s
+from tests.policies.states import result_of
 from tests.toy_engine import Job, ToyEngine, random_jobs, run_closed
 
 
@@ -302,10 +303,7 @@ class TestAuto:
         policy = auto()
         saturated(ToyEngine(policy, FREE, slots=32), count=300)
         waiting = make_state(waiting=0, waiting_count=0, now_s=1e6)
-        empty = StepResult(
-            now_s=1e6, step_s=0.0, phase=Phase.DECODE, prefill_tokens=0, prefill_requests=0, decode_requests=0,
-            kv_tokens=0, max_batch_size=32, running_count=0, waiting_count=1,
-        )  # fmt: skip
+        empty = result_of(now_s=1e6, step_s=0.0, phase=Phase.DECODE, waiting_count=1)
         aborted = FinishedRequest(prompt_tokens=10, output_tokens=5, aborted=True)
         for _ in range(3):
             for _ in range(1000):

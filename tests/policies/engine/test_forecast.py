@@ -14,15 +14,13 @@ from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.types import (
     BatchPolicy,
     BatchState,
-    FinishedRequest,
     Limit,
-    Phase,
     RequestView,
     RunningRequests,
     StepCoefficients,
-    StepResult,
     StepTimes,
 )
+from tests.policies.states import answers_of, queue_of, result_of, state_of
 from tests.toy_engine import Job, ToyEngine, random_jobs, run_closed
 
 TIMES = StepTimes(
@@ -30,22 +28,6 @@ TIMES = StepTimes(
     decode=StepCoefficients(overhead_s=0.01, decode_s=3e-5, kv_s=6e-8),
     mixed=StepCoefficients(overhead_s=0.01, prefill_s=5e-5, decode_s=3e-5, kv_s=6e-8),
 )
-
-
-def make_result(finished: tuple[FinishedRequest, ...] = ()) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=0.01,
-        phase=Phase.MIXED,
-        prefill_tokens=0,
-        prefill_requests=0,
-        decode_requests=1,
-        kv_tokens=0,
-        max_batch_size=1,
-        running_count=1,
-        waiting_count=0,
-        finished=finished,
-    )
 
 
 def taught(lengths: list[int], class_index: int = 0, **settings: object) -> ForecastAdmission:
@@ -57,30 +39,23 @@ def taught(lengths: list[int], class_index: int = 0, **settings: object) -> Fore
 
 def teach(policy: ForecastAdmission, lengths: list[int], class_index: int = 0) -> None:
     for length in lengths:
-        request = FinishedRequest(prompt_tokens=10, output_tokens=length, class_index=class_index)
-        policy.observe(make_result((request,)))
+        policy.observe(result_of(decode_requests=1, finished=answers_of(length, class_index=class_index)))
 
 
 def make_state(
     *, ages: list[int], waiting: int, capacity: int, prompt: int = 100, class_index: int = 0, shared: int = 0
 ) -> BatchState:
     held = sum(ages) + len(ages) * prompt - shared
-    return BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(
-            prompt_tokens=[prompt] * len(ages), output_tokens=ages, class_index=[class_index] * len(ages)
-        ),
-        waiting=tuple(
-            RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=prompt, class_index=class_index)
-            for i in range(waiting)
-        ),
-        waiting_count=waiting,
+    running = RunningRequests.of(
+        prompt_tokens=[prompt] * len(ages), output_tokens=ages, class_index=[class_index] * len(ages)
+    )
+    return state_of(
+        running=running,
+        waiting=queue_of(waiting, prompt, class_index=class_index),
         slots=1000,
         free_blocks=capacity - held,
         total_blocks=capacity,
         block_size=1,
-        max_batch_tokens=8192,
-        departed=0,
     )
 
 
@@ -152,7 +127,7 @@ class TestOnPaper:
         def serve(steps: int) -> float:
             for _ in range(steps):
                 policy.plan(make_state(ages=[10] * 5, waiting=20, capacity=1500))
-                policy.observe(make_result())
+                policy.observe(result_of(decode_requests=1))
             return policy.overcommit.share
 
         assert serve(100) == 0.0
@@ -220,11 +195,11 @@ class TestOnPaper:
     def test_preemptions_before_any_length_is_known_are_not_laid_to_overcommit(self) -> None:
         policy = ForecastAdmission(ForecastAdmissionConfig(length_bias=1.0), step_times=lambda: TIMES)
         for _ in range(64):
-            policy.observe(make_result()._replace(preempted=3, kv_tokens=500))
+            policy.observe(result_of(decode_requests=1, preempted=3, kv_tokens=500))
         teach(policy, [200] * 100)
         for _ in range(32):
             policy.plan(make_state(ages=[10] * 5, waiting=20, capacity=1500))
-            policy.observe(make_result())
+            policy.observe(result_of(decode_requests=1))
         assert policy.overcommit.share > 0.0
 
     def test_the_only_request_is_never_held_back(self) -> None:
@@ -240,7 +215,7 @@ class TestOnPaper:
         teach(policy, [200] * 100)
         for _ in range(64):
             policy.plan(make_state(ages=list(ages), waiting=20, capacity=1500))
-            policy.observe(make_result())
+            policy.observe(result_of(decode_requests=1))
         assert (policy.overcommit.share > 0.0) == grows
 
     def test_it_stops_at_the_first_request_that_does_not_fit(self) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.types import BatchState, FinishedRequest, IntArray, Phase, RequestView, RunningRequests, StepResult
+from policies.types import IntArray
+from tests.policies.states import answers_of, queue_of, result_of, state_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,23 +27,14 @@ def taught(lengths: IntArray, overflow_probability: float, window: int) -> Forec
     # All end in one step here, so steps must not tell since when the window reaches back.
     config = ForecastAdmissionConfig(overflow_probability=overflow_probability, window=window, speculates=True)
     policy = ForecastAdmission(config)
-    finished = tuple(FinishedRequest(prompt_tokens=PROMPT_TOKENS, output_tokens=int(one)) for one in lengths)
-    policy.observe(
-        StepResult(
-            now_s=0.0, step_s=0.01, phase=Phase.MIXED, prefill_tokens=0, prefill_requests=0, decode_requests=1,
-            kv_tokens=0, max_batch_size=1, running_count=1, waiting_count=0, finished=finished,
-        )
-    )  # fmt: skip
+    policy.observe(result_of(decode_requests=1, finished=answers_of(*lengths.tolist(), prompt_tokens=PROMPT_TOKENS)))
     return policy
 
 
 def admitted(policy: ForecastAdmission, cache_tokens: int) -> int:
     """Of many that wait for an empty engine."""
-    waiting = tuple(RequestView(request_id=f"{i}", arrival_s=0.0, prompt_tokens=PROMPT_TOKENS) for i in range(MANY))
-    state = BatchState(
-        now_s=0.0, running=RunningRequests.empty(), waiting=waiting, waiting_count=MANY, slots=MANY,
-        free_blocks=cache_tokens, total_blocks=cache_tokens, block_size=1, max_batch_tokens=8192, departed=0,
-    )  # fmt: skip
+    room = {"free_blocks": cache_tokens, "total_blocks": cache_tokens, "block_size": 1}
+    state = state_of(waiting=queue_of(MANY, PROMPT_TOKENS), slots=MANY, **room)
     return int(min(policy.plan(state).starts, MANY))
 
 

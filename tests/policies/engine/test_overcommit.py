@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from policies.engine.overcommit import MOST, Overcommit
-from policies.types import Phase, StepCoefficients, StepResult, StepTimes
+from policies.types import StepCoefficients, StepTimes
+from tests.policies.states import result_of
 
 
 def times(prefill_s: float, overhead_s: float, decode_s: float) -> StepTimes:
@@ -30,17 +31,11 @@ def window(
     for step in range(steps):
         running = decodes if step < decode_steps else 0
         overcommit.observe(
-            StepResult(
-                now_s=0.0,
+            result_of(
                 step_s=step_s,
-                phase=Phase.MIXED,
                 prefill_tokens=0 if running else 500,
-                prefill_requests=0 if running else 1,
                 decode_requests=running,
                 kv_tokens=200 * running,
-                max_batch_size=decodes,
-                running_count=running,
-                waiting_count=5,
                 preempted=preempted if step == 0 else 0,
             )
         )

@@ -6,27 +6,18 @@ from typing import Any
 import pytest
 
 from policies.engine.standing_plan import StandingPlan
-from policies.types import BatchState, Limit, Phase, RequestView, RunningRequests, StepPlan
+from policies.types import Limit, Phase, RequestView, RunningRequests, StepPlan
+from tests.policies.states import batch_of, state_of
 
 
 def standing(
     phase: Phase = Phase.MIXED, *, running: int = 4, waiting: int = 0, left: int = 0, **fields: object
 ) -> StandingPlan[str]:
     plan = StepPlan(phase=phase, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, **fields)  # type: ignore[arg-type]
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(
-            prompt_tokens=[10] * running, output_tokens=[1] * running, prefill_tokens_left=[left] + [0] * (running - 1)
-        ),
-        waiting=(),
-        waiting_count=waiting,
-        slots=8,
-        free_blocks=10,
-        total_blocks=10,
-        block_size=16,
-        max_batch_tokens=512,
-        departed=100,
+    batch = RunningRequests.of(
+        prompt_tokens=[10] * running, output_tokens=[1] * running, prefill_tokens_left=[left] + [0] * (running - 1)
     )
+    state = state_of(running=batch, waiting_count=waiting, slots=8, departed=100)
     return StandingPlan(plan, state)
 
 
@@ -111,16 +102,11 @@ def test_a_prompt_is_held_back_for_one_step_and_not_for_a_head_that_cannot_start
     fields: dict[str, Any], holds: bool
 ) -> None:
     head = RequestView(request_id="a", arrival_s=0.0, prompt_tokens=fields.pop("prompt_tokens", 160))
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(prompt_tokens=[10] * 2, output_tokens=[1] * 2),
+    state = state_of(
+        running=batch_of(decoding=2),
         waiting=fields.pop("waiting", (head,)),
-        waiting_count=1,
         slots=fields.pop("slots", 8),
         free_blocks=10,
-        total_blocks=20,
-        block_size=16,
-        max_batch_tokens=512,
         departed=100,
     )
     plan = StepPlan(Phase.MIXED, max_batch_size=8, limited_by=Limit.SLOTS, max_batch_tokens=512, steps=9)

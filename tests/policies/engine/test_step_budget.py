@@ -17,47 +17,28 @@ from policies.types import (
     StepResult,
     StepTimes,
 )
+from tests.policies.states import queue_of, result_of, state_of
 
 FORM = StepCoefficients(overhead_s=0.005, prefill_s=1e-5, decode_s=1e-4)
 TIMES = StepTimes(prefill=FORM, decode=FORM, mixed=FORM)
+FAR = replace(FORM, prefill_kv_s=1e-10)
 
 
 def state(*tpot_s: float, prefilling: int = 0, waiting: int = 1, first_token_s: float = 0.0) -> BatchState:
     decoding = len(tpot_s)
-    return BatchState(
-        now_s=1.0,
-        running=RunningRequests.of(
-            prompt_tokens=[100] * (decoding + prefilling),
-            output_tokens=[100] * decoding + [0] * prefilling,
-            prefill_tokens_left=[0] * decoding + [500] * prefilling,
-            predicted_output_tokens=[1000.0] * (decoding + prefilling),
-            first_token_s=[first_token_s] * decoding + [np.nan] * prefilling,
-            tpot_s=[*tpot_s, *[0.02] * prefilling],
-        ),
-        waiting=tuple(RequestView(f"w{n}", arrival_s=0.0, prompt_tokens=100, tpot_s=0.02) for n in range(waiting)),
-        waiting_count=waiting,
-        slots=256,
-        free_blocks=10_000,
-        total_blocks=20_000,
-        block_size=16,
-        max_batch_tokens=8192,
-        departed=0,
+    running = RunningRequests.of(
+        prompt_tokens=[100] * (decoding + prefilling),
+        output_tokens=[100] * decoding + [0] * prefilling,
+        prefill_tokens_left=[0] * decoding + [500] * prefilling,
+        predicted_output_tokens=[1000.0] * (decoding + prefilling),
+        first_token_s=[first_token_s] * decoding + [np.nan] * prefilling,
+        tpot_s=[*tpot_s, *[0.02] * prefilling],
     )
+    return state_of(now_s=1.0, running=running, waiting=queue_of(waiting, tpot_s=0.02))
 
 
-def result(step_s: float, *, decodes: int = 10, prompt: int = 0, waiting: int = 0) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=step_s,
-        phase=Phase.MIXED,
-        prefill_tokens=prompt,
-        prefill_requests=int(prompt > 0),
-        decode_requests=decodes,
-        kv_tokens=0,
-        max_batch_size=256,
-        running_count=decodes,
-        waiting_count=waiting,
-    )
+def result(step_s: float, *, prompt: int = 0, waiting: int = 0) -> StepResult:
+    return result_of(step_s=step_s, decode_requests=10, prefill_tokens=prompt, waiting_count=waiting)
 
 
 def budget() -> StepBudget:
@@ -108,8 +89,7 @@ def test_a_promise_that_decodes_alone_break_is_given_up_until_they_keep_it() -> 
 
 
 def test_a_chunk_far_into_a_prompt_gets_fewer_tokens_than_its_beginning() -> None:
-    form = replace(FORM, prefill_kv_s=1e-10)
-    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    policy = StepBudget(lambda: StepTimes(prefill=FAR, decode=FAR, mixed=FAR))
     # 20 ms less 5 ms and one decode of 0.1 ms; a token costs 10 us, and 10 us more at 100 000 tokens.
     given = {computed: policy.plan(_in_progress(computed)).max_prefill_tokens for computed in (0, 50_000, 100_000)}
     assert given == {
@@ -121,15 +101,13 @@ def test_a_chunk_far_into_a_prompt_gets_fewer_tokens_than_its_beginning() -> Non
 
 
 def test_what_waits_with_most_of_its_prompt_in_the_cache_begins_far_into_it() -> None:
-    form = replace(FORM, prefill_kv_s=1e-10)
-    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    policy = StepBudget(lambda: StepTimes(prefill=FAR, decode=FAR, mixed=FAR))
     cached = RequestView("w", arrival_s=0.0, prompt_tokens=110_000, cached_tokens=100_000)
     assert policy.plan(state(0.02)._replace(waiting=(cached,))).max_prefill_tokens == pytest.approx(742, abs=1)
 
 
 def test_without_a_promise_too_the_pace_of_reading_is_that_far_into_the_prompt() -> None:
-    form = replace(FORM, prefill_kv_s=1e-10)
-    policy = StepBudget(lambda: StepTimes(prefill=form, decode=form, mixed=form))
+    policy = StepBudget(lambda: StepTimes(prefill=FAR, decode=FAR, mixed=FAR))
     paces = []
     for computed in (0, 100_000):
         policy.plan(_in_progress(computed, tpot_s=np.inf))

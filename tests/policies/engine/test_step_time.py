@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from policies.engine.step_time import StepTimeConfig, StepTimeModel, seconds_per_token
 from policies.errors import ConfigError, InputError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
+from tests.policies.states import result_of
 
 TRUE = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
@@ -20,18 +21,8 @@ TRUE = StepTimes(
 
 
 def make_result(step_s: float, prefill: int, decodes: int, kv: int, prefill_kv: int = 0) -> StepResult:
-    return StepResult(
-        now_s=0.0,
-        step_s=step_s,
-        phase=Phase.MIXED,
-        prefill_tokens=prefill,
-        prefill_requests=int(prefill > 0),
-        decode_requests=decodes,
-        kv_tokens=kv,
-        max_batch_size=256,
-        running_count=decodes + 1,
-        waiting_count=0,
-        prefill_kv_tokens=prefill_kv,
+    return result_of(
+        step_s=step_s, prefill_tokens=prefill, decode_requests=decodes, kv_tokens=kv, prefill_kv_tokens=prefill_kv
     )
 
 

@@ -19,6 +19,7 @@ from policies.lengths.statistics import (
     life_table,
 )
 from policies.types import FinishedRequest, Phase, StepResult
+from tests.policies.states import result_of
 
 GRID = length_grid(4096)
 
@@ -33,19 +34,7 @@ def finished(prompt: int, output: int, class_index: int = 0) -> FinishedRequest:
 
 def step(*done: FinishedRequest) -> StepResult:
     """A decode step with which these end."""
-    return StepResult(
-        now_s=0.0,
-        step_s=0.01,
-        phase=Phase.DECODE,
-        prefill_tokens=0,
-        prefill_requests=0,
-        decode_requests=400,
-        kv_tokens=0,
-        max_batch_size=400,
-        running_count=400,
-        waiting_count=0,
-        finished=done,
-    )
+    return result_of(phase=Phase.DECODE, decode_requests=400, finished=done)
 
 
 class TestGrid:

@@ -27,13 +27,13 @@ from policies.types import (
     FinishedRequest,
     Limit,
     Phase,
-    RequestView,
     RunningRequests,
     StepCoefficients,
     StepPlan,
     StepResult,
     StepTimes,
 )
+from tests.policies.states import answers_of, batch_of, queue_of, result_of, state_of
 from tests.toy_engine import ToyEngine, random_jobs, run_closed
 
 # 001, Fig. 3: decode latency 26.92 ms + 0.2308 ms per request.
@@ -50,36 +50,17 @@ def seed_latency_s(batch_size: float) -> float:
 
 
 def make_state(*, running: int = 0, waiting: int = 0, prompt_tokens: int = 100, **overrides: object) -> BatchState:
-    state = BatchState(
-        now_s=0.0,
-        running=RunningRequests.of(prompt_tokens=[prompt_tokens] * running, output_tokens=[10] * running),
-        waiting=tuple(
-            RequestView(request_id=f"w{i}", arrival_s=0.0, prompt_tokens=prompt_tokens) for i in range(waiting)
-        ),
-        waiting_count=waiting,
-        slots=256,
-        free_blocks=1000,
-        total_blocks=6250,
-        block_size=16,
-        max_batch_tokens=8192,
-        departed=0,
-    )
-    return state._replace(**overrides)  # type: ignore[arg-type]
+    running_requests = batch_of(decoding=running, prompt_tokens=prompt_tokens)
+    state = {"running": running_requests, "waiting": queue_of(waiting, prompt_tokens), "total_blocks": 6250}
+    return state_of(**{**state, **overrides})
 
 
 def decode_result(*, step_s: float, batch: int, waiting: int = 1, finished: int = 0, output: int = 100) -> StepResult:
-    return StepResult(
-        now_s=0.0,
+    return result_of(
         step_s=step_s,
-        phase=Phase.MIXED,
-        prefill_tokens=0,
-        prefill_requests=0,
         decode_requests=batch,
-        kv_tokens=0,
-        max_batch_size=batch,
-        running_count=batch,
         waiting_count=waiting,
-        finished=(FinishedRequest(prompt_tokens=100, output_tokens=output),) * finished,
+        finished=answers_of(*[output] * finished, prompt_tokens=100),
     )
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.papers.latency_search import LatencySearch, LatencyWindow, TokenGap, WindowMean
-from policies.types import Phase, StepResult
+from policies.types import StepResult
+from tests.policies.states import result_of
 
 
 def make_search(minimum: int = 1, maximum: int = 512, initial: int = 32, stride: int = 16) -> LatencySearch:
@@ -14,17 +15,12 @@ def make_search(minimum: int = 1, maximum: int = 512, initial: int = 32, stride:
 
 
 def make_result(*, step_s: float, decodes: int, prefills: int = 0, running: int = 8) -> StepResult:
-    return StepResult(
-        now_s=0.0,
+    return result_of(
         step_s=step_s,
-        phase=Phase.MIXED,
         prefill_tokens=100 * prefills,
         prefill_requests=prefills,
         decode_requests=decodes,
-        kv_tokens=0,
-        max_batch_size=8,
         running_count=running,
-        waiting_count=0,
     )
 
 
