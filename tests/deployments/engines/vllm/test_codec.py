@@ -1,13 +1,39 @@
 """What the codec for vLLM does to vLLM's own structures."""
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.utils import apply_penalties
+from vllm.multimodal.cache import factories
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
+from deployments.engines.vllm import args
+from deployments.engines.vllm.args import has_logits_processors, lora_id, lora_requests, parse_vllm_args
+from deployments.engines.vllm.codec import TRANSFER_KEY, VllmCodec
+from deployments.engines.vllm.front_end import RoutedEngineCore, _without_transfer, front_end_config
+from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
+from router.admission import Tenant
 from router.state_store import Ticket
+from router.timing import HttpContext, current
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -15,9 +41,6 @@ NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalt
 
 
 def request_with(**changes: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-
     fields: dict[str, Any] = {
         "request_id": "a",
         "prompt_token_ids": [1, 2, 3],
@@ -33,12 +56,6 @@ def request_with(**changes: Any) -> Any:
 
 
 def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
-    import torch
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     rows = np.arange(6).reshape(3, 2)
     output = EngineCoreOutput(
         "a",
@@ -61,12 +78,6 @@ def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:
 
 
 def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resumed() -> None:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-
-    from deployments.engines.vllm.codec import VllmCodec
-    from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
-
     def request(**extra: Any) -> EngineCoreRequest:
         return request_with(sampling_params=SamplingParams(max_tokens=9, temperature=0.0, extra_args=extra or None))
 
@@ -105,21 +116,12 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
     [({}, 0), ({"min_tokens": 5}, 5), ({"ignore_eos": True}, 9), ({"ignore_eos": True, "stop": "x"}, 9)],
 )
 def test_an_answer_that_its_client_holds_open_has_a_least_length(asked: dict[str, Any], least: int) -> None:
-    from vllm import SamplingParams
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     size = VllmCodec().size(request_with(sampling_params=SamplingParams(max_tokens=9, **asked)))
     assert (size.min_output_tokens, size.max_output_tokens) == (least, 9)
 
 
 def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_cannot() -> None:
     """The generation_config of many models sets it; as vLLM computes it, a token may stand in prompt or answer."""
-    import torch
-    from vllm import SamplingParams
-    from vllm.model_executor.layers.utils import apply_penalties
-
-    from deployments.engines.vllm.codec import VllmCodec
 
     def resumable(**sampling: Any) -> bool:
         return VllmCodec().resumable(request_with(sampling_params=SamplingParams(max_tokens=9, **sampling)))
@@ -135,11 +137,6 @@ def test_a_repetition_penalty_can_be_resumed_and_penalties_of_the_answer_alone_c
 
 
 def test_an_answer_in_one_piece_is_one_that_nobody_looks_into() -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     def in_one_piece(**sampling: Any) -> bool:
         return VllmCodec().in_one_piece(request_with(sampling_params=SamplingParams(**sampling)))
 
@@ -150,11 +147,6 @@ def test_an_answer_in_one_piece_is_one_that_nobody_looks_into() -> None:
 
 
 def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
-    import torch
-    from vllm import SamplingParams
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     codec, forced = VllmCodec(), SamplingParams(max_tokens=9, trace_decode_token_ids=[4, 5, 6])
     scored = SamplingParams(max_tokens=9, prompt_logprob_token_ids=np.array([[1, 2], [3, 4]], dtype=np.int32))
     assert codec.resumable(request_with())
@@ -166,13 +158,6 @@ def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
 
 def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may look at the answer so far, also without arguments of the request."""
-    from importlib.metadata import EntryPoint
-
-    from deployments.config.model import DEMO_MODEL
-    from deployments.engines.vllm import args
-    from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
-    from deployments.engines.vllm.codec import VllmCodec
-
     plain = parse_vllm_args(["--model", str(DEMO_MODEL)])
     assert not has_logits_processors(plain)
     assert has_logits_processors(parse_vllm_args(["--model", str(DEMO_MODEL), "--logits-processors", "mine:Processor"]))
@@ -185,12 +170,6 @@ def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["tool", "reasoning"])
 def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path: Path) -> None:
     """As vLLM's own server does, which does not run here."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
-    from deployments.config.model import DEMO_MODEL
-    from deployments.engines.vllm.args import parse_vllm_args
-
     plugin = tmp_path / f"sluice_{kind}_plugin.py"
     base, manager = f"{kind.title()}Parser", f"{kind.title()}ParserManager"
     where = "vllm.tool_parsers" if kind == "tool" else "vllm.reasoning"
@@ -203,21 +182,12 @@ def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path
 
 def test_a_resumed_answer_tells_the_experts_of_no_token_twice() -> None:
     """Of three tokens of a prompt and the first of two that were sent they are known."""
-    from deployments.engines.vllm.codec import VllmCodec
-
     resumed = VllmCodec().recover(request_with(), [4, 5]).request
     assert resumed.prompt_token_ids == [1, 2, 3, 4, 5]
     assert resumed.sampling_params.routed_experts_prompt_start == 4
 
 
 def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_its_cache() -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.engine import EngineCoreOutput
-
-    from deployments.engines.vllm.codec import TRANSFER_KEY, VllmCodec
-    from deployments.engines.vllm.front_end import _without_transfer
-
     sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
     codec, asked = VllmCodec(), request_with(sampling_params=sampling)
     reading = codec.prefill_of(asked).sampling_params
@@ -239,11 +209,6 @@ def test_a_prefill_is_one_token_of_the_same_prompt_and_the_answer_begins_with_it
 
 
 def test_an_answer_to_a_prompt_that_was_read_elsewhere_tells_what_was_cached_there() -> None:
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.metrics.stats import PrefillStats
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     codec = VllmCodec()
     output = EngineCoreOutput("a", [7], prefill_stats=PrefillStats(num_prompt_tokens=64, num_cached_tokens=64))
     codec.note_hits(output, {"remote_port": 1})
@@ -256,22 +221,12 @@ def test_an_answer_to_a_prompt_that_was_read_elsewhere_tells_what_was_cached_the
 
 def test_adapters_are_told_apart_within_32_bits() -> None:
     """As vLLM's model runner for GPUs keeps them."""
-    from deployments.engines.vllm.args import lora_id
-
     ids = {lora_id(f"adapter{number}", "/adapters") for number in range(1000)}
     assert len(ids) == 1000
     assert all(0 < one < 2**31 for one in ids)
 
 
 async def test_a_front_end_asks_for_the_very_adapters_that_replicas_have_loaded() -> None:
-    import msgspec
-    from vllm.entrypoints.openai.models.protocol import BaseModelPath
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
-
-    from deployments.engines.vllm.args import lora_requests, parse_vllm_args
-    from deployments.engines.vllm.front_end import RoutedEngineCore
-
     fused = '{"name": "fused", "path": "/adapters/fused", "base_model_name": "m", "is_3d_lora_weight": true}'
     modules = ["plain=/adapters/plain", fused]
     by_modality = ["--default-mm-loras", '{"image": "/adapters/image"}']
@@ -290,14 +245,6 @@ async def test_a_front_end_asks_for_the_very_adapters_that_replicas_have_loaded(
 
 def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
     """One that had sent an image to one replica would send its hash alone to the next."""
-    from vllm.config.multimodal import MultiModalConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.multimodal.cache import factories
-
-    from deployments.config.model import DEMO_ARGS, DEMO_MODEL
-    from deployments.engines.vllm.args import parse_vllm_args
-    from deployments.engines.vllm.front_end import front_end_config
-
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
     config = front_end_config(AsyncEngineArgs.from_cli_args(args))
     sees = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=MultiModalConfig)
@@ -306,8 +253,6 @@ def test_a_front_end_sends_images_with_every_request_that_has_them() -> None:
 
 
 def test_a_replica_learns_how_much_of_a_prompt_counts_as_unread_there() -> None:
-    from deployments.engines.vllm.codec import VllmCodec
-
     codec, request = VllmCodec(), request_with(prompt_token_ids=list(range(100)))
     ticket = Ticket(
         request_id="a",
@@ -324,10 +269,6 @@ def test_a_replica_learns_how_much_of_a_prompt_counts_as_unread_there() -> None:
 
 
 def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashes() -> None:
-    from vllm.lora.request import LoRARequest
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     picture = SimpleNamespace(identifier="picture")
     adapted = LoRARequest(lora_name="b", lora_int_id=1, lora_path="/b")
     asked: list[dict[str, Any]] = [
@@ -343,8 +284,6 @@ def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashe
 
 
 def test_a_trace_goes_with_a_request_also_once_that_is_resumed_and_ends_before_the_engine() -> None:
-    from deployments.engines.vllm.codec import VllmCodec
-
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     codec, request = VllmCodec(), request_with()
     traced = codec.with_trace(request, headers)
@@ -357,20 +296,11 @@ def test_a_trace_goes_with_a_request_also_once_that_is_resumed_and_ends_before_t
 
 
 def test_an_engine_says_with_the_first_output_what_it_had_cached() -> None:
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.metrics.stats import PrefillStats
-
-    from deployments.engines.vllm.codec import VllmCodec
-
     said = EngineCoreOutput("a", [1], prefill_stats=PrefillStats(num_cached_tokens=48))
     assert [VllmCodec().cached_tokens(output) for output in (said, EngineCoreOutput("a", [2]))] == [48, None]
 
 
 async def test_requests_of_a_key_find_only_prompts_of_that_key() -> None:
-    from deployments.engines.vllm.front_end import RoutedEngineCore
-    from router.admission import Tenant
-    from router.timing import HttpContext, current
-
     salts: list[str | None] = []
 
     async def submit(request: Any, **_: Any) -> None:

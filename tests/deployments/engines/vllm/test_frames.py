@@ -2,13 +2,33 @@
 
 import subprocess
 import sys
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import fields
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1 import engine
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, UtilityOutput
+from vllm.v1.engine import FinishReason as Theirs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
+from deployments.engines.vllm import core_link
 from deployments.engines.vllm.frames import (
     _ARRAYS,
     BatchFields,
@@ -37,8 +57,6 @@ def sent(parts: Sequence[Any]) -> list[memoryview]:
     ],
 )
 def test_the_fields_are_vllms_in_its_order_with_its_defaults(ours: Any, theirs: str) -> None:
-    from vllm.v1 import engine
-
     original = getattr(engine, theirs)
     assert ours.__struct_fields__ == original.__struct_fields__
     assert [field.default for field in fields(ours)] == [field.default for field in fields(original)]
@@ -48,16 +66,10 @@ def test_the_fields_are_vllms_in_its_order_with_its_defaults(ours: Any, theirs: 
 
 
 def test_answers_end_as_in_vllm() -> None:
-    from vllm.v1 import engine
-
     assert {str(each): each.value for each in FinishReason} == {str(each): each.value for each in engine.FinishReason}
 
 
 def test_the_fields_with_arrays_are_all_that_have_any() -> None:
-    import typing
-
-    from vllm.v1.engine import EngineCoreOutput
-
     hints = typing.get_type_hints(EngineCoreOutput)
     plain = {"events", "prefill_stats", "spec_decode_metrics", "finish_reason", "trace_headers"}
     plain |= {"kv_transfer_params", "ec_transfer_params", "mm_cache_miss_hashes", "stop_reason"}
@@ -66,11 +78,6 @@ def test_the_fields_with_arrays_are_all_that_have_any() -> None:
 
 
 def test_messages_are_named_as_in_vllm() -> None:
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineCoreProc
-
-    from deployments.engines.vllm import core_link
-
     kinds = (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY)
     assert tuple(kind.value for kind in kinds) == (core_link._ADD, core_link._ABORT, core_link._CALL)
     assert core_link._DEAD == EngineCoreProc.ENGINE_CORE_DEAD
@@ -78,20 +85,6 @@ def test_messages_are_named_as_in_vllm() -> None:
 
 
 def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and_its_trace() -> None:
-    import torch
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFeatureSpec,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-        PlaceholderRange,
-    )
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
     pixels = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
     elem = MultiModalFieldElem(data=pixels, field=MultiModalBatchedField())
     feature = MultiModalFeatureSpec(MultiModalKwargsItem({"pixels": elem}), "image", "hash", PlaceholderRange(0, 3))
@@ -130,10 +123,6 @@ def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and
 
 
 def test_a_prompt_of_embeddings_has_its_length() -> None:
-    import torch
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
     empty = dict.fromkeys(EngineCoreRequest.__struct_fields__[:9])
     embeds = torch.ones(5, 300)
     request = EngineCoreRequest(**{**empty, "request_id": "a", "arrival_time": 0.0, "prompt_embeds": embeds})
@@ -146,12 +135,6 @@ def test_a_prompt_of_embeddings_has_its_length() -> None:
 
 def outputs_of(request_id: str, start: int) -> Any:
     """With arrays small enough to stand in the frame, and others in buffers behind it."""
-    import torch
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine import FinishReason as Theirs
-    from vllm.v1.metrics.stats import PrefillStats
-    from vllm.v1.outputs import LogprobsLists, LogprobsTensors
-
     many = np.arange(start, start + 400).reshape(2, 200)
     return EngineCoreOutput(
         request_id,
@@ -170,9 +153,6 @@ def outputs_of(request_id: str, start: int) -> Any:
 
 @pytest.mark.parametrize("mine", [[0], [1], [0, 2], [2, 1, 0]])
 def test_each_router_gets_its_outputs_whole_with_their_arrays_alone(mine: list[int]) -> None:
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
     given = [outputs_of(f"r{at}", 1000 * at) for at in range(3)]
     parts = sent(MsgpackEncoder().encode(EngineCoreOutputs(outputs=given, timestamp=4.5, weight_version="w")))
     codec = FrameCodec()
@@ -187,9 +167,6 @@ def test_each_router_gets_its_outputs_whole_with_their_arrays_alone(mine: list[i
 
 
 def test_answers_to_calls_are_read() -> None:
-    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
-    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult
-
     codec, encoder, status = FrameCodec(), MsgpackEncoder(), {"free_blocks": 3, "hash": b"\0"}
     for output, told in (
         (UtilityOutput(7, result=UtilityResult(status)), (None, status)),

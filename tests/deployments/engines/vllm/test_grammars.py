@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1 import structured_output
 
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm import core_plugin
@@ -98,8 +99,6 @@ async def test_after_the_end_of_its_process_the_next_grammar_starts_another() ->
 
 
 def test_an_engine_compiles_more_than_one_grammar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1 import structured_output
-
     def start(manager: Any, config: Any) -> None:
         manager.executor = SimpleNamespace(shutdown=lambda: None)
 

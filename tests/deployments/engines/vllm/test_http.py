@@ -15,11 +15,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.exceptions import GracefulHTTPError
+from vllm.renderers.base import BaseRenderer
 
 from deployments import app
 from deployments.config.application import AppConfig
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.config.router import RouterSection
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.front_end import RoutedAsyncLLM, RoutedEngineCore
 from deployments.engines.vllm.grammars import Compiled
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, log_causes
@@ -58,12 +64,6 @@ def routed() -> Routed:
 
 @pytest.fixture
 async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[FastAPI]:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-
-    from deployments.engines.vllm.args import parse_vllm_args
-    from deployments.engines.vllm.front_end import RoutedAsyncLLM
-
     for name, value in OF_THE_NODE.items():
         monkeypatch.setenv(name, value)
     for name, value in app.router_env().items():
@@ -249,10 +249,6 @@ async def test_however_an_exchange_ends_the_slots_of_its_requests_are_free(
 
 @pytest.mark.parametrize("ends", ["before it is queued", "while it is queued"])
 async def test_what_a_handler_asks_for_after_the_end_of_its_exchange_holds_no_slot(ends: str) -> None:
-    from vllm.exceptions import GracefulHTTPError
-
-    from deployments.engines.vllm.front_end import RoutedEngineCore
-
     class Slow(Routed):
         async def submit(self, request: Any, **_: Any) -> None:
             await super().submit(request)
@@ -290,8 +286,6 @@ async def test_a_long_text_leaves_a_thread_to_short_ones(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many long ones as there are threads, which go on until a short one has been answered."""
-    from vllm.renderers.base import BaseRenderer
-
     may_end, begun = threading.Event(), []
     get = BaseRenderer.get_tokenizer
 
@@ -378,10 +372,6 @@ async def test_no_list_of_any_route_makes_more_engine_requests_than_one_may(
 
 
 async def test_of_a_route_that_nobody_foresaw_the_engine_requests_are_counted(routed: Routed) -> None:
-    from vllm.exceptions import GracefulHTTPError
-
-    from deployments.engines.vllm.front_end import RoutedEngineCore
-
     core = RoutedEngineCore(routed, "m")  # type: ignore[arg-type]
     context = HttpContext(0.0, "standard", max_engine_requests=2)
     current.set(context)

@@ -1,10 +1,17 @@
 """What a learned predictor is asked about requests that come through vLLM's own renderer."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers import renderer_from_config
 
+from deployments.config.model import DEMO_ARGS, DEMO_MODEL
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.front_end import RoutedEngineCore, note_chats, prompt_text
 from router.timing import HttpContext, current
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
@@ -15,13 +22,6 @@ INSTRUCTIONS = {"role": "system", "content": "You are a careful guide to rivers.
 @pytest.fixture(scope="module")
 def renderer() -> Any:
     """vLLM's own, with the demo model's tokenizer and chat template."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.renderers import renderer_from_config
-
-    from deployments.config.model import DEMO_ARGS, DEMO_MODEL
-    from deployments.engines.vllm.args import parse_vllm_args
-    from deployments.engines.vllm.front_end import note_chats
-
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS])
     made = renderer_from_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
     note_chats(made)
@@ -29,8 +29,6 @@ def renderer() -> Any:
 
 
 async def rendered(renderer: Any, *conversations: list[dict[str, str]], tokenize: bool = False) -> list[str | None]:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
     params = ChatCompletionRequest(messages=conversations[0]).build_chat_params(None, "auto")
     _, prompts = await renderer.render_chat_async(conversations, params.with_defaults({"tokenize": tokenize}))
     return [prompt.get("prompt") for prompt in prompts]
@@ -53,10 +51,6 @@ async def test_chats_are_known_by_the_text_that_the_template_makes_of_them(rende
 async def test_the_question_has_the_users_words_and_a_plain_prompt_is_its_own_question(
     renderer: Any, tokenize: bool
 ) -> None:
-    from types import SimpleNamespace
-
-    from deployments.engines.vllm.front_end import RoutedEngineCore, prompt_text
-
     context = HttpContext(time.monotonic(), "standard")
     current.set(context)
     core = RoutedEngineCore(routed=None, model="m")  # type: ignore[arg-type]

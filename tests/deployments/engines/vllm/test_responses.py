@@ -10,9 +10,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
+from openai_harmony import Conversation, DeveloperContent, Message, Role, SystemContent
+from pydantic_core import to_json
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
 
 from deployments import app
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
+from deployments.engines.vllm.args import parse_vllm_args
+from deployments.engines.vllm.front_end import RoutedAsyncLLM
+from deployments.engines.vllm.responses import KeptResponses, _conversation, _decoded, stored_responses
 from deployments.http.in_process import ask
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import TENANT, SluiceMiddleware
@@ -45,9 +53,6 @@ def routed() -> Routed:
 
 @pytest.fixture
 async def llm(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterator[Any]:
-    from deployments.engines.vllm.args import parse_vllm_args
-    from deployments.engines.vllm.front_end import RoutedAsyncLLM
-
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", MODEL, *DEMO_ARGS, "--disable-log-stats"])
@@ -77,11 +82,6 @@ class OneRouter:
 
 
 async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MAX_BYTES) -> Any:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-
-    from deployments.engines.vllm.responses import KeptResponses, stored_responses
-
     failures: list[str] = []
     kept = background = None
     if store is not None:
@@ -346,10 +346,6 @@ async def test_what_is_made_in_the_background_is_bounded_in_bytes(
 
 
 def test_calls_of_tools_stand_before_their_outputs() -> None:
-    from openai.types.responses import ResponseFunctionToolCall
-
-    from deployments.engines.vllm.responses import _conversation, _decoded
-
     call = ResponseFunctionToolCall(type="function_call", call_id="c1", name="weather", arguments='{"at": "sea"}')
     messages = [{"role": "user", "content": "How is it?"}]
     read = _decoded("resp_1", json.dumps(_conversation(messages, [call])).encode())
@@ -358,12 +354,6 @@ def test_calls_of_tools_stand_before_their_outputs() -> None:
 
 
 def test_harmonys_messages_come_back_as_they_went() -> None:
-    from openai.types.responses import ResponseFunctionToolCall
-    from openai_harmony import Conversation, DeveloperContent, Message, Role, SystemContent
-    from pydantic_core import to_json
-
-    from deployments.engines.vllm.responses import _conversation, _decoded
-
     messages = [
         Message.from_role_and_content(Role.SYSTEM, SystemContent.new()),
         Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions("Be brief.")),
