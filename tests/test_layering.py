@@ -44,7 +44,7 @@ VLLM_OUTSIDE_ITS_ROOM = {
     "deployments/command/calibrate.py": {"vllm"},
     "deployments/engines/transformers/sampling.py": {"vllm"},
     "deployments/engines/transformers/step.py": {"vllm"},
-    "deployments/serving/front_end.py": {
+    "deployments/serving/front_end_start.py": {
         "vllm.entrypoints.launchers.api_server.app_state",
         "vllm.entrypoints.launchers.app",
     },

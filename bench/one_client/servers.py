@@ -12,15 +12,11 @@ from deployments.process.parent import die_with_parent
 
 
 async def _route(config: AppConfig, redis_url: str, port: int) -> None:
-    from deployments.serving.router import Router
+    from deployments.serving.service import opened_service
 
-    router = Router(config, redis_url, [], None)
-    app = await router.__serve_build_asgi_app__()
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
-    try:
-        await server.serve()
-    finally:
-        await router.__del__()
+    async with opened_service(config, redis_url) as service:
+        options = uvicorn.Config(service.app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+        await uvicorn.Server(options).serve()
 
 
 def route(config: AppConfig, redis_url: str, port: int, log: Path) -> None:

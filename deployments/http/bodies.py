@@ -13,6 +13,7 @@ from starlette.types import Receive
 from deployments.http.errors import HttpError, bad_request
 from deployments.http.limits import RequestLimits, judged
 from policies.errors import SluiceError
+from policies.live import Live
 
 IN_A_THREAD_BYTES = 16 << 10  # what takes longer to judge than a thread takes to start
 
@@ -38,22 +39,34 @@ class _Incoming:
     gave_way: bool = False
 
 
-class RequestBodies:
-    """All bodies of one process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """What bodies may take.
 
-    def __init__(self, limits: RequestLimits, *, max_buffered_bytes: int, timeout_s: float) -> None:
-        """Args:
+    Attributes:
+        request: what a single one may ask for.
         max_buffered_bytes: of all bodies together, until their exchange ends. Beyond it the largest body that is not
             whole yet is given up: clients that send slowly, or much, give way.
         timeout_s: from the first byte of a body to its last.
-        """
-        self.adopt(limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)
+    """
+
+    request: RequestLimits
+    max_buffered_bytes: int
+    timeout_s: float
+
+
+class RequestBodies:
+    """All bodies of one process."""
+
+    def __init__(self, limits: Live[BodyLimits]) -> None:
+        self._limits = limits
         self._incoming: set[_Incoming] = set()
         self.buffered_bytes = 0
 
-    def adopt(self, limits: RequestLimits, *, max_buffered_bytes: int, timeout_s: float) -> None:
-        """Other limits, for what comes from now on."""
-        self.limits, self._max_buffered_bytes, self._timeout_s = limits, max_buffered_bytes, timeout_s
+    @property
+    def limits(self) -> RequestLimits:
+        """Of one request, in force now."""
+        return self._limits.now.request
 
     @property
     def too_large(self) -> HttpError:
@@ -92,7 +105,7 @@ class RequestBodies:
         """Its size stays counted when it is whole, and only then."""
         incoming = _Incoming()
         try:
-            async with asyncio.timeout(self._timeout_s) as incoming.deadline:
+            async with asyncio.timeout(self._limits.now.timeout_s) as incoming.deadline:
                 return await self._whole(incoming, receive)
         except BaseException as error:
             self.buffered_bytes -= incoming.size
@@ -118,7 +131,7 @@ class RequestBodies:
         self.buffered_bytes += len(part)
         if self.is_too_large(incoming.size):
             raise self.too_large
-        if self.buffered_bytes > self._max_buffered_bytes:
+        if self.buffered_bytes > self._limits.now.max_buffered_bytes:
             largest = max(self._incoming, key=lambda each: each.size)
             if largest is incoming:
                 raise self._no_room
@@ -129,7 +142,7 @@ class RequestBodies:
     def _given_up(self, incoming: _Incoming) -> HttpError:
         if incoming.gave_way:
             return self._no_room
-        why = f"the body was not whole within {self._timeout_s:g} s"
+        why = f"the body was not whole within {self._limits.now.timeout_s:g} s"
         return HttpError(HTTPStatus.REQUEST_TIMEOUT, why, {"Connection": "close"})
 
     @property

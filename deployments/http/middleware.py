@@ -26,6 +26,7 @@ from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, Promises, asked_for
 from deployments.http.traces import HttpTrace, HttpTraces, client_trace_id
 from policies.errors import AdmissionError
+from policies.live import Live
 from router.admission import Tenant
 from router.timing import HttpContext, current
 
@@ -96,18 +97,14 @@ def _with_cause_logged(handler: Callable[[Request, Exception], Any]) -> Callable
 
 
 class SluiceMiddleware:
-    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream.
-
-    Attributes:
-        promises: what requests from now on are promised.
-    """
+    """Wraps the whole application, as plain ASGI: it must cost next to nothing on every chunk of a stream."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         bodies: RequestBodies,
-        promises: Promises,
+        promises: Live[Promises],
         keys: KeyRing,
         charge: Charge,
         traces: HttpTraces | None = None,
@@ -117,7 +114,7 @@ class SluiceMiddleware:
         traces: None makes none.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self.promises, self._traces = promises, traces
+        self._promises, self._traces = promises, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -206,6 +203,6 @@ class SluiceMiddleware:
             HttpError: what it asks for is malformed, or not for its key.
         """
         may_tighten = not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)
-        promised = self.promises.of(headers, context.tenant, tier, may_tighten=may_tighten)
+        promised = self._promises.now.of(headers, context.tenant, tier, may_tighten=may_tighten)
         context.slo_class, context.promise = promised.slo_class, promised.promise
         context.service_tier = promised.service_tier

@@ -1,16 +1,33 @@
-"""What routers tell, through the shared state, of the settings that changed while engines serve: the engine replicas of
-their model what follows for them, and routers that start later the `user_config` that was last taken."""
+"""The live settings of a router, and what engines and later routers are told of them through the shared state."""
 
+import asyncio
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from deployments.config.application import AppConfig
+from deployments.config.engine import Role
 from deployments.config.live import EngineTerms, configured_as
+from policies.live import Live
 from router.state_store import StateStore
 
 _USER_CONFIG, _TERMS = "user_config", "engines"
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What a router goes by.
+
+    Attributes:
+        config: the configuration that it began with, with `user_config` over it; of one model, or of all.
+        user_config: that of the deployment, of all models; None before Ray Serve has said what it is.
+    """
+
+    config: AppConfig
+    user_config: Any = None
 
 
 class LiveSettings:
@@ -42,3 +59,36 @@ class LiveSettings:
 
 def _packed(user_config: Any, terms: EngineTerms) -> dict[str, bytes]:
     return {_USER_CONFIG: json.dumps(user_config).encode(), _TERMS: msgspec.json.encode(terms)}  # it may hold .inf
+
+
+class Announcer:
+    """Tells the engine replicas of one model, and routers that start later, what is in force in this router."""
+
+    def __init__(self, in_force: Live[InForce], stores: Mapping[Role, StateStore]) -> None:
+        """Args:
+        in_force: of the model, as its replicas began.
+        stores: the shared state of each group of its replicas.
+        """
+        self._in_force, self._begun = in_force, in_force.now.config
+        self._groups = {role: LiveSettings(store, self._begun) for role, store in stores.items()}
+        self._told: InForce | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def told_user_config(self) -> Any | None:
+        """What routers of this configuration have last taken; None before the first. Raises StateStoreError."""
+        return await self._groups["decode"].user_config()
+
+    async def tell(self) -> None:
+        """Tell what is in force; once that is told, only what the shared state has lost of it.
+
+        Raises:
+            StateStoreError: it cannot be reached, and is told at a later heartbeat.
+        """
+        async with self._one_at_a_time:
+            now = self._in_force.now
+            if now.user_config is None:
+                return
+            for role, settings in self._groups.items():
+                terms = EngineTerms.of(self._begun, now.config, role)
+                await (settings.restore if self._told is now else settings.tell)(now.user_config, terms)
+            self._told = now

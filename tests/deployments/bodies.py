@@ -9,11 +9,12 @@ import httpx
 import redis.asyncio as redis
 from starlette.types import ASGIApp
 
-from deployments.http.bodies import RequestBodies
+from deployments.http.bodies import BodyLimits, RequestBodies
 from deployments.http.keys import KeyRing
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises
+from policies.live import Live
 from policies.router.promise import NO_PROMISE
 from router.admission import Tenant
 
@@ -32,7 +33,7 @@ def request_bodies(
     limits = RequestLimits.of_context(
         context_tokens, takes_media=False, max_body_bytes=max_body_bytes, max_engine_requests=256
     )
-    return RequestBodies(limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)
+    return RequestBodies(Live(BodyLimits(request=limits, max_buffered_bytes=max_buffered_bytes, timeout_s=timeout_s)))
 
 
 def key_ring(
@@ -50,8 +51,8 @@ def key_ring(
 
 def behind_middleware(app: ASGIApp, classes: Iterable[str] = ("standard",), **parts: Any) -> SluiceMiddleware:
     """parts: those that differ, by their names in SluiceMiddleware."""
-    promises = Promises(dict.fromkeys(classes, NO_PROMISE), "standard")
-    others = {"bodies": request_bodies(), "promises": promises, "keys": key_ring(tuple(classes)), "charge": free}
+    promises = parts.pop("promises", Promises(dict.fromkeys(classes, NO_PROMISE), "standard"))
+    others = {"bodies": request_bodies(), "promises": Live(promises), "keys": key_ring(tuple(classes)), "charge": free}
     return SluiceMiddleware(app, **{**others, **parts})
 
 

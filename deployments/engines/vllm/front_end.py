@@ -33,6 +33,7 @@ from deployments.engines.vllm.codec import TRANSFER_KEY
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.errors import status_of
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
+from policies.live import Live
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
 from router.prefill_decode import EngineClient
@@ -66,7 +67,7 @@ class PromptLogprobs:
     stream goes on."""
 
     vocabulary: int
-    most: int
+    most: Live[int]
 
     def check(self, request: EngineCoreRequest) -> None:
         """Raises InputError for more than there may be."""
@@ -75,10 +76,8 @@ class PromptLogprobs:
             return
         of_each = 1 + (self.vocabulary if params.prompt_logprobs == -1 else params.prompt_logprobs)
         found = of_each * len(request.prompt_token_ids or ())
-        if found > self.most:
-            raise InputError(
-                f"prompt_logprobs: {found} values, and {self.most} is the most (router.max_prompt_logprobs)"
-            )
+        if found > (most := self.most.now):
+            raise InputError(f"prompt_logprobs: {found} values, and {most} is the most (router.max_prompt_logprobs)")
 
 
 class RoutedEngineCore(EngineCoreClient):
@@ -281,12 +280,18 @@ class RoutedAsyncLLM(AsyncLLM):
         args: Namespace,
         routed: EngineClient[EngineCoreRequest, EngineCoreOutputs],
         unsupported: Callable[[EngineCoreRequest], Sequence[str]] | None = None,
-        max_prompt_logprobs: int | None = None,
+        max_prompt_logprobs: Live[int] | None = None,
         *,
         isolates_keys: bool = False,
+        made_grammars: Callable[[VllmConfig], Grammars] | None = None,
     ) -> None:
+        """Args:
+        unsupported, isolates_keys: as of `RoutedEngineCore`.
+        max_prompt_logprobs: None sets no bound.
+        made_grammars: what compiles them, by the front end's configuration, in place of vLLM's own checks, which run on
+            the event loop for as long as they take; None leaves those.
+        """
         self._routed = routed
-        self._grammars: Grammars | None = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = front_end_config(engine_args)
         self._public_name = model = (args.served_model_name or [args.model])[0]
@@ -300,6 +305,9 @@ class RoutedAsyncLLM(AsyncLLM):
                 log_stats=not engine_args.disable_log_stats,
                 log_requests=engine_args.enable_log_requests,
             )
+        self._grammars = None if made_grammars is None else made_grammars(config)
+        if self._grammars is not None:
+            self.input_processor.structured_outputs_config = None
         note_chats(self.renderer)
         let_short_texts_pass(self.renderer)
 
@@ -324,16 +332,6 @@ class RoutedAsyncLLM(AsyncLLM):
         except (AdmissionError, StateStoreError) as error:
             context.timings.append(timing)
             raise _as_answer(error, context) from error
-
-    def limit_prompt_logprobs(self, most: int) -> None:
-        """Of one that was made with a limit."""
-        assert self._logprobs is not None
-        self._logprobs.most = most
-
-    def compile_grammars_with(self, grammars: Grammars) -> None:
-        """In place of vLLM's own checks of them, which run on the event loop for as long as they take."""
-        self._grammars = grammars
-        self.input_processor.structured_outputs_config = None
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *others: Any, **settings: Any) -> Any:
         """vLLM's output processor reads what a client would tell a KV connector: how much of its prompt was cached."""

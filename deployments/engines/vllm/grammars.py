@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from policies.errors import InputError, ReplicaLostError
+from policies.live import Live
 from router.background import BackgroundTasks
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,12 @@ class Compiled(msgspec.Struct):
 class Grammars:
     """Of one model's front end."""
 
-    def __init__(self, config: Any, timeout_s: float, background: BackgroundTasks) -> None:
+    def __init__(self, config: Any, timeout_s: Live[float], background: BackgroundTasks) -> None:
         """Args:
         config: vLLM's, for its tokenizer and the backend that is set.
         timeout_s: the longest that one may take, in seconds of a core.
         """
-        self._config, self.timeout_s, self._background = config, timeout_s, background
+        self._config, self._timeout_s, self._background = config, timeout_s, background
         self._known: OrderedDict[bytes, Compiled] = OrderedDict()
         self._compiling: dict[bytes, asyncio.Task[Compiled]] = {}
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -91,11 +92,11 @@ class Grammars:
             made.exception()
 
     async def _make(self, key: bytes, fields: Mapping[str, Any]) -> Compiled:
-        process = await self._started()
-        patience_s = 2 * CLOCK_PER_CPU * self.timeout_s + MARGIN_S
+        process, timeout_s = await self._started(), self._timeout_s.now
+        patience_s = 2 * CLOCK_PER_CPU * timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(patience_s), self._room:
-                made = await process.compile(fields, self.timeout_s)
+                made = await process.compile(fields, timeout_s)
         except TimeoutError as error:
             raise ReplicaLostError(f"other grammars compile for {patience_s:g} s already: try again later") from error
         if made.error is None:  # else the machine may have been too busy

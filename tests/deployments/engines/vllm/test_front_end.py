@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,14 @@ from deployments.engines.vllm.calibration_engine import calibration_engine
 from deployments.engines.vllm.engine import VllmEngine
 from deployments.engines.vllm.front_end import RoutedAsyncLLM, front_end_config
 from deployments.engines.vllm.version import ENGINE_VERSION
+from deployments.serving import front_end_start
 from deployments.serving.front_end import FrontEnd
-from deployments.serving.router import Router
+from deployments.serving.front_end_start import opened_front_end, router_metrics
+from deployments.serving.live_settings import InForce
 from policies.errors import ConfigError, SluiceError
+from policies.live import Live
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo
+from router.state_store import ReplicaInfo, StateStore
 from tests.deployments.engines.vllm.links import core_link
 from tests.deployments.refused_args import REFUSED_ARGS
 from tests.waiting import until
@@ -49,17 +53,16 @@ class Outputs:
 async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     outputs = Outputs()
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
-    front_end = FrontEnd(AppConfig(model="demo"), None)
-    front_end._llm = RoutedAsyncLLM(args, outputs, None)
-    router: Any = SimpleNamespace(_front_ends=[front_end])  # a whole one is made for a process of its own
-    front_end._llm._run_output_handler()
+    llm = RoutedAsyncLLM(args, outputs, None)
+    front_end: Any = SimpleNamespace(llm=llm, name="demo")  # a whole one is made for a process of its own
+    llm._run_output_handler()
     await outputs.queue.put(EngineCoreOutputs())
     await until(lambda: outputs.queue.empty())
-    Router.check_health(router)
+    FrontEnd.check_health(front_end)
     await outputs.queue.put(None)
-    await until(lambda: front_end._llm.output_handler.done())
+    await until(lambda: llm.output_handler.done())
     with pytest.raises(SluiceError, match="demo"):
-        Router.check_health(router)
+        FrontEnd.check_health(front_end)
 
 
 def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,24 +95,52 @@ async def test_an_engine_of_batches_offers_a_whole_one_whatever_memory_let_run(m
     assert (single.slots, batches.slots) == (3 + 2, 24)
 
 
-async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(redis_url: str, namespace: str) -> None:
-    """vLLM's arguments mostly leave that to the hardware, which a router has not."""
+Opening = Callable[[], AbstractAsyncContextManager[FrontEnd]]
+
+
+@pytest.fixture
+async def opening(redis_url: str, namespace: str) -> AsyncIterator[Opening]:
+    """Of the front end of a model whose one replica has registered."""
     config = AppConfig(model="demo", name=namespace, engine=EngineSection(prefill=PrefillSection()))
-    async with AsyncExitStack() as resources:
-        redis = connect(redis_url)
-        resources.push_async_callback(redis.aclose)
-        info = ReplicaInfo(
-            replica_id="r",
-            host="127.0.0.1",
-            port=1,
-            max_model_len=2048,
-            max_batch_tokens=300,
-            silence_s=600.0,
+    redis = connect(redis_url)
+    info = ReplicaInfo(
+        replica_id="r", host="127.0.0.1", port=1, max_model_len=2048, max_batch_tokens=300, silence_s=600.0
+    )
+    await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
+    in_force = Live(InForce(config))
+
+    def opened() -> AbstractAsyncContextManager[FrontEnd]:
+        metrics = router_metrics(config, "router", speaks_for_process=False)
+        return opened_front_end(
+            in_force, router_id="router", metrics=metrics, client=redis, predictor=None, responses=None
         )
-        await RedisStateStore(redis, config.namespace(ENGINE_VERSION)).register_replica(info, 1)
-        front_end = FrontEnd(config, None)
-        await front_end.start(redis, resources, None)
-        assert front_end.routed.policy.config.max_batch_tokens == 300
+
+    yield opened
+    await redis.aclose()
+
+
+async def test_a_router_splits_by_the_longest_step_that_its_replicas_take(opening: Opening) -> None:
+    """vLLM's arguments mostly leave that to the hardware, which a router has not."""
+    async with opening() as front_end:
+        assert front_end.clients.routed.policy.config.max_batch_tokens == 300
+        assert (await front_end.store.snapshot()).routers == 1
+
+
+async def test_a_front_end_that_does_not_open_leaves_no_router_behind(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[StateStore] = []
+
+    async def fail(in_force: Live[InForce], llm: Any, *_: Any) -> None:
+        stores.append(llm._routed.decoding.store)
+        assert (await stores[0].snapshot()).routers == 1
+        raise ValueError("no such template")
+
+    monkeypatch.setattr(front_end_start, "_application", fail)
+    with pytest.raises(ValueError, match="no such template"):
+        async with opening():
+            pass
+    assert (await stores[0].snapshot()).routers == 0
 
 
 DRAFT = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}

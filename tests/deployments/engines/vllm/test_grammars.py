@@ -18,6 +18,7 @@ from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import front_end_config
 from deployments.engines.vllm.grammars import Grammars
 from policies.errors import InputError, ReplicaLostError
+from policies.live import Live
 from router.background import BackgroundTasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -32,7 +33,7 @@ ENDLESS = "(" + "|".join("a" * n for n in range(1, 800)) + ")+"
 async def compiling(*argv: str) -> AsyncIterator[Grammars]:
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *argv])
     background = BackgroundTasks(lambda task: pytest.fail(f"{task} failed"))
-    grammars = Grammars(front_end_config(AsyncEngineArgs.from_cli_args(args)), TIMEOUT_S, background)
+    grammars = Grammars(front_end_config(AsyncEngineArgs.from_cli_args(args)), Live(TIMEOUT_S), background)
     try:
         yield grammars
     finally:

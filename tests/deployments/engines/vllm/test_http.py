@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +31,9 @@ from deployments.engines.vllm.grammars import Compiled
 from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware, log_causes
 from deployments.http.promises import Promises
-from deployments.serving.router import Router
+from deployments.serving import service
 from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
+from policies.live import Live
 from policies.router.promise import NO_PROMISE
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, current
@@ -70,8 +72,8 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
         monkeypatch.setenv(name, value)
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *OF_THE_OPERATOR])
     args.enable_offline_docs = True
-    llm = RoutedAsyncLLM(args, routed, None, MOST_LOGPROBS)  # type: ignore[arg-type]
-    llm.compile_grammars_with(Compiles())  # type: ignore[arg-type]
+    most = Live(MOST_LOGPROBS)
+    llm = RoutedAsyncLLM(args, routed, None, most, made_grammars=lambda _: Compiles())  # type: ignore[arg-type, return-value]
     made = build_app(args, ("generate",), llm.model_config)
     log_causes(made)
     await init_app_state(llm, made.state, args, ("generate",))
@@ -87,7 +89,7 @@ def served(vllms: FastAPI) -> ASGIApp:
     return SluiceMiddleware(
         vllms,
         bodies=request_bodies(),
-        promises=Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard"),
+        promises=Live(Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard")),
         keys=keys,
         charge=free,
     )
@@ -414,11 +416,6 @@ async def test_vllm_asks_for_no_key_opens_no_route_of_developers_and_stores_no_r
     assert (stored.status_code, "RESPONSES_API_STORE" in stored.text) == (400, True)
 
 
-class Unserved(Router):
-    def __del__(self) -> None:  # type: ignore[override]
-        """Nothing was opened."""
-
-
 LIMIT_BYTES = 2048
 KEY = {"name": "a", "sha256": digest("a key"), "classes": ["standard"]}
 WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
@@ -428,12 +425,6 @@ WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
 async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     """Of a router that serves it under a prefix, to those who have a key."""
 
-    async def start(client: object, resources: object, background: object) -> FastAPI:
-        return vllms
-
-    monkeypatch.setattr("deployments.serving.router.log_by", lambda settings: None)
-    config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
-    router: Any = Unserved(config, "redis://127.0.0.1:1/0", [], json.dumps([KEY]))
     metrics = RouterMetrics(labels={"router": "a"})
 
     async def pages() -> list[bytes]:
@@ -442,24 +433,27 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async def nobody() -> None:
         """No engine is there to be told of settings."""
 
-    router._front_ends = [
-        SimpleNamespace(
-            start=start,
-            adopt=lambda user_config, config: None,
-            tell=nobody,
+    @asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(
+            app=vllms,
+            follow=lambda: None,
+            announcer=SimpleNamespace(tell=nobody),
             names=("m",),
-            metrics=metrics,
             metrics_pages=pages,
             max_model_len=2048,
             takes_media=False,
             charge=free,
         )
-    ]
-    transport = httpx.ASGITransport(await router.__serve_build_asgi_app__(), root_path="/llm")
-    await router.reconfigure(None, None)  # as Ray Serve does before a request comes
-    async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as made:
-        yield made
-    await Router.__del__(router)
+
+    monkeypatch.setattr(service, "opened_front_end", opened)
+    monkeypatch.setattr("deployments.serving.user_config.log_by", lambda settings: None)
+    config = AppConfig(model="m", router=RouterSection(max_body_bytes=LIMIT_BYTES))
+    async with service.opened_service(config, "redis://127.0.0.1:1/0", api_keys=json.dumps([KEY])) as serving:
+        await serving.user_config.change({})  # as Ray Serve does before a request comes
+        transport = httpx.ASGITransport(serving.app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://sluice/llm") as made:
+            yield made
 
 
 async def test_a_browser_may_ask_whether_it_may_send_its_key_and_read_why_it_is_refused(

@@ -30,6 +30,7 @@ from deployments.responses.background import BackgroundResponses
 from deployments.responses.http import ResponsesApi
 from deployments.responses.store import Place, ResponseStore
 from policies.errors import AdmissionError, StateStoreError
+from policies.live import Live
 from policies.router.promise import NO_PROMISE
 from router.admission import Tenant
 from router.background import BackgroundTasks
@@ -97,7 +98,7 @@ async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MA
     served = SluiceMiddleware(
         ResponsesApi(made, store),
         bodies=request_bodies(),
-        promises=Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard"),
+        promises=Live(Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard")),
         keys=keys,
         charge=free,
     )

@@ -1,0 +1,306 @@
+"""From a model's configuration to a front end that serves, once enough of its engine replicas are there."""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import ray
+import redis.asyncio as redis
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+
+from deployments.config.application import AppConfig
+from deployments.config.engine import PrefillSection, Role
+from deployments.config.scaling import least_replicas
+from deployments.engines.vllm.grammars import Grammars
+from deployments.http.limits import RequestLimits
+from deployments.http.middleware import log_causes
+from deployments.process.heavy_imports import heavy_imports
+from deployments.process.logs import log_of_vllm
+from deployments.process.stages import note_stage
+from deployments.responses.background import BackgroundResponses
+from deployments.serving.front_end import Clients, FrontEnd, fills_idle, request_limits
+from deployments.serving.live_settings import Announcer, InForce
+from deployments.serving.predictor import learned_predictor
+from policies.errors import ReplicaLostError
+from policies.live import Live
+from policies.router.multi_bin import MultiBin
+from policies.router.placement import PrefixIndex
+from policies.router.prefill_decode import BucketOrder, PrefillDecode
+from predictor.histogram import HistogramPredictor
+from predictor.learned import LearnedPredictor
+from router.admission import Door
+from router.background import BackgroundTasks
+from router.classifier import Classifier
+from router.clock import MonotonicClock, SharedClock
+from router.metrics import ProcessPage, RouterMetrics, SplitMetrics
+from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.redis_store import RedisStateStore
+from router.routed_client import RoutedClient, routed_client
+from router.state_store import ReplicaInfo, StateStore
+from router.terms import RouterTerms
+
+if TYPE_CHECKING:
+    from deployments.engines.vllm.codec import VllmCodec
+    from deployments.engines.vllm.front_end import RoutedAsyncLLM
+
+REPLICA_POLL_S = 0.2
+ROUTER = "router"  # among what is told of a start
+
+
+def router_metrics(config: AppConfig, router_id: str, *, speaks_for_process: bool) -> RouterMetrics:
+    """Args:
+    speaks_for_process: its page has what this process counts besides: one of several models' has.
+    """
+    process = ProcessPage({"router": router_id}, MonotonicClock()) if speaks_for_process else bytes
+    return RouterMetrics(labels={"model": config.public_name, "router": router_id}, process=process)
+
+
+@asynccontextmanager
+async def opened_front_end(
+    in_force: Live[InForce],
+    *,
+    router_id: str,
+    metrics: RouterMetrics,
+    client: "redis.Redis",
+    predictor: DeploymentHandle | None,
+    responses: BackgroundResponses | None,
+) -> AsyncIterator[FrontEnd]:
+    """One model's, for the time of the block.
+
+    Args:
+        in_force: of this model; it may change in the block.
+        responses: makes and stores responses; None stores none.
+
+    Raises:
+        ReplicaLostError: no replica registers within the time that loading a model may take.
+        StateStoreError: the shared state cannot be reached.
+    """
+    with heavy_imports():
+        from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
+        from deployments.engines.vllm.codec import VllmCodec
+        from deployments.engines.vllm.front_end import as_front_end_of_any_model
+        from deployments.engines.vllm.version import ENGINE_VERSION
+
+    config, vllm_version = in_force.now.config, ENGINE_VERSION.removeprefix("vllm-")
+    metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
+    store = RedisStateStore(client, config.namespace(ENGINE_VERSION))
+    prefill_store = RedisStateStore(client, config.prefill_namespace(ENGINE_VERSION))
+    args = parse_vllm_args(config.vllm_argv())
+    if config.engine.kind != "vllm":
+        args = as_front_end_of_any_model(args)
+    note_stage("waiting for engines", ROUTER)
+    infos = await enough_replicas(config, store)
+    note_stage("building the front end", ROUTER)
+    args.max_model_len = min(info.max_model_len for info in infos)
+    clients = engine_clients(
+        in_force,
+        router_id=router_id,
+        metrics=metrics,
+        store=store,
+        prefill_store=prefill_store,
+        codec=VllmCodec(resumes=not has_logits_processors(args)),
+        learned=await asyncio.to_thread(learned_predictor, config.predictor, predictor),
+        max_model_len=args.max_model_len,
+        max_batch_tokens=min(info.max_batch_tokens for info in infos),
+    )
+    async with AsyncExitStack() as resources:
+        resources.push_async_callback(clients.routed.close)
+        await clients.routed.start()
+        stores: dict[Role, StateStore] = {"decode": store}
+        if clients.reading_store is not None:
+            stores["prefill"] = clients.reading_store
+        announcer = Announcer(in_force, stores)
+        clients.answering.repeat(announcer.tell, "live settings")
+        background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
+        resources.push_async_callback(background.close)
+        llm = _front_end_engine(in_force, args, clients, background, resources)
+        takes_media = bool(llm.model_config.is_multimodal_model)
+        yield FrontEnd(
+            in_force=in_force,
+            router_id=router_id,
+            metrics=metrics,
+            store=store,
+            clients=clients,
+            llm=llm,
+            app=await _application(
+                config, llm, args, responses, request_limits(config, args.max_model_len, takes_media=takes_media)
+            ),
+            announcer=announcer,
+            max_model_len=args.max_model_len,
+            takes_media=takes_media,
+        )
+
+
+async def enough_replicas(config: AppConfig, store: StateStore) -> list[ReplicaInfo]:
+    """What the replicas settled on. Until enough of this model are there, a redeploy leaves the old routers on.
+
+    Raises:
+        ReplicaLostError: there is none in time.
+        StateStoreError: the shared state cannot be reached.
+    """
+    start_timeout_s = config.engine.start_timeout_s
+    give_up_s = time.monotonic() + start_timeout_s
+    while not await _are_enough(config, store, infos := await store.replica_infos()):
+        if time.monotonic() > give_up_s:
+            break
+        await asyncio.sleep(REPLICA_POLL_S)
+    if not infos:
+        raise ReplicaLostError(f"no engine replica of {config.public_name} within {start_timeout_s} s")
+    return infos
+
+
+async def _are_enough(config: AppConfig, store: StateStore, infos: Sequence[ReplicaInfo]) -> bool:
+    """Half of those that serve all classes, for every request comes to them from now on; one where other routers send
+    requests to it already."""
+    if (await store.snapshot()).routers:
+        return bool(infos)
+    return 2 * sum(not info.classes for info in infos) >= least_replicas(config.engine)
+
+
+def engine_clients(
+    in_force: Live[InForce],
+    *,
+    router_id: str,
+    metrics: RouterMetrics,
+    store: StateStore,
+    prefill_store: StateStore,
+    codec: "VllmCodec",
+    learned: LearnedPredictor | None,
+    max_model_len: int,
+    max_batch_tokens: int,
+) -> Clients:
+    """What sends requests to engines, with a second pool of replicas where those are to read prompts."""
+    config, clock = in_force.now.config, MonotonicClock()
+    options: dict[str, Any] = {
+        "router_id": router_id,
+        "codec": codec,
+        "terms": in_force.view(_router_terms),
+        "clock": clock,
+    }
+    classifier = _classifier(config, metrics, learned, max_model_len)
+    answering: RoutedClient[Any, Any] = routed_client(
+        store=store, classifier=classifier, shared_clock=SharedClock(), metrics=metrics, **options
+    )
+    if (prefill := config.engine.prefill) is None:
+        return Clients(routed=answering, answering=answering, classifier=classifier)
+    splits = SplitMetrics(metrics.registry)
+    policy = PrefillDecode(prefill.policy(max_batch_tokens), config.work.build())
+    reading: RoutedClient[Any, Any] = routed_client(
+        store=prefill_store,
+        classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, splits, _prefixes(config)),
+        shared_clock=SharedClock(),
+        metrics=RouterMetrics("prefill", {"model": config.public_name, "router": router_id}),
+        **options,
+    )
+    routed = SplitClient(
+        decoding=answering,
+        pool=PrefillPool(reading, codec, splits),
+        policy=policy,
+        codec=codec,
+        metrics=splits,
+        config=_split_config(config, prefill),
+        clock=clock,
+    )
+    return Clients(
+        routed=routed, answering=answering, classifier=classifier, reading=reading, reading_store=prefill_store
+    )
+
+
+def _router_terms(in_force: InForce) -> RouterTerms:
+    config = in_force.config
+    door = Door({name: section.limits() for name, section in config.classes.items()})
+    return RouterTerms(door, config.router.build())
+
+
+def _split_config(config: AppConfig, prefill: PrefillSection) -> SplitConfig:
+    return SplitConfig(cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=config.itl_targets())
+
+
+def _prefixes(config: AppConfig) -> PrefixIndex | None:
+    """Of one group of replicas; None where what they have cached has no say."""
+    return config.placement.prefixes() if config.caches_prefixes and config.mode == "full" else None
+
+
+def _classifier(
+    config: AppConfig, metrics: RouterMetrics, learned: LearnedPredictor | None, max_model_len: int
+) -> Classifier:
+    return Classifier(
+        predictor=HistogramPredictor(config.bins.window_requests),
+        bins=MultiBin(config.bins.build(config.gang)),
+        order=config.order.build(),
+        step_times=config.work.build(),
+        shared_batch_size=config.work.batch_size,
+        default_output_tokens=config.work.default_output_tokens,
+        metrics=metrics,
+        prefixes=_prefixes(config),
+        mode=config.mode,
+        learned=learned,
+        fills_idle=fills_idle(config),
+        buckets=config.bins.buckets(config.gang, max_model_len) if config.gang else None,
+        late_patience_s=config.router.late_patience_s,
+    )
+
+
+def _front_end_engine(
+    in_force: Live[InForce],
+    args: argparse.Namespace,
+    clients: Clients,
+    background: BackgroundTasks,
+    resources: AsyncExitStack,
+) -> "RoutedAsyncLLM":
+    """vLLM's own, over the routed client."""
+    with heavy_imports():
+        from deployments.engines.transformers.step import unsupported
+        from deployments.engines.vllm.front_end import RoutedAsyncLLM
+
+    config = in_force.now.config
+    is_vllm = config.engine.kind == "vllm"
+
+    def made_grammars(vllm_config: Any) -> Grammars:
+        timeout_s = in_force.view(lambda now: now.config.router.grammar_timeout_s)
+        grammars = Grammars(vllm_config, timeout_s, background)
+        resources.push_async_callback(grammars.close)
+        return grammars
+
+    return RoutedAsyncLLM(
+        args,
+        clients.routed,
+        unsupported=None if is_vllm else unsupported,
+        max_prompt_logprobs=in_force.view(lambda now: now.config.router.max_prompt_logprobs),
+        isolates_keys=config.keys.isolate_prefixes and config.caches_prefixes,
+        made_grammars=made_grammars if is_vllm else None,
+    )
+
+
+async def _application(
+    config: AppConfig,
+    llm: "RoutedAsyncLLM",
+    args: argparse.Namespace,
+    responses: BackgroundResponses | None,
+    limits: RequestLimits,
+) -> FastAPI:
+    """vLLM's own OpenAI application."""
+    with heavy_imports():
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
+        from deployments.engines.vllm.responses import KeptResponses, stored_responses
+
+    fetch_media_from_allowed_addresses(config.router.media_networks)
+    args.enable_offline_docs = not args.disable_fastapi_docs
+    tasks = await llm.get_supported_tasks()
+    app: FastAPI = build_app(args, tasks, llm.model_config)
+    log_causes(app)
+    kept = None if responses is None else KeptResponses(background=responses, max_bytes=limits.max_body_bytes)
+    with stored_responses(kept):
+        await init_app_state(llm, app.state, args, tasks)
+    log_of_vllm()
+    app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
+    return app
