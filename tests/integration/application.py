@@ -17,6 +17,8 @@ from typing import Any
 
 import openai
 import psutil
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.serving.embedded_redis import embedded_url, find_server
 from tests.waiting import wait_until
@@ -152,6 +154,18 @@ class Sluice:
 
     def metrics(self) -> list[str]:
         return self._get("/metrics").decode().splitlines()
+
+    def series(self, name: str, **labels: str) -> list[float]:
+        """Values of all series of this name with these labels."""
+        samples = (sample for family in self._families() for sample in family.samples)
+        return [each.value for each in samples if each.name == name and labels.items() <= each.labels.items()]
+
+    def _families(self) -> Iterator[Metric]:
+        return text_string_to_metric_families(self._get("/metrics").decode())
+
+    def counted(self, name: str, **labels: str) -> float:
+        """All of them together."""
+        return sum(self.series(name, **labels))
 
     def _get(self, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.key}"})

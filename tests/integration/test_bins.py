@@ -1,7 +1,6 @@
 """Whole batches of one bin to a replica of vLLM: real routers, Redis, Ray Serve and engine, which is killed in one."""
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -122,7 +121,7 @@ async def test_batches_are_of_one_bin_and_a_replica_takes_the_next_when_one_has_
     after = went(batches)
     assert {name: after[name] - before.get(name, 0) for name in after} == {"0:full": 1, "0:waited": 0, "1:full": 1}
     assert batches.status()["bin_edges_tokens"] == SETTINGS["bins"]["edges"]  # type: ignore[index]
-    assert any(line.startswith("sluice_batches_total") and 'why="full"' in line for line in batches.metrics())
+    assert batches.counted("sluice_batches_total", why="full") >= 1
 
 
 async def test_a_batch_whose_engine_is_killed_goes_on_as_one_on_the_next(batches: Sluice) -> None:
@@ -134,8 +133,5 @@ async def test_a_batch_whose_engine_is_killed_goes_on_as_one_on_the_next(batches
     core.kill()
     assert not any(each.task.done() for each in asked)
     assert await asyncio.gather(*(each.task for each in asked)) == whole
-    resumed = next(
-        line for line in batches.metrics() if re.match(r'sluice_requests_recovered_total.*way="resumed"', line)
-    )
-    assert float(resumed.rsplit(" ", 1)[1]) == BATCH_SIZE
+    assert batches.counted("sluice_requests_recovered_total", way="resumed") == BATCH_SIZE
     await shows(batches, waiting={}, running=0)

@@ -62,9 +62,8 @@ async def ask_all(sluice: Sluice, prompts: list[str]) -> list[list[int]]:
         return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
 
 
-def count(sluice: Sluice, name: str, *labels: str) -> float:
-    lines = [line for line in sluice.metrics() if line.startswith(f"sluice_{name}_total{{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+def count(sluice: Sluice, name: str, **labels: str) -> float:
+    return sluice.counted(f"sluice_{name}_total", **labels)
 
 
 def replicas(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -205,10 +204,10 @@ def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[s
         async with split.async_client() as client:
             await asyncio.gather(*(hang_up(client, prompt, number) for number, prompt in enumerate(prompts)))
 
-    before = count(split, "requests", 'outcome="cancelled"')
+    before = count(split, "requests", outcome="cancelled")
     asyncio.run(cancel_all())
     wait_until_nothing_is_held(split, 3 * KEEP_S)
-    assert count(split, "requests", 'outcome="cancelled"') - before > 32
+    assert count(split, "requests", outcome="cancelled") - before > 32
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])

@@ -14,7 +14,7 @@ import yaml
 
 from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, alive, command_of
-from tests.integration.one_model.test_deaths import NO_CALL_TO_REDIS_S
+from tests.integration.one_model.test_deaths import check_redis_that_stands_still
 from tests.integration.traffic import Traffic
 from tests.waiting import wait_until
 
@@ -67,17 +67,7 @@ def test_a_full_disk_costs_nobody_anything(sluice: Sluice, disk: Path) -> None:
 
 
 def test_a_redis_that_stands_still_for_long_costs_new_requests_no_more_than_a_moment(sluice: Sluice) -> None:
-    server = sluice.redis()
-    with Traffic(sluice) as traffic:
-        server.suspend()
-        try:
-            time.sleep(40)
-        finally:
-            server.resume()
-        traffic.wait_for_whole_streams(12)
-    traffic.check_streams()
-    assert traffic.answers == {200}
-    assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
+    check_redis_that_stands_still(sluice, lambda _: time.sleep(40))
 
 
 def test_what_an_engine_core_holds_that_stands_still_goes_on_elsewhere(sluice: Sluice) -> None:

@@ -163,11 +163,12 @@ def test_its_password_stands_in_no_log_and_in_nothing_that_ray_shows(head: RayHe
     assert not [page for page in shown if any(password in page for password in passwords)]
 
 
-def test_a_killed_owner_comes_back_under_the_same_address(head: RayHead) -> None:
+@pytest.mark.parametrize("victim", ["owner", "redis"])
+def test_a_killed_redis_or_its_owner_comes_back_under_the_same_address(head: RayHead, victim: str) -> None:
     owner, redis, address = redis_of(head, "one").parent(), redis_of(head, "one"), address_of(head, "one")
     password = password_of(redis)
     assert owner is not None
-    owner.kill()
+    (owner if victim == "owner" else redis).kill()
 
     def another() -> bool:
         try:
@@ -178,21 +179,7 @@ def test_a_killed_owner_comes_back_under_the_same_address(head: RayHead) -> None
     wait_until(another, START_TIMEOUT_S, "another one with this password")
     assert not alive([redis])
     assert address_of(head, "one") == address
-
-
-def test_a_killed_redis_comes_back_under_the_same_address(head: RayHead) -> None:
-    owner, redis = redis_of(head, "one").parent(), redis_of(head, "one")
-    password = password_of(redis)
-    redis.kill()
-
-    def another() -> bool:
-        try:
-            return redis_of(head, "one") != redis and password_of(redis_of(head, "one")) == password
-        except (ValueError, psutil.Error, OSError):
-            return False
-
-    wait_until(another, START_TIMEOUT_S, "another one with this password")
-    assert redis_of(head, "one").parent() == owner
+    assert (redis_of(head, "one").parent() == owner) == (victim == "redis")
 
 
 END = """

@@ -68,9 +68,5 @@ def test_a_deleted_response_is_gone_and_nothing_goes_on_from_it(sluice: Sluice) 
 def test_the_metrics_say_how_much_is_stored(sluice: Sluice) -> None:
     answer = sluice.client().responses.create(input=QUESTION, store=True, **SHORT)
 
-    def stored() -> float:
-        (line,) = [line for line in sluice.metrics() if line.startswith("sluice_responses_stored_bytes ")]
-        return float(line.rsplit(" ", 1)[1])
-
-    wait_until(stored, PATIENCE_S, "the page shows it")
-    assert stored() >= len(answer.output_text)
+    wait_until(lambda: sluice.counted("sluice_responses_stored_bytes"), PATIENCE_S, "the page shows it")
+    assert sluice.counted("sluice_responses_stored_bytes") >= len(answer.output_text)

@@ -12,10 +12,9 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
-from tests.integration.application import START_TIMEOUT_S, Sluice
+from tests.integration.application import START_TIMEOUT_S, Sluice, alive
 from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.integration.traced import check_resumed, resumed_trace
 from tests.otlp_receiver import Receiver
@@ -109,7 +108,7 @@ def all_slots_are_free(sluice: Sluice) -> bool:
 
 def test_answers_in_one_piece_end_when_their_clients_leave(sluice: Sluice) -> None:
     def cancelled() -> float:
-        return total(sluice, "sluice_requests_total", 'outcome="cancelled"')
+        return sluice.counted("sluice_requests_total", outcome="cancelled")
 
     before, body = cancelled(), {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 1900, "ignore_eos": True}
     clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(4)]
@@ -130,7 +129,7 @@ def test_answers_that_ray_serve_gives_no_more_time_free_their_slots(sluice: Slui
     """
 
     def ended(outcome: str) -> float:
-        return total(sluice, "sluice_requests_total", f'outcome="{outcome}"')
+        return sluice.counted("sluice_requests_total", outcome=outcome)
 
     wait_until(lambda: all_slots_are_free(sluice), 120, "nothing runs")
     cancelled, whole = ended("cancelled"), ended("length")
@@ -250,20 +249,14 @@ def test_a_killed_replica_costs_no_request_changes_no_answer_and_stays_in_its_cl
         victim.kill()
 
     assert asyncio.run(stream_until(sluice, prompts, kill_when_busy, traces)) == the_texts(plain_answers)
-    assert _gone(core), "the engine outlived its replica"
+    wait_until(lambda: not alive(core), 120, "the engine has ended with its replica")
     wait_until(
-        lambda: total(sluice, "sluice_requests_recovered_total") > 0, 120, "somebody was on board of the killed one"
+        lambda: sluice.counted("sluice_requests_recovered_total") > 0, 120, "somebody was on board of the killed one"
     )
     spans = resumed_trace(receiver, traces)
     check_resumed(spans, traces[spans[0].trace_id])
     wait_until(lambda: len(sluice.status()["replicas"]) == 2, START_TIMEOUT_S, "Ray Serve has replaced it")
     wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
-
-
-def total(sluice: Sluice, name: str, label: str = "") -> float:
-    """Of a counter, over all its labels but this."""
-    lines = [line for line in sluice.metrics() if line.startswith(f"{name}{{") and label in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
@@ -286,11 +279,11 @@ def test_offline_answers_give_way_at_once_and_end_as_if_nothing_had_happened(
             return [set(answers) for answers in await under_load(ask, clients, act)]
 
     def somebody_was_recalled() -> bool:
-        before = total(sluice, "sluice_requests_recalled_total")
+        before = sluice.counted("sluice_requests_recalled_total")
         assert asyncio.run(offline_until(ask_in_between)) == [expected[n % len(prompts)] for n in range(clients)]
         wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
         give_up_s = time.monotonic() + 10.0  # the page shows what routers told with their last heartbeat
-        while (now := total(sluice, "sluice_requests_recalled_total")) <= before and time.monotonic() < give_up_s:
+        while (now := sluice.counted("sluice_requests_recalled_total")) <= before and time.monotonic() < give_up_s:
             time.sleep(0.2)
         return now > before
 
@@ -351,8 +344,3 @@ def test_a_killed_router_costs_its_own_streams_alone(
         START_TIMEOUT_S,
         "its place is taken, its slots are free",
     )
-
-
-def _gone(processes: list[psutil.Process]) -> bool:
-    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 120, "gone")
-    return True

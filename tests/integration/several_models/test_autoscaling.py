@@ -4,14 +4,11 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from deployments.command.one_machine import keep_to
-from deployments.process.ports import free_port
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until
@@ -68,11 +65,3 @@ async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> 
     assert all(answers)
     await asyncio.to_thread(wait_until, lambda: replicas(models) == 1, START_TIMEOUT_S, "the second replica has left")
     assert not models.status(SCALED)["waiting"]
-
-
-def test_what_it_needs_is_in_the_configuration(tmp_path: Path) -> None:
-    config = tmp_path / "wrong.yaml"
-    config.write_text(yaml.safe_dump({"engine": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}))
-    with Sluice(tmp_path, free_port(), "--config", str(config)) as wrong:
-        assert wrong.process.wait(START_TIMEOUT_S) != 0
-    assert "max_replicas (2) is below min_replicas (3)" in wrong.output()

@@ -96,8 +96,7 @@ async def test_a_request_alone_goes_when_its_wait_is_over_and_a_bin_that_is_full
 
 
 def test_the_engine_s_batches_are_on_the_metrics_page(models: Sluice) -> None:
-    lines = [line for line in models.metrics() if line.startswith("sluice_engine_batches_total")]
-    assert len(lines) == 1 and float(lines[0].rsplit(" ", 1)[1]) == engine(models)["batches"]
+    assert models.series("sluice_engine_batches_total") == [engine(models)["batches"]]
 
 
 async def test_streams_that_are_left_free_their_replica(models: Sluice) -> None:

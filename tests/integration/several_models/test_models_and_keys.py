@@ -8,7 +8,6 @@ import httpx
 import openai
 import pytest
 from playwright.sync_api import expect
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.application import Sluice, is_loopback
 from tests.integration.browser import opened
@@ -49,10 +48,7 @@ PUBLISHED_S = 3.0
 
 
 def answered_questions(sluice: Sluice, model: str) -> float:
-    answered = [
-        line for line in sluice.metrics() if "sluice_predictor_questions_total" in line and 'outcome="answered"' in line
-    ]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in answered if f'model="{model}"' in line)
+    return sluice.counted("sluice_predictor_questions_total", outcome="answered", model=model)
 
 
 def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
@@ -66,18 +62,11 @@ def test_the_learned_predictor_is_asked_and_answers(models: Sluice) -> None:
     wait_until(lambda: answered_questions(models, SCALED) == before + 2, 60, "the chat is counted")
 
 
-def counted(sluice: Sluice, name: str, **labels: str) -> float:
-    """All series of this name and these labels together."""
-    page = "\n".join(sluice.metrics()) + "\n"
-    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
-
-
 def token_counts(sluice: Sluice, model: str) -> tuple[float, ...]:
     """Prompt and output tokens of a model, in all and of the first key."""
     kinds = ("prompt", "output")
-    in_all = [counted(sluice, f"sluice_{kind}_tokens_total", model=model) for kind in kinds]
-    return *in_all, *(counted(sluice, f"sluice_key_{kind}_tokens_total", model=model, key="all") for kind in kinds)
+    in_all = [sluice.counted(f"sluice_{kind}_tokens_total", model=model) for kind in kinds]
+    return *in_all, *(sluice.counted(f"sluice_key_{kind}_tokens_total", model=model, key="all") for kind in kinds)
 
 
 @pytest.mark.parametrize("model", [TIGHT, SCALED, GANGS])
@@ -86,7 +75,7 @@ def test_tokens_on_the_metrics_page_are_those_that_answers_say(models: Sluice, m
     holder, chat = client(models, KEY), [{"role": "user", "content": "Name a river."}]
     time.sleep(PUBLISHED_S)
     before = token_counts(models, model)
-    requests = counted(models, "sluice_key_requests_total", model=model, key="all")
+    requests = models.counted("sluice_key_requests_total", model=model, key="all")
     *_, last = holder.completions.create(
         model=model, prompt="Rivers are", max_tokens=9, stream=True, stream_options={"include_usage": True}
     )
@@ -99,7 +88,7 @@ def test_tokens_on_the_metrics_page_are_those_that_answers_say(models: Sluice, m
     assert min(took) > len(usages)
     expected = tuple(old + new for old, new in zip(before, took * 2, strict=True))
     wait_until(lambda: token_counts(models, model) == expected, 60, f"the tokens are counted: {before} and {took}")
-    assert counted(models, "sluice_key_requests_total", model=model, key="all") == requests + len(usages)
+    assert models.counted("sluice_key_requests_total", model=model, key="all") == requests + len(usages)
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache_and_counted_there(models: Sluice) -> None:
@@ -108,7 +97,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache_and_counted_there(models
 
     def counts() -> tuple[float, float]:
         names = (f"sluice_engine_prefix_cache_{kind}_tokens_total" for kind in ("query", "hit"))
-        queries, hits = (counted(models, name, model=TIGHT) for name in names)
+        queries, hits = (models.counted(name, model=TIGHT) for name in names)
         return queries, hits
 
     time.sleep(PUBLISHED_S)
@@ -123,11 +112,11 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache_and_counted_there(models
 def test_the_metrics_page_says_what_runs_and_how_full_it_is(models: Sluice) -> None:
     for model in (TIGHT, SCALED, GANGS):
         assert (
-            counted(models, "sluice_build_info", model=model, version=version("sluice-serve"), ray=version("ray")) == 1
+            models.counted("sluice_build_info", model=model, version=version("sluice-serve"), ray=version("ray")) == 1
         )
-    assert 0 <= counted(models, "sluice_engine_kv_cache_usage_ratio", model=TIGHT) <= 1
+    assert 0 <= models.counted("sluice_engine_kv_cache_usage_ratio", model=TIGHT) <= 1
     busy_s, planning_s = (
-        counted(models, f"sluice_engine_{what}_seconds_total", model=TIGHT) for what in ("busy", "planning")
+        models.counted(f"sluice_engine_{what}_seconds_total", model=TIGHT) for what in ("busy", "planning")
     )
     assert busy_s > planning_s > 0
 
