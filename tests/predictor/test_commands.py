@@ -17,15 +17,23 @@ from predictor.commands import training_config
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
 
 
+def parted(file: Path) -> tuple[list[str], list[str]]:
+    """Lines to learn from, and those of every tenth prompt, to judge."""
+    lines = gzip.decompress(file.read_bytes()).decode().strip().split("\n")
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    judged = set(list(dict.fromkeys(prompts))[::10])
+    found: tuple[list[str], list[str]] = ([], [])
+    for line, prompt in zip(lines, prompts, strict=True):
+        found[prompt in judged].append(line)
+    return found
+
+
 def test_a_predictor_is_trained_and_judged_from_the_command_line(
     real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
-    prompts = list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))
-    judged_prompts = set(prompts[::10])
     train, test, figure = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "confusion.png"
-    train.write_text("\n".join(line for line in lines if json.loads(line)["prompt"] not in judged_prompts))
-    test.write_text("\n".join(line for line in lines if json.loads(line)["prompt"] in judged_prompts))
+    for path, lines in zip((train, test), parted(real_file), strict=True):
+        path.write_text("\n".join(lines))
     out = tmp_path / "predictor"
     cli.main(["predictor", "train", "--data", str(train), "--layers", "1", "--adapter-rank", "0", "--epochs", "2",
               "--out", str(out)])  # fmt: skip
@@ -49,13 +57,11 @@ def eval_examples(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("sluice ")]
 
 
-def lay_out(example: list[str], lines: list[str]) -> None:
-    """Every file that an example names: every tenth prompt to judge, the others to learn from."""
-    judged = set(list(dict.fromkeys(json.loads(line)["prompt"] for line in lines))[::10])
-    for option in ("--data", "--learn-from"):
+def lay_out(example: list[str], learnt: list[str], judged: list[str]) -> None:
+    """Every file that an example names."""
+    for option, lines in (("--data", judged), ("--learn-from", learnt)):
         if option in example:
-            rows = [line for line in lines if (json.loads(line)["prompt"] in judged) == (option == "--data")]
-            path, text = Path(example[example.index(option) + 1]), "\n".join(rows).encode()
+            path, text = Path(example[example.index(option) + 1]), "\n".join(lines).encode()
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     if "--checkpoint" in example:
         shutil.copytree(DAY_0, example[example.index("--checkpoint") + 1])
@@ -73,11 +79,10 @@ def test_the_examples_of_eval_work_and_learn_from_what_they_name(
     real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = gzip.decompress(real_file.read_bytes()).decode().strip().split("\n")
     examples = eval_examples(capsys)
     found = []
     for example in examples:
-        lay_out(example, lines)
+        lay_out(example, *parted(real_file))
         found.append(judged_by(example, capsys))
     unlearnt, *learnt = found  # the first example learns from nothing
     assert len(learnt) == sum("--learn-from" in example for example in examples) > 0
@@ -140,13 +145,6 @@ def test_what_is_not_named_stays_as_it_is() -> None:
     options = cli.parser().parse_args(["predictor", "train", "--data", "x", "--out", "y", "--layers", "3"])
     config = training_config(options)
     assert (config.layers, config.max_tokens, config.loss) == (3, 128, "log_l1")
-
-
-@pytest.mark.parametrize("verb", ["train", "eval", "export"])
-def test_help_teaches_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["predictor", verb, "--help"])
-    assert "example" in capsys.readouterr().out
 
 
 def test_a_router_without_it_loads_no_torch() -> None:

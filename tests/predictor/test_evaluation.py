@@ -135,10 +135,7 @@ def test_repeated_answers_bound_what_can_be_known() -> None:
     assert found["within_prompt_variance_fraction"] == pytest.approx(0.1, abs=0.02)
     assert found["repeats_accuracy_4"] < found["known_prompt_accuracy_4"] < 1.0
     assert found["known_prompt_rank_correlation"] == pytest.approx(0.95, abs=0.02)
-
-
-def test_without_repeats_there_is_no_ceiling() -> None:
-    assert ceilings(traffic(0, 50)) == {}
+    assert ceilings(traffic(0, 50)) == {}, "without repeats"
 
 
 def test_a_range_holds_the_figure_and_narrows_with_the_root_of_the_prompts() -> None:

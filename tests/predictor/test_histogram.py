@@ -16,13 +16,18 @@ def mean(predictor: HistogramPredictor, slo_class: str = "standard") -> float | 
     return None if prediction is None else prediction.mean_tokens
 
 
-def test_it_says_nothing_until_it_has_seen_enough() -> None:
-    assert mean(taught([5] * (MIN_SAMPLES - 1))) is None
-    assert mean(taught([5] * MIN_SAMPLES)) == 5.0
-
-
-def test_it_predicts_the_mean() -> None:
-    assert mean(taught([10, 20] * MIN_SAMPLES)) == 15.0
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([5] * (MIN_SAMPLES - 1), None),
+        ([5] * MIN_SAMPLES, 5.0),
+        ([10, 20] * MIN_SAMPLES, 15.0),
+        ([0] * MIN_SAMPLES, 0.0),
+    ],
+    ids=["not enough", "enough", "the mean", "empty answers"],
+)
+def test_it_predicts_the_mean_once_it_has_seen_enough(lengths: list[int], expected: float | None) -> None:
+    assert mean(taught(lengths)) == expected
 
 
 def test_classes_do_not_mix() -> None:
@@ -35,10 +40,6 @@ def test_classes_do_not_mix() -> None:
 
 def test_what_lies_outside_the_window_is_forgotten() -> None:
     assert mean(taught([1000] * 50 + [10] * 8, window_requests=8)) == 10.0
-
-
-def test_empty_answers_are_answers() -> None:
-    assert mean(taught([0] * MIN_SAMPLES)) == 0.0
 
 
 def test_a_window_smaller_than_what_is_enough_is_refused() -> None:

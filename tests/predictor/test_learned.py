@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,10 +25,8 @@ CONFIG = LearnedConfig(drift=QUICK, hints=DriftConfig(window_requests=32, patien
 class Scorer:
     """A score is the prompt read as a number, unless `trouble` says otherwise."""
 
-    def __init__(self) -> None:
-        self.trouble: Exception | None = None
-        self.delay_s = 0.0
-        self.asked = 0
+    def __init__(self, trouble: Exception | None = None, delay_s: float = 0.0) -> None:
+        self.trouble, self.delay_s, self.asked = trouble, delay_s, 0
 
     async def score(self, prompt: str) -> float:
         self.asked += 1
@@ -41,17 +40,8 @@ def predictor(scorer: Scorer | None = None) -> LearnedPredictor:
     return LearnedPredictor(Asking(scorer or Scorer()), CURVE, CONFIG)
 
 
-def question(
-    tokens: int = 100, key: str = "", hinted_tokens: int | None = None, max_output_tokens: int | None = None
-) -> Question:
-    return Question(
-        prompt=str(tokens),
-        model="m",
-        slo_class="standard",
-        key=key,
-        hinted_tokens=hinted_tokens,
-        max_output_tokens=max_output_tokens,
-    )
+def question(tokens: int = 100, **more: Any) -> Question:
+    return Question(**{"prompt": str(tokens), "model": "m", "slo_class": "standard", "key": "", **more})
 
 
 def finish(
@@ -74,6 +64,12 @@ async def source_after(learned: LearnedPredictor, asked: Question, output_tokens
     return (await learned.foresee(asked)).source
 
 
+async def learned_mean(learned: LearnedPredictor, asked: Question) -> float:
+    known = (await learned.foresee(asked)).learned
+    assert known is not None
+    return known.mean_tokens
+
+
 async def test_the_score_becomes_tokens_by_the_curve() -> None:
     foresight = await predictor().foresee(question(200))
     assert foresight.source == "learned"
@@ -93,44 +89,24 @@ async def test_the_score_becomes_tokens_by_the_curve() -> None:
 async def test_a_predictor_in_trouble_leaves_the_word_to_the_histogram(
     trouble: Exception | None, delay_s: float, outcome: str
 ) -> None:
-    scorer = Scorer()
-    scorer.trouble, scorer.delay_s = trouble, delay_s
-    learned = predictor(scorer)
+    learned = predictor(Scorer(trouble, delay_s))
     foresight = await learned.foresee(question())
     assert (foresight.prediction, foresight.source) == (None, None)
     assert learned.asking.outcomes == {outcome: 1}
 
 
 async def test_a_stalled_predictor_costs_its_deadline_and_then_nothing_for_a_while() -> None:
-    scorer = Scorer()
-    scorer.delay_s = 3600.0
+    scorer = Scorer(delay_s=3600.0)
     asking = Asking(scorer, AskingConfig(deadline_s=0.01, failures_before_pause=3, pause_s=3600.0))
-    loop = asyncio.get_running_loop()
-    deadlines = []
-    for _ in range(3):
-        asked_s = loop.time()
-        async with asyncio.timeout(60.0) as guard:
+    async with asyncio.timeout(60.0):  # not the scorer's hour
+        for _ in range(8):
             assert await asking.score("1") is None
-        deadlines.append(guard.expired() or loop.time() < asked_s)
-    assert not any(deadlines)
-    for _ in range(5):
-        assert await asking.score("1") is None
     assert asking.outcomes == {"late": 3, "paused": 5}
     assert scorer.asked == 3
 
 
-async def test_the_deadline_is_all_that_a_stalled_predictor_adds() -> None:
-    """The event loop's own clock says when the answer was given up: the deadline, not the scorer's hour."""
-    scorer = Scorer()
-    scorer.delay_s = 3600.0
-    asking = Asking(scorer, AskingConfig(deadline_s=0.05, failures_before_pause=100))
-    scores = await asyncio.wait_for(asyncio.gather(*(asking.score("1") for _ in range(64))), timeout=30.0)
-    assert scores == [None] * 64
-
-
 async def test_after_the_pause_it_is_asked_again() -> None:
-    scorer = Scorer()
-    scorer.trouble = ReplicaLostError("gone")
+    scorer = Scorer(ReplicaLostError("gone"))
     asking = Asking(scorer, AskingConfig(failures_before_pause=1, pause_s=0.01))
     assert await asking.score("1") is None
     scorer.trouble = None
@@ -148,8 +124,7 @@ async def test_an_answer_ends_the_row_of_failures() -> None:
 
 
 async def test_more_questions_at_a_time_than_allowed_are_not_asked() -> None:
-    scorer = Scorer()
-    scorer.delay_s = 3600.0
+    scorer = Scorer(delay_s=3600.0)
     asking = Asking(scorer, AskingConfig(deadline_s=0.05, max_in_flight=2))
     await asyncio.gather(*(asking.score("1") for _ in range(5)))
     assert asking.outcomes == {"late": 2, "saturated": 3}
@@ -181,15 +156,11 @@ async def test_a_hint_is_used_once_it_has_proved_right_for_its_key() -> None:
     assert (await learned.foresee(good)).prediction == LengthPrediction(mean_tokens=30.0)
 
 
-async def test_one_keys_hints_prove_nothing_for_another() -> None:
+async def test_hints_prove_nothing_for_another_key_and_wrong_ones_are_never_used() -> None:
     learned = predictor()
     assert await source_after(learned, question(700, key="good", hinted_tokens=30), 30, times=40) == "hint"
     assert (await learned.foresee(question(700, key="other", hinted_tokens=30))).source != "hint"
-
-
-async def test_wrong_hints_are_never_used() -> None:
-    learned = predictor()
-    assert await source_after(learned, question(100, key="bad", hinted_tokens=5000), 100, times=60) == "learned"
+    assert await source_after(predictor(), question(100, key="bad", hinted_tokens=5000), 100, times=60) == "learned"
 
 
 async def test_a_limit_that_is_always_reached_predicts_and_one_that_is_not_does_not() -> None:
@@ -213,19 +184,12 @@ async def test_a_limit_that_cuts_half_of_the_answers_is_judged_against_what_is_b
 
 async def test_each_system_prompt_has_a_curve_of_its_own_once_it_is_known() -> None:
     learned = predictor()
-    asked = {
-        name: Question(prompt="500", model="m", slo_class="standard", system_prompt=name) for name in ("brief", "essay")
-    }
+    asked = {name: question(500, system_prompt=name) for name in ("brief", "essay")}
     for _ in range(120):
         finish(learned, await learned.foresee(asked["brief"]), 20)
         finish(learned, await learned.foresee(asked["essay"]), 900)
-    tokens = {}
-    for name, one in asked.items():
-        known = (await learned.foresee(one)).learned
-        assert known is not None
-        tokens[name] = known.mean_tokens
-    assert tokens["brief"] == pytest.approx(20.0, rel=0.05)
-    assert tokens["essay"] == pytest.approx(900.0, rel=0.05)
+    assert await learned_mean(learned, asked["brief"]) == pytest.approx(20.0, rel=0.05)
+    assert await learned_mean(learned, asked["essay"]) == pytest.approx(900.0, rel=0.05)
 
 
 async def test_many_system_prompts_leave_the_models_curve_alone() -> None:
@@ -234,9 +198,7 @@ async def test_many_system_prompts_leave_the_models_curve_alone() -> None:
     one = learned.scored(await learned.foresee(question(500)), 20, is_cut=False)
     assert one is not None
     learned.learn([one._replace(system_prompt=f"user {number}") for number in range(500)])
-    known = (await learned.foresee(question(500))).learned
-    assert known is not None
-    assert known.mean_tokens == pytest.approx(20.0, rel=0.05)
+    assert await learned_mean(learned, question(500)) == pytest.approx(20.0, rel=0.05)
 
 
 async def test_scores_of_another_checkpoint_teach_nothing() -> None:
@@ -246,9 +208,7 @@ async def test_scores_of_another_checkpoint_teach_nothing() -> None:
         scored = other.scored(await other.foresee(question(500)), 20, is_cut=False)
         assert scored is not None
         learned.learn([scored])
-    known = (await learned.foresee(question(500))).learned
-    assert known is not None
-    assert known.mean_tokens == 500.0
+    assert await learned_mean(learned, question(500)) == 500.0
 
 
 async def test_live_accuracy_is_on_the_metrics_page() -> None:
