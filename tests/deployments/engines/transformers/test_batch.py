@@ -200,14 +200,9 @@ def test_a_request_that_does_not_fit_by_itself_fails_alone(model: Any) -> None:
 
 
 def test_another_failure_of_the_model_is_not_taken_for_a_lack_of_memory(model: Any) -> None:
-    with pytest.raises(RuntimeError, match="shape"):
-        broken = GangModel(model, PrefillConfig())
-        hook = model.model.register_forward_hook(_break)
-        try:
-            Told(broken).runner.run(rows())
-        finally:
-            hook.remove()
+    def fail(*_: Any) -> None:
+        raise RuntimeError("shape mismatch")
 
-
-def _break(*_: Any) -> None:
-    raise RuntimeError("shape mismatch")
+    told = Told(GangModel(model, PrefillConfig()))
+    with model.model.register_forward_hook(fail), pytest.raises(RuntimeError, match="shape"):
+        told.runner.run(rows())

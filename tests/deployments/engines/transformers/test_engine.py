@@ -21,9 +21,9 @@ from deployments.engines.transformers.engine import TransformersEngine, _max_mod
 from deployments.engines.vllm.request_metadata import RequestMetadata
 from policies.errors import ConfigError, ReplicaLostError
 from tests.deployments.tiny_models import CONTEXT, greedy, tiny_llama
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +39,10 @@ def model() -> Any:
 
 
 def asked(name: str, prompt: list[int], max_tokens: int | None = 6, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
+    nothing = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
     return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params}),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
+        request_id=name, prompt_token_ids=prompt, sampling_params=sampling, arrival_time=0.0, **nothing
     )
 
 
@@ -73,15 +67,8 @@ class Running:
                 if output.finish_reason is not None:
                     self.ends[output.request_id] = str(output.finish_reason)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                if condition():
-                    return
-                await asyncio.sleep(0.002)
-
     async def all_ended(self, count: int) -> None:
-        await self.until(lambda: len(self.ends) == count)
+        await until(lambda: len(self.ends) == count)
 
 
 @pytest.fixture
@@ -158,12 +145,12 @@ async def test_a_request_aborted_in_prefill_says_nothing_and_in_decode_nothing_m
     go.clear()
     await running.engine.add(asked("prefill", [1, 2, 3], 20))
     await running.engine.add(asked("other", [4], 20))
-    await running.until(lambda: bool(running.made._running))
+    await until(lambda: bool(running.made._running))
     await running.engine.abort(["prefill", "never-heard-of"])
     passes = count(1)
     before_each_pass(running, lambda: next(passes) == 6 and go.clear())  # in the middle of its answer it is aborted
     go.set()
-    await running.until(lambda: len(running.tokens["other"]) > 2 and not go.is_set())
+    await until(lambda: len(running.tokens["other"]) > 2 and not go.is_set())
     await running.engine.add(asked("next", [7], 4))
     await running.engine.abort(["other"])
     go.set()
@@ -181,14 +168,14 @@ async def test_its_status_tells_how_long_a_forward_pass_takes_already(
     assert (await running.engine.status())["pass_s"] == 0.0
     go.clear()
     await running.engine.add(asked("x", [1, 2, 3], 40))
-    await running.until(lambda: bool(running.made._running))
+    await until(lambda: bool(running.made._running))
     await asyncio.sleep(0.3)
     assert (await running.engine.status())["pass_s"] >= 0.2
     passes, seen = count(1), list[float]()
     before_each_pass(running, lambda: next(passes) <= 10 and go.clear())
     for _ in range(10):
         go.set()
-        await running.until(lambda: not go.is_set())
+        await until(lambda: not go.is_set())
         seen.append((await running.engine.status())["pass_s"])
     assert min(seen) < 0.2  # a machine that stands still shows in one of them, a time that goes on in all
     go.set()
@@ -200,7 +187,7 @@ async def test_what_waits_for_the_next_batch_can_be_aborted(held: tuple[Running,
     go.clear()
     for name in "abcd":
         await running.engine.add(asked(name, [1, 2], 3))
-    await running.until(lambda: len(running.made._running) == 2)
+    await until(lambda: len(running.made._running) == 2)
     await running.engine.abort(["c"])
     go.set()
     await running.all_ended(3)
@@ -229,7 +216,7 @@ async def test_a_bin_of_long_answers_is_offered_smaller_batches_when_memory_is_t
             extra = RequestMetadata(bin_index=bin_index).as_extra_args()
             await running.engine.add(asked(f"{bin_index}-{n}", [n, 1], max_tokens, extra_args=extra))
     await running.all_ended(48)
-    await running.until(lambda: len(running.engine.gang_sizes) == 3)
+    await until(lambda: len(running.engine.gang_sizes) == 3)
     assert tuple(running.engine.gang_sizes) == (8, 8, 2)  # of the second nothing is known
 
 
@@ -266,12 +253,9 @@ async def test_it_has_no_scheduler_to_be_told(start: Callable[..., Running]) -> 
         await start().made.control({"itl_target_s": 0.1})
 
 
-@pytest.mark.parametrize(("asked_len", "match"), [(CONTEXT + 1, "positions")])
-async def test_more_context_than_the_model_has_is_refused(
-    start: Callable[..., Running], asked_len: int, match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        start(max_model_len=asked_len)
+async def test_more_context_than_the_model_has_is_refused(start: Callable[..., Running]) -> None:
+    with pytest.raises(ConfigError, match="positions"):
+        start(max_model_len=CONTEXT + 1)
 
 
 def test_contexts_that_stretch_the_positions_of_a_whole_batch_are_not_offered() -> None:

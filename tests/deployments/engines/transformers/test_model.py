@@ -1,6 +1,6 @@
 """A gang's logits against those of each request alone, for tiny random models of the architectures that differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
 
 from deployments.engines.transformers import model as gang_model
 from deployments.engines.transformers.cache import RowsCache
-from deployments.engines.transformers.model import GangModel, load
+from deployments.engines.transformers.model import GangCache, GangModel, load
 from deployments.engines.transformers.packed_cache import PackedCache
 from policies.errors import ConfigError
 from policies.gang.packing import Packing
@@ -73,6 +73,28 @@ def alone(model: Any, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
+def assert_alone(model: Any, asked: list[list[int]], logits: torch.Tensor) -> None:
+    expected = torch.stack([alone(model, token_ids) for token_ids in asked])
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def go_on(gang: GangModel, asked: list[list[int]], logits: torch.Tensor, held: GangCache) -> tuple[torch.Tensor, Any]:
+    """One more token for each, which is added to what it has; returns the logits after that, and what is held."""
+    following = logits.argmax(dim=-1)
+    for token_ids, token_id in zip(asked, following.tolist(), strict=True):
+        token_ids.append(token_id)
+    return gang.decode(following, held)
+
+
+@pytest.fixture
+def shapes(model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """Of every pass's input."""
+    seen: list[tuple[int, ...]] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(tuple(call[1][0].shape)))
+    yield seen
+    hook.remove()
+
+
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernel], None]:
     """Puts kernels in the place where the library loads FlashAttention's; all around them stays its own."""
@@ -99,12 +121,8 @@ def test_logits_are_those_of_each_request_alone(
     asked = prompts()
     logits, held = gang.prefill(asked)
     for step in range(STEPS):
-        for token_ids, own in zip(asked, logits, strict=True):
-            torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
-        following = logits.argmax(dim=-1)
-        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
-            token_ids.append(token_id)
-        logits, held = gang.decode(following, held)
+        assert_alone(model, asked, logits)
+        logits, held = go_on(gang, asked, logits, held)
         if step == 1:  # the longest leaves, so that columns go as well
             kept = [0, 1, 2, 4, 6]
             held = gang.keep(held, kept)
@@ -127,39 +145,31 @@ def test_requests_that_share_rows_while_they_generate_have_the_same_logits(
     for kept in (range(8), range(8), range(8), [0, 1, 3, 4, 6], [3]):
         logits, asked, held = logits[list(kept)], [asked[index] for index in kept], gang.keep(held, list(kept))
         assert isinstance(held, PackedCache if len(asked) > 1 else RowsCache)
-        following = logits.argmax(dim=-1)
-        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
-            token_ids.append(token_id)
-        logits, held = gang.decode(following, held)
-        expected = torch.stack([alone(model, token_ids) for token_ids in asked])
-        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+        logits, held = go_on(gang, asked, logits, held)
+        assert_alone(model, asked, logits)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 200])
-def test_more_than_one_prompt_shares_a_row(model: Any, row_tokens: int | None) -> None:
+def test_more_than_one_prompt_shares_a_row(model: Any, shapes: list[tuple[int, ...]], row_tokens: int | None) -> None:
     """Else the equality above would show nothing."""
-    seen: list[tuple[int, ...]] = []
     gang = GangModel(model, PrefillConfig(row_tokens=row_tokens))
-    hook = model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(tuple(call[1][0].shape)))
+    shapes.clear()
     logits, _ = gang.prefill(prompts())
-    hook.remove()
-    assert seen == [(2, max(LENGTHS))] if row_tokens is None else [(1, sum(LENGTHS))]
-    for token_ids, own in zip(prompts(), logits, strict=True):
-        torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
+    assert shapes == ([(2, max(LENGTHS))] if row_tokens is None else [(1, sum(LENGTHS))])
+    assert_alone(model, prompts(), logits)
 
 
 @pytest.mark.usefixtures("flash")
 def test_with_flash_attention_a_pass_is_one_row_whose_prompts_do_not_see_each_other(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.config, "_attn_implementation", FLASH)
-    gang, asked, seen = GangModel(model, PrefillConfig()), prompts(), list[tuple[int, ...]]()
-    hook = model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(tuple(call[1][0].shape)))
+    gang, asked = GangModel(model, PrefillConfig()), prompts()
+    shapes.clear()
     before, _ = gang.prefill(asked)
     asked[2] = [(token_id + 1) % tiny_models.VOCABULARY for token_id in asked[2]]
     after, _ = gang.prefill(asked)
-    hook.remove()
-    assert seen == [(1, sum(LENGTHS))] * 2
+    assert shapes == [(1, sum(LENGTHS))] * 2
     changed = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert changed == [index == 2 for index in range(len(LENGTHS))]
 
@@ -216,12 +226,8 @@ def test_a_long_generation_outgrows_the_room_that_was_kept_ahead() -> None:
     asked = [[1, 2, 3], [4]]
     logits, held = gang.prefill(asked)
     for _ in range(150):
-        following = logits.argmax(dim=-1)
-        for token_ids, token_id in zip(asked, following.tolist(), strict=True):
-            token_ids.append(token_id)
-        logits, held = gang.decode(following, held)
-    for token_ids, own in zip(asked, logits, strict=True):
-        torch.testing.assert_close(own, alone(model, token_ids), atol=2e-5, rtol=1e-4)
+        logits, held = go_on(gang, asked, logits, held)
+    assert_alone(model, asked, logits)
 
 
 @pytest.mark.parametrize("mode", ["padded", "prepacked"])

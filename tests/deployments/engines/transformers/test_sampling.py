@@ -91,8 +91,5 @@ def test_logprobs_are_the_model_s_own_before_any_processor() -> None:
     assert plain.logprobs.logprobs == pytest.approx([float(expected[0][i]) for i in plain.logprobs.token_ids])
     assert plain.logprobs.rank == int((expected[0] > expected[0][77]).sum()) + 1
     assert sampled.logprobs.token_ids == [sampled.token_id]
-
-
-def test_all_logprobs_may_be_asked_for() -> None:
     (choice,) = choose(LOGITS[:1], [sampling(temperature=0.0, logprobs=-1)], [HISTORY])
-    assert choice.logprobs is not None and len(choice.logprobs.token_ids) == VOCABULARY + 1
+    assert choice.logprobs is not None and len(choice.logprobs.token_ids) == VOCABULARY + 1, "all of them"
