@@ -17,7 +17,6 @@ ended.
 """
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -27,36 +26,21 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
+from bench.deployments.engine_in_process import Engine, Request, VllmEngine, closed_loop, new_engine
 from bench.deployments.engine_steps import StepRecorder
-from bench.summary import percentile
 from policies.types import StepResult
-
-if TYPE_CHECKING:  # a process that only counts imports neither torch nor vLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 REQUEST_TOKENS = 640
-MODES: dict[str, dict[str, Any]] = {
-    "stock": {"mode": "stock"},
-    "mixed": {"mode": "mixed"},
-    "exclusive": {"mode": "exclusive"},
-    "auto": {"mode": "auto"},
-}
+MODES = ("stock", "mixed", "exclusive", "auto")
 BLOCK = 32  # requests whose lengths have the mean exactly
 WARM_UP, COUNTED = 1.5, 2.5  # in requests for each client
 BATCH = 8
 BINS = (1, 4, 32)
 BIN_PROMPT_TOKENS = 32
-MEASURE_S = 10.0
-
-
-class Request(NamedTuple):
-    prompt_tokens: int
-    output_tokens: int
 
 
 def requests(prompt_mean: int, output_mean: int, seed: int = 5) -> Iterator[Request]:
@@ -72,112 +56,6 @@ def requests(prompt_mean: int, output_mean: int, seed: int = 5) -> Iterator[Requ
         yield from map(Request, prompts, outputs)
 
 
-class Told(NamedTuple):
-    """What a step brought of a request."""
-
-    number: int
-    tokens: int
-    ended: bool
-
-
-class Engine(Protocol):
-    """As the loops drive it; requests go by numbers that count from 0 anew in each loop."""
-
-    def add(self, number: int, request: Request) -> None: ...
-
-    def step(self) -> list[Told]: ...
-
-    def clear(self) -> None:
-        """Give up what runs."""
-
-
-@dataclass(slots=True)
-class Window:
-    """What came between two moments of a closed loop, seconds."""
-
-    seconds: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    first_tokens_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    means_s: list[float] = field(default_factory=list)  # between tokens, of each answer that ended
-
-    def figures(self) -> dict[str, Any]:
-        tokens = self.prompt_tokens + self.output_tokens
-        return {
-            "seconds": self.seconds,
-            "requests": len(self.first_tokens_s),
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "tokens_per_s": tokens / self.seconds,
-            "output_tokens_per_s": self.output_tokens / self.seconds,
-            "ttft_mean_s": statistics.mean(self.first_tokens_s),
-            "ttft_p50_s": percentile(self.first_tokens_s, 50),
-            "ttft_p99_s": percentile(self.first_tokens_s, 99),
-            "itl_p50_s": percentile(self.gaps_s, 50),
-            "itl_p99_s": percentile(self.gaps_s, 99),
-            "tpot_p50_s": percentile(self.means_s, 50),
-            "tpot_p99_s": percentile(self.means_s, 99),
-        }
-
-
-@dataclass(slots=True)
-class _Seen:
-    request: Request
-    asked_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
-    tokens: int = 0
-
-
-def closed_loop(
-    engine: Engine,
-    given: Iterator[Request],
-    *,
-    clients: int,
-    begin: int,
-    end: int,
-    now: Callable[[], float] = time.perf_counter,
-    on_begin: Callable[[], None] = lambda: None,
-) -> Window:
-    """From the first token of the request that is the begin-th to have one until that of the end-th."""
-    window, running, asked, answered = Window(), dict[int, _Seen](), 0, 0
-    began_s: float | None = None
-    try:
-        while answered < end:
-            while len(running) < clients:
-                running[asked] = _Seen(request := next(given), now())
-                engine.add(asked, request)
-                asked += 1
-            told = engine.step()
-            now_s = now()
-            for number, tokens, ended in told:
-                seen = running[number]
-                if not seen.tokens and tokens:
-                    answered += 1
-                    seen.first_s = now_s
-                    if began_s is not None:
-                        window.first_tokens_s.append(now_s - seen.asked_s)
-                        window.prompt_tokens += seen.request.prompt_tokens
-                elif tokens and began_s is not None:
-                    window.gaps_s.append((now_s - seen.last_s) / tokens)
-                if tokens:
-                    seen.last_s, seen.tokens = now_s, seen.tokens + tokens
-                    window.output_tokens += tokens if began_s is not None else 0
-                if ended:
-                    del running[number]
-                    if began_s is not None and seen.tokens > 8:
-                        window.means_s.append((seen.last_s - seen.first_s) / (seen.tokens - 1))
-            if began_s is None and answered >= begin:
-                began_s = now_s
-                on_begin()
-        assert began_s is not None
-        window.seconds = now_s - began_s
-    finally:
-        engine.clear()
-    return window
-
-
 def batches(lengths: Sequence[int], bins: int, size: int = BATCH) -> list[list[int]]:
     """In the order in which they are full; last what fills none. Bins have equal widths, from 0 to the longest."""
     longest, open_, formed = max(lengths), defaultdict[int, list[int]](list), list[list[int]]()
@@ -191,7 +69,7 @@ def batches(lengths: Sequence[int], bins: int, size: int = BATCH) -> list[list[i
 
 
 def run_batches(engine: Engine, formed: Sequence[Sequence[int]], now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of all, one after another."""
+    """Seconds of all batches, one after another."""
     began_s, number = now(), 0
     for batch in formed:
         for length in batch:
@@ -206,7 +84,7 @@ def run_batches(engine: Engine, formed: Sequence[Sequence[int]], now: Callable[[
 def run_singly(
     engine: Engine, lengths: Sequence[int], clients: int = BATCH, now: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of all, so many at a time."""
+    """Seconds of all, with this many clients."""
     began_s, queue, running = now(), deque(enumerate(lengths)), 0
     while queue or running:
         while queue and running < clients:
@@ -215,88 +93,6 @@ def run_singly(
             running += 1
         running -= sum(told.ended for told in engine.step())
     return now() - began_s
-
-
-class VllmEngine:
-    """A vLLM engine of this process under Sluice's scheduler; asynchronous where vLLM is by itself."""
-
-    def __init__(self, llm: "LLMEngine") -> None:
-        self.llm = llm
-        self.core = llm.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self._internal: dict[int, str] = {}
-        self._added = 0
-
-    def add(self, number: int, request: Request) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        self._added += 1
-        first = 10 + 7919 * self._added % 1000
-        prompt = [first, *(10 + (first + 31 * at) % 1000 for at in range(1, request.prompt_tokens))]
-        params = SamplingParams(
-            temperature=0.0,
-            ignore_eos=True,
-            max_tokens=request.output_tokens,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        added = self.llm.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        self._internal[number] = str(added)
-
-    def step(self) -> list[Told]:
-        told = []
-        for out in self.llm.step():
-            number = int(out.request_id)
-            told.append(Told(number, len(out.outputs[0].token_ids), out.finished))
-            if out.finished:
-                del self._internal[number]
-        return told
-
-    def clear(self) -> None:
-        self.llm.abort_request(list(self._internal.values()), internal=True)
-        self._internal.clear()
-        while self.llm.has_unfinished_requests() or self.scheduler.has_requests() or self.core.batch_queue:
-            self.llm.step()
-
-    def set_mode(self, mode: dict[str, Any], clients: int) -> None:
-        self.scheduler.control({"max_batch_size": clients} | mode)
-
-    def measure(self) -> float:
-        """As an engine that has just started is. Returns the seconds that it took."""
-        from deployments.engines.vllm.measurement import loads, measure
-
-        config = self.llm.vllm_config
-        blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        given = loads(
-            slots=self.scheduler._slots(self.scheduler.settings),
-            max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_model_len=config.model_config.max_model_len,
-            cache_tokens=blocks * config.cache_config.block_size,
-        )
-        took_s = asyncio.run(measure(_ForMeasurement(self.llm.engine_core), given, MEASURE_S))
-        self.clear()
-        return took_s
-
-
-class _ForMeasurement:
-    """vLLM's client of an engine core in this process, as `measure` wants it."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    async def add(self, request: Any) -> None:
-        self._client.add_request(request)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        self._client.abort_requests(request_ids)
-
-    async def next_outputs(self) -> Any:
-        await asyncio.sleep(0)  # where the time can be up
-        return self._client.get_output()
-
-    async def status(self) -> dict[str, Any]:
-        return {}
 
 
 def kind(step: StepResult) -> str:
@@ -349,20 +145,20 @@ def sweep(
     note: Callable[..., None],
     *,
     shares: Sequence[float] = SHARES,
-    modes: Sequence[str] = tuple(MODES),
+    modes: Sequence[str] = MODES,
     request_tokens: int = REQUEST_TOKENS,
     has_time: Callable[[], bool] = lambda: True,
 ) -> None:
     """All modes by each share; every load begins with nothing learned."""
     for share in shares:
-        engine.set_mode(MODES["stock"], clients)
+        engine.set_mode({"mode": "stock"}, clients)
         stock: float | None = None
         learned = False
         for name in modes:
             if not has_time():
                 note(share=share, mode=name, left_out="no time")
                 continue
-            engine.set_mode(MODES[name], clients)
+            engine.set_mode({"mode": name}, clients)
             took_s = None
             if name != "stock" and not learned:
                 took_s, learned = engine.measure(), True
@@ -378,7 +174,7 @@ def sweep(
                 measured_s=took_s,
                 step_list=steps,
             )
-    engine.set_mode(MODES["stock"], clients)
+    engine.set_mode({"mode": "stock"}, clients)
 
 
 def bins(
@@ -391,7 +187,7 @@ def bins(
 ) -> None:
     lengths = list(range(1, longest + 1))
     random.Random(11).shuffle(lengths)
-    engine.set_mode(MODES["stock"], BATCH)
+    engine.set_mode({"mode": "stock"}, BATCH)
     run_batches(engine, [[4] * BATCH])  # the first ones meet what is done once
     for count in (*bins, None):
         if not has_time():
@@ -419,9 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is not None:
         os.environ["SLUICE_BENCH_MODEL"] = options.model
     os.environ["SLUICE_BENCH_ARGS"] = options.engine
-    from bench.deployments.test_modes_on_this_machine import engine as made
-
-    engine = VllmEngine(made(options.out, max_num_seqs=max(options.clients, BATCH) + 1))
+    engine = VllmEngine(new_engine(options.out, max_num_seqs=max(options.clients, BATCH) + 1))
 
     def note_in(name: str) -> Callable[..., None]:
         def note(*, step_list: Sequence[StepResult] = (), **row: Any) -> None:

@@ -22,39 +22,31 @@ is the same ratio with every step charged what one law, fitted to the steps of a
 cores are shared the clock hides differences of a few percent.
 """
 
-import json
 import os
 import random
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from bench.deployments.engine_in_process import CLOCK, Request, VllmEngine, closed_loop, new_engine
 from bench.deployments.engine_steps import StepRecorder, law_of, seconds_by
 from bench.own_process import in_own_process
-from bench.random_model import write_config
 from bench.session import turns
 from bench.summary import Spread
 from deployments.command.calibrate import write_profile
-from deployments.config.scheduler import SCHEDULER_CLASS
-from deployments.process.vllm_env import cpu_dtype, cpu_env
 from policies.types import StepResult, StepTimes
 from simulator.plots import figure, save
 
-CLOCK = os.environ.get("SLUICE_BENCH_CLOCK", "cpu")
 # In an engine's process it is that of the process which asked for it.
 BEGAN = float(os.environ.get("SLUICE_BENCH_BEGAN", time.monotonic()))
 now = time.process_time if CLOCK == "cpu" else time.perf_counter
-
-if TYPE_CHECKING:  # only the engines' processes import torch and vLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 SECONDS = float(os.environ.get("SLUICE_BENCH_SECONDS", "1100"))
 REPEATS = int(os.environ.get("SLUICE_BENCH_REPEATS", "3"))
@@ -122,78 +114,28 @@ class Load:
         return now_s + max(0.0, left_s) * self.loads_left[0] / sum(self.loads_left)
 
 
-def engine(folder: Path, **more: Any) -> "LLMEngine":
-    if CLOCK == "cpu":
-        os.environ.update({name: value for name, value in cpu_env().items() if name != "LD_PRELOAD"})
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    model = os.environ.get("SLUICE_BENCH_MODEL")
-    own = {
-        "load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "block_size": 32,
-        "kv_cache_memory_bytes": 512 << 20, "dtype": "auto" if torch.cuda.is_available() else cpu_dtype(),
-    }  # fmt: skip
-    given = json.loads(os.environ.get("SLUICE_BENCH_ARGS", "{}"))
-    if model is None:
-        write_config(folder)
-    args = EngineArgs(
-        model=model or str(folder),
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        scheduler_cls=SCHEDULER_CLASS,
-        additional_config={"sluice": {"mode": "stock"}},
-        **(own if model is None else {}) | more | given,
-    )
-    return LLMEngine.from_engine_args(args)
-
-
-def workload(count: int) -> list[tuple[list[int], int]]:
+def workload(count: int) -> list[Request]:
     rng = random.Random(17)
-    sizes = [
-        (int(SCALE * rng.randint(64, 512)), 1 + min(int(SCALE * 400), int(rng.expovariate(1 / (64 * SCALE)))))
+    return [
+        Request(int(SCALE * rng.randint(64, 512)), 1 + min(int(SCALE * 400), int(rng.expovariate(1 / (64 * SCALE)))))
         for _ in range(count)
     ]
-    return [([rng.randint(10, 4000) for _ in range(prompt)], output) for prompt, output in sizes]
 
 
-def measure(llm: "LLMEngine", requests: list[tuple[list[int], int]], clients: int) -> Run:
-    """A closed loop: as many requests in the engine as there are clients."""
-    from vllm import SamplingParams
-
-    queue = deque(enumerate(requests))
-    asked: dict[str, float] = {}
-    seen: dict[str, tuple[list[float], bool]] = {}
-    scheduler = llm.engine_core.engine_core.scheduler
-    recorder = StepRecorder(scheduler, now)
-    began, preempted = now(), dict[str, int]()
-    while queue or llm.has_unfinished_requests():
-        while queue and len(asked) - sum(done for _, done in seen.values()) < clients:
-            number, (prompt, output) = queue.popleft()
-            asked[str(number)] = now()
-            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False)
-            llm.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        for out in llm.step():
-            times, _ = seen.get(out.request_id, ([], False))
-            times += [now()] * (len(out.outputs[0].token_ids) - len(times))
-            seen[out.request_id] = (times, out.finished)
-        preempted.update((request_id, held.num_preemptions) for request_id, held in scheduler.requests.items())
-    took_s = now() - began
-    recorder.close()
-    gaps = sorted(b - a for times, _ in seen.values() for a, b in zip(times, times[1:], strict=False))
-    means = sorted((t[-1] - t[0]) / (len(t) - 1) for t, _ in seen.values() if len(t) > 8)
-    waits = [times[0] - asked[request_id] for request_id, (times, _) in seen.items()]
-    tokens = sum(len(times) for times, _ in seen.values())
+def measure(engine: VllmEngine, requests: Sequence[Request], clients: int) -> Run:
+    recorder = StepRecorder(engine.scheduler, now)
+    try:
+        found = closed_loop(engine, requests, clients=clients, now=now).figures()
+    finally:
+        recorder.close()
     return Run(
-        tokens=tokens,
+        tokens=found["output_tokens"],
         steps=recorder.steps,
-        tokens_per_s=tokens / took_s,
-        ttft_mean_s=statistics.mean(waits),
-        itl_p99_s=gaps[int(0.99 * len(gaps))],
-        tpot_p99_s=means[int(0.99 * len(means))],
-        preempted=sum(preempted.values()),
+        tokens_per_s=found["output_tokens_per_s"],
+        ttft_mean_s=found["ttft_mean_s"],
+        itl_p99_s=found["itl_p99_s"],
+        tpot_p99_s=found["tpot_p99_s"] or 0.0,
+        preempted=sum(step.preempted for step in recorder.steps),
     )
 
 
@@ -255,9 +197,9 @@ def told(line: str) -> None:
     print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", file=sys.stderr, flush=True)
 
 
-def set_mode(llm: "LLMEngine", mode: dict[str, Any], profile: Path) -> None:
+def set_mode(engine: VllmEngine, mode: dict[str, Any], profile: Path) -> None:
     """profile: for a mode that wants one."""
-    scheduler = llm.engine_core.engine_core.scheduler
+    scheduler = engine.scheduler
     settings = _FRESH | mode
     settings["profile"] = profile if settings["profile"] else None
     caches = scheduler.kv_cache_manager
@@ -270,7 +212,7 @@ def compared(load: Load, folder: Path, asked_s: float) -> Comparison:
 
     asked_s: when the process was asked for, on the monotonic clock.
     """
-    llm = engine(folder, max_num_seqs=load.slots, max_num_batched_tokens=2048, **load.engine)
+    engine = VllmEngine(new_engine(folder, max_num_seqs=load.slots, max_num_batched_tokens=2048, **load.engine))
     began = time.monotonic()
     ends = load.ends_s(began, began - asked_s)
     told(f"{load.title}: an engine in process {os.getpid()} after {began - asked_s:.0f} s")
@@ -279,8 +221,8 @@ def compared(load: Load, folder: Path, asked_s: float) -> Comparison:
     warm_up = workload(2 * load.slots)
     warm = []
     for mode in (MODES["stock"], MODES["exclusive k*"]):
-        set_mode(llm, mode, profile)
-        warm.append(measure(llm, warm_up, load.clients))
+        set_mode(engine, mode, profile)
+        warm.append(measure(engine, warm_up, load.clients))
     write_profile(profile, law_of(run.steps for run in warm), (64, 512), model="bench", gpu="here")
     request_s = (time.monotonic() - began) / (2 * len(warm_up))
     fitting = int((ends - time.monotonic()) / (request_s * REPEATS * len(load.modes)))
@@ -290,8 +232,8 @@ def compared(load: Load, folder: Path, asked_s: float) -> Comparison:
     for repeat in range(REPEATS):
         round_began = time.monotonic()
         for name in turns(list(load.modes), repeat):
-            set_mode(llm, load.modes[name], profile)
-            runs[name].append(measure(llm, requests, load.clients))
+            set_mode(engine, load.modes[name], profile)
+            runs[name].append(measure(engine, requests, load.clients))
             told(f"{load.title}: round {repeat + 1} of {REPEATS}, {name}: {runs[name][-1].tokens_per_s:.0f} tokens/s")
         if repeat + 1 < REPEATS and 2 * time.monotonic() - round_began > ends:
             told(f"{load.title}: no time for another round")

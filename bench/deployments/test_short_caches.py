@@ -5,9 +5,7 @@ some seven minutes. It leaves `short_caches.md` in the folder SLUICE_BENCH_OUT, 
 scheduler, 3000 requests, 128 clients and slots; output tokens per second relative to vLLM as it is, between a quarter
 and nineteen twentieths of the requests, and of the first 600, when lengths and step times are still being learned.
 
-`-k dozen` is the load of `test_modes_on_this_machine.py -k tight`, where a dozen run, on the virtual clock (a minute).
-`-k stands` is one of 256 requests at once: what it costs that slots of those that leave stay empty for up to twelve
-steps, against a forecast whenever anybody leaves (a minute and a half).
+`-k dozen` is the load of `test_modes_on_this_machine.py -k tight`, where a dozen run, on the virtual clock.
 """
 
 import os
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.engine import forecast
 from policies.types import StepCoefficients, StepTimes
 from tests.virtual_engine import VirtualEngine, run_closed
 
@@ -83,13 +80,6 @@ def with_watermark(engine: VirtualEngine, name: str) -> VirtualEngine:
     return engine
 
 
-def run_many(settings: dict[str, Any], times: StepTimes, seed: int) -> Run:
-    rng = random.Random(seed)
-    requests = [(rng.randint(20, 400), min(1400, 1 + int(rng.expovariate(1 / 200)))) for _ in range(REQUESTS)]
-    engine = VirtualEngine(settings, slots=400, blocks=6600, budget=8192, depth=2, times=times)
-    return measured(run_closed(engine, requests, clients=600))
-
-
 def measured(engine: VirtualEngine) -> Run:
     assert all(answer.whole for answer in engine.answers.values())
     ends = sorted(answer.times_s[-1] for answer in engine.answers.values())
@@ -129,14 +119,3 @@ def test_a_dozen_at_once(seed: int, rows: list[str]) -> None:
     found = {name: run_dozen(name, seed) for name in POLICIES}
     rows.append(f"| a dozen, seed {seed} | " + " | ".join(each.cell(found["stock"]) for each in found.values()) + " |")
     print(f"\n{rows[-1]}", flush=True)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["cheap", "dear"])
-def test_a_cap_that_stands_while_some_leave(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = run_many({"mode": "stock"}, TIMES[kind], seed)
-    stands = run_many({"mode": "auto"}, TIMES[kind], seed)
-    monkeypatch.setattr(forecast, "STANDING_SHARE", 0.0)
-    each_time = run_many({"mode": "auto"}, TIMES[kind], seed)
-    cells = [each.cell(stock) for each in (stock, each_time, stands)]
-    print(f"\n| {kind}, seed {seed} | {' | '.join(cells)} | {stands.steady / each_time.steady:.4f} |", flush=True)

@@ -5,8 +5,7 @@ Not collected by default; run with `pytest bench/deployments/test_where_exclusiv
 of pytest's, and names the loads where auto stays more than 1 % below the better of the two modes. vLLM's real scheduler
 over step times that are made up: x is what a token costs more in a mixed step, a the ratio of the fixed cost of a
 prefill step to that of a decode step. Throughput between a half and nine tenths of the requests, relative to stock;
-auto is measured before it takes requests, as an engine is that has just started. `-k bursts` is another load, of five
-minutes: bursts with pauses in which the engine runs dry, from the first request to the last answer.
+auto is measured before it takes requests, as an engine is that has just started.
 """
 
 import os
@@ -28,7 +27,6 @@ REQUESTS = (
     48  # for each slot: some thirty replans, so that the looks at the other mode count as they do in the long run
 )
 GRID = [(n, a, x) for n in (16, 64, 256) for a in (0.4, 1.0, 4.0) for x in (0.0, 0.05, 0.1, 0.2)]
-BURSTS, BURST_SLOTS = 24, 64
 HEADER = "| slots | a | x | exclusive | auto | it ended |\n" + 6 * "|---" + "|"
 
 
@@ -121,30 +119,3 @@ def test_auto_finds_the_better_mode(slots: int, a: float, x: float, loads: list[
     ended = "exclusive" if engine.scheduler.status()["exclusive"] else "mixed"
     loads.append(Load(slots, a, x, exclusive / stock, auto / stock, ended))
     print(f"\n{loads[-1].row}", flush=True)
-
-
-def burst_throughput(settings: dict[str, Any], times: StepTimes, length: int) -> float:
-    """Output tokens per second of virtual time over all bursts of so many requests; pauses take none."""
-    engine = VirtualEngine(settings, slots=BURST_SLOTS, blocks=60 * BURST_SLOTS + 200, budget=8192, times=times)
-    tokens = 0
-    if settings["mode"] == "auto":
-        engine.measure()
-    began_s = engine.clock.now()
-    for burst in range(BURSTS):
-        rng = random.Random(burst)
-        requests = [
-            (rng.randint(200, 800), min(1000, 1 + int(rng.expovariate(1 / MEAN_OUTPUT)))) for _ in range(length)
-        ]
-        engine.answers.clear()
-        run_closed(engine, requests, clients=length)
-        tokens += sum(output for _, output in requests)
-    return tokens / (engine.clock.now() - began_s)
-
-
-@pytest.mark.parametrize("length", [128, 512])
-@pytest.mark.parametrize(("a", "x"), [(1.0, 0.0), (1.0, 0.2), (4.0, 0.0)])
-def test_auto_in_bursts(a: float, x: float, length: int) -> None:
-    times = made_up(a, x)
-    speeds = {mode: burst_throughput({"mode": mode}, times, length) for mode in ("stock", "exclusive", "auto")}
-    ratios = " | ".join(f"{speeds[mode] / speeds['stock']:.3f}" for mode in ("exclusive", "auto"))
-    print(f"\n| {length} | {a:g} | {100 * x:g} % | {ratios} |", flush=True)

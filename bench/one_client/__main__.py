@@ -9,12 +9,10 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tqdm import tqdm
 from bench.chat_client import ChatClient
 from bench.one_client.attacks import Attack, attacks
 from bench.one_client.servers import route
+from bench.rig.processes import child
 from bench.session import turns
 from bench.summary import Spread
 from deployments.config.application import AppConfig
@@ -44,17 +43,6 @@ def application(context_tokens: int) -> AppConfig:
     return AppConfig(model=str(DEMO_MODEL), served_model_name="m", vllm_args=tuple(args))
 
 
-@contextlib.contextmanager
-def child(target: Any, *args: Any) -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
-    process.start()
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.join(timeout=20)
-
-
 async def until_ready(client: ChatClient, body: bytes) -> None:
     give_up_s = time.monotonic() + TIMEOUT_S
     while True:
@@ -68,7 +56,7 @@ async def until_ready(client: ChatClient, body: bytes) -> None:
 
 
 async def send(port: int, attack: Attack, content: bytes) -> str:
-    """What it is answered, and after how long."""
+    """Returns the answer in short, and after how long it came."""
     started_s = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     headers = "".join(f"{name}: {value}\r\n" for name, value in attack.headers.items())
@@ -98,7 +86,7 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
 
 
 class Window:
-    """All streams for so long; what was the longest gap of any."""
+    """All streams for some seconds, and the longest gap of any."""
 
     def __init__(self, port: int, seconds: float) -> None:
         self._port = port

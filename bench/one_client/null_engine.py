@@ -1,7 +1,6 @@
 """The rig's null engine, speaking vLLM's structures: whatever is sent to it, only front end and router work."""
 
 import asyncio
-import signal
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bench.rig.null_engine import NullEngine, NullOutput, NullRequest
-from deployments.engines.relay import Relay, RelayConfig
+from bench.rig.processes import serve_engine
+from deployments.engines.relay import RelayConfig
 from deployments.engines.vllm.codec import VllmCodec
 from deployments.engines.vllm.version import ENGINE_VERSION
 from deployments.process.parent import die_with_parent
-from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo
 
 TOKEN_ID = 300
 
@@ -71,7 +69,7 @@ class NullVllmEngine:
 
 
 def _logprobs(of_each: int) -> LogprobsLists:
-    """Of one token, and so many others."""
+    """Log probabilities of one token and of `of_each` others."""
     return LogprobsLists(
         logprob_token_ids=np.arange(TOKEN_ID, TOKEN_ID + of_each + 1, dtype=np.int32)[None],
         logprobs=np.full((1, of_each + 1), -1.0, dtype=np.float32),
@@ -88,19 +86,8 @@ def _prompt_logprobs(tokens: int, of_each: int) -> LogprobsTensors:
 
 
 async def _serve(url: str, namespace: str, slots: int, interval_s: float, max_model_len: int) -> None:
-    store = RedisStateStore(connect(url), namespace)
-    relay = Relay(
-        engine=NullVllmEngine(slots=slots, interval_s=interval_s),
-        store=store,
-        info=ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=max_model_len),
-        config=RelayConfig(),
-    )
-    await relay.start("127.0.0.1")
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    await stopped.wait()
-    await relay.close()
-    await store.close()
+    engine = NullVllmEngine(slots=slots, interval_s=interval_s)
+    await serve_engine(url, namespace, engine, RelayConfig(), max_model_len)
 
 
 def serve(url: str, namespace: str, slots: int, interval_s: float, max_model_len: int) -> None:

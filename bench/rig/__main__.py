@@ -8,32 +8,17 @@ to the first token and to the gaps between tokens. Everything is measured `--rep
 import argparse
 import contextlib
 import json
-import multiprocessing
 import secrets
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from bench.rig.measurements import Figures, added_time, queued, throughput, ticket_delay
-from bench.rig.processes import in_routers, serve
+from bench.rig.processes import child, in_routers, serve
 from bench.summary import Spread
 from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-
-
-@contextlib.contextmanager
-def replica(url: str, namespace: str, slots: int, ttft_s: float, interval_s: float) -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(url, namespace, slots, ttft_s, interval_s)
-    )
-    process.start()
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.join(timeout=10)
 
 
 def spread(runs: list[Figures]) -> dict[str, str]:
@@ -57,7 +42,7 @@ class Rig:
         runs: list[Figures] = []
         for _ in tqdm(range(self.repeats), desc=title, leave=False):
             namespace = secrets.token_hex(4)
-            with replica(self.redis.url, namespace, *engine) if engine else contextlib.nullcontext():
+            with child(serve, self.redis.url, namespace, *engine) if engine else contextlib.nullcontext():
                 runs += in_routers(self.redis.url, namespace, routers, measurement)
         row = {"measured": title, **spread(runs)}
         self.table.append(row)

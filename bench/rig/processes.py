@@ -1,12 +1,13 @@
 """The parts of the rig, each in a process of its own: Redis, one replica, and routers that measure."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import resource
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -129,15 +130,23 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
     )
 
 
-async def _serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s: float) -> None:
+@contextlib.contextmanager
+def child(target: Callable[..., object], *args: object) -> Iterator[None]:
+    """A process that ends with the with block."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join(timeout=20)
+
+
+async def serve_engine(url: str, namespace: str, engine: Any, config: RelayConfig, max_model_len: int) -> None:
+    """A replica with that engine, until SIGTERM."""
     store = RedisStateStore(connect(url), namespace)
-    info = ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=1 << 20)
-    relay = Relay(
-        engine=NullEngine(slots=slots, ttft_s=ttft_s, interval_s=interval_s),
-        store=store,
-        info=info,
-        config=RelayConfig(step_times=STEP_TIMES),
-    )
+    info = ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=max_model_len)
+    relay = Relay(engine=engine, store=store, info=info, config=config)
     await relay.start("127.0.0.1")
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -146,8 +155,13 @@ async def _serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s
     await store.close()
 
 
+async def _serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s: float) -> None:
+    engine = NullEngine(slots=slots, ttft_s=ttft_s, interval_s=interval_s)
+    await serve_engine(url, namespace, engine, RelayConfig(step_times=STEP_TIMES), 1 << 20)
+
+
 def serve(url: str, namespace: str, slots: int, ttft_s: float, interval_s: float) -> None:
-    """A replica, until SIGTERM."""
+    """A replica with a null engine, until SIGTERM."""
     die_with_parent()
     asyncio.run(_serve(url, namespace, slots, ttft_s, interval_s))
 

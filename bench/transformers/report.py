@@ -1,9 +1,10 @@
-"""What a part of the bench leaves: its runs as CSV, a table as Markdown, printed as well."""
+"""The files of a part of the bench: its runs as CSV, a table as Markdown, printed as well."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from bench.report import markdown_table
 from bench.summary import Spread
 
 
@@ -16,9 +17,8 @@ def write_runs(path: Path, runs: Sequence[Mapping[str, object]]) -> None:
 
 
 def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    lines = [head, ["---"] * len(head), *rows]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    path.write_text(text)
+    text = markdown_table(head, rows)
+    path.write_text(f"{text}\n")
     print(f"\n{path}\n\n{text}", flush=True)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import Part, main, model_folder, parts, run, with_its_share
+from bench.gpu import Part, model_folder, parts, run, with_its_share
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +44,3 @@ def test_a_part_plans_with_less_than_its_share_and_may_take_twice_of_it_as_far_a
         assert limit_s == limit
         assert run(told, tmp_path, 60.0) == "ran"
         assert (tmp_path / "planned.log").read_text() == f"{planned_s} {tmp_path / 'planned'}\n"
-
-
-def test_the_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "python -m bench.gpu --sizes" in capsys.readouterr().out

@@ -6,17 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.deployments.prompt_shares import (
-    BLOCK,
-    Request,
-    Told,
-    batches,
-    closed_loop,
-    of_steps,
-    requests,
-    run_batches,
-    run_singly,
-)
+from bench.deployments.engine_in_process import Request, Told, closed_loop
+from bench.deployments.prompt_shares import BLOCK, batches, of_steps, requests, run_batches, run_singly
 from policies.types import Phase, StepResult
 
 
@@ -87,6 +78,13 @@ def test_what_is_counted_lies_between_two_first_tokens_and_the_batch_is_full_all
     assert figures["ttft_p99_s"] == 2.0
     assert figures["itl_p50_s"] == 1.0
     assert figures["tpot_p50_s"] is None  # of answers with more than 8 tokens
+
+
+def test_without_bounds_all_requests_count_from_the_first_to_the_end_of_the_last() -> None:
+    engine = Steps()
+    window = closed_loop(engine, [Request(7, 2), Request(7, 12), Request(7, 3)], clients=2, now=engine.now)
+    assert (window.seconds, window.prompt_tokens, window.output_tokens) == (13.0, 3 * 7, 2 + 12 + 3)
+    assert window.first_tokens_s == [2.0, 2.0, 2.0] and window.means_s == [1.0]
 
 
 def test_an_engine_that_fails_is_cleared() -> None:

@@ -1,11 +1,9 @@
 import dataclasses
 
-import msgspec
-
 from bench.cpu import Role
 from bench.load import LoadReport
 from bench.pairing import Pairing, Plan, Run
-from bench.report import Comparison, as_markdown, markdown_table
+from bench.report import Comparison, as_markdown
 
 
 def make_load(*, requests_per_s: float, ttft_s: float | None, errors: dict[str, int] | None = None) -> LoadReport:
@@ -131,14 +129,3 @@ def test_repeats_are_paired_by_their_number_and_not_by_their_order_in_time() -> 
     turned = dataclasses.replace(pairing, runs=pairing.runs[::-1])
     markdown = as_markdown(dataclasses.replace(comparison, pairings=(turned,)))
     assert row_of(markdown, "", "ratio")[2] == "×1.00 [1.00, 1.00]"
-
-
-def test_every_line_of_a_table_has_the_same_width() -> None:
-    lines = markdown_table(["a", "long title"], [["wide cell", "x"], ["", "µs"]]).splitlines()
-    assert lines[1] == "| --------- | ---------- |"
-    assert {len(line) for line in lines} == {len(lines[0])}
-
-
-def test_a_comparison_survives_json() -> None:
-    comparison = make_comparison([SLOW_PAIR], [FAST_PAIR])
-    assert msgspec.json.decode(msgspec.json.encode(comparison), type=Comparison) == comparison

@@ -19,7 +19,3 @@ def feed_in_pieces(cuts: list[int]) -> list[bytes]:
 @given(st.lists(st.integers(0, len(STREAM))))
 def test_events_are_the_same_wherever_the_stream_is_cut(cuts: list[int]) -> None:
     assert feed_in_pieces(cuts) == EVENTS
-
-
-def test_every_single_byte_may_come_alone() -> None:
-    assert feed_in_pieces(list(range(len(STREAM)))) == EVENTS

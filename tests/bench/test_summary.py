@@ -1,6 +1,6 @@
 import pytest
 
-from bench.summary import Spread, differences, median_interval, paired_ratios, percentile
+from bench.summary import Spread, median_interval, paired_ratios, percentile
 
 
 def test_a_percentile_lies_between_the_two_nearest_values() -> None:
@@ -19,10 +19,6 @@ def test_a_spread_is_the_median_between_the_extremes() -> None:
 def test_ratios_are_taken_within_a_repeat_and_not_between_medians() -> None:
     slowed_down_machine = [10.0, 20.0, 40.0]
     assert paired_ratios([9.0, 18.0, 44.0], slowed_down_machine) == Spread(median=0.9, low=0.9, high=1.1)
-
-
-def test_differences_are_taken_within_a_repeat() -> None:
-    assert differences([11.0, 22.0, 43.0], [10.0, 20.0, 40.0]) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(("count", "rank", "coverage"), [(8, 2, 0.930), (12, 3, 0.961), (20, 6, 0.959)])
