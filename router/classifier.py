@@ -7,14 +7,15 @@ router's bins and predictions rest on the same.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from policies.errors import StateStoreError
 from policies.gang.buckets import PromptBuckets
+from policies.live import Live
 from policies.router.multi_bin import MultiBin
-from policies.router.order import IdleOrder, Order, deadline_keys
+from policies.router.order import deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
 from policies.types import RequestView, StepTimes
@@ -25,6 +26,7 @@ from router.codec import RequestSize
 from router.metrics import RouterMetrics
 from router.prefix_hits import PrefixHits
 from router.state_store import FinishedLength, StateStore, Ticket
+from router.terms import TicketTerms
 
 MAX_UNSENT_LENGTHS = 4096
 Mode = Literal["full", "shadow", "stock"]
@@ -78,9 +80,6 @@ class Classifier:
     "shadow" serves as stock does and tells what the policies would have done.
     `prefixes`: what replicas are taken to have in their caches; None where they have none.
     `buckets`: by which prompts of like length share a lane; None does not tell them apart.
-    `order`: of what waits; None goes by what each request is promised.
-    `fills_idle`: the classes that fill idle capacity, and in which order each does.
-    `late_patience_s`: after which a request behind those in time is owed a start, see `deadline_keys`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Classifier:
         *,
         predictor: LengthPredictor,
         bins: MultiBin,
-        order: Order | None,
+        terms: Live[TicketTerms],
         step_times: StepTimes,
         shared_batch_size: int,
         default_output_tokens: int,
@@ -96,13 +95,11 @@ class Classifier:
         prefixes: PrefixIndex | None,
         mode: Mode = "full",
         learned: LearnedPredictor | None = None,
-        fills_idle: Mapping[str, IdleOrder] | None = None,
         buckets: PromptBuckets | None = None,
-        late_patience_s: float = 60.0,
     ) -> None:
         self.prefixes, self._mode = PrefixHits(prefixes if mode == "full" else None), mode
         self._predictor, self._bins, self._buckets = predictor, bins, buckets
-        self.adopt(order=order, fills_idle=fills_idle or {}, late_patience_s=late_patience_s)
+        self._terms = terms
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
         self._default_output_tokens = default_output_tokens
         self._metrics, self._learned = metrics, learned
@@ -113,10 +110,6 @@ class Classifier:
         # Of routers that bin otherwise, as before and after a redeploy, each kind keeps to edges of its own.
         self._shape = f"{bins.config} {None if buckets is None else buckets.config}"
         self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
-
-    def adopt(self, *, order: Order | None, fills_idle: Mapping[str, IdleOrder], late_patience_s: float) -> None:
-        """For tickets from now on."""
-        self._order, self._fills_idle, self._late_patience_s = order, fills_idle, late_patience_s
 
     @property
     def bin_edges(self) -> tuple[float, ...]:
@@ -150,17 +143,18 @@ class Classifier:
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         prefixes = self.prefixes.hits(size, replica_ids)
         request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
-        fills_idle, late_key = self._fills_idle.get(slo_class), None
-        if self._order is None:
+        terms, late_key = self._terms.now, None
+        fills_idle = terms.fills_idle.get(slo_class)
+        if terms.order is None:
             key, late_key = deadline_keys(
                 arrival_s,
                 promise.ttft_s,
                 fills_idle=fills_idle,
                 prompt_tokens=size.prompt_tokens,
-                late_patience_s=self._late_patience_s,
+                late_patience_s=terms.late_patience_s,
             )
         else:
-            key = self._order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
+            key = terms.order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=self._bins.assign(predicted, slo_class=slo_class),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from policies.checks import require_positive
+from policies.live import Live
 from policies.router.placement import PrefixIndex
 from policies.router.prefill_decode import (
     BucketOrder,
@@ -269,7 +270,7 @@ class _KVTransfer(Generic[RequestT]):
         if self._cache is not None:
             now_s = split.clock.now()
             split.metrics.prefill_s.observe(now_s - began_s)
-            self._until_s = now_s + split.config.cache_s
+            self._until_s = now_s + split.config.now.cache_s
         return self._cache is not None
 
     async def _read(self, now_s: float) -> Cache | None:
@@ -347,7 +348,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         policy: PrefillDecode,
         codec: SplitCodec[RequestT, OutputsT],
         metrics: SplitMetrics,
-        config: SplitConfig,
+        config: Live[SplitConfig],
         clock: Clock,
     ) -> None:
         self.decoding, self.pool, self.policy, self.codec = decoding, pool, policy, codec
@@ -424,7 +425,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
             SplitState(
                 prompt_tokens=size.prompt_tokens,
                 hit_tokens=hit_tokens,
-                itl_target_s=self.config.itl_targets_s.get(slo_class),
+                itl_target_s=self.config.now.itl_targets_s.get(slo_class),
                 offers=self.pool.offers(size_there, sum(self.reading_s.values())),
                 decode_batch=sum(load.running for load in loads) / max(1, len(loads)),
                 context_tokens=self.context_tokens,
@@ -440,7 +441,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
 
     def _restart_stalled(self) -> None:
         """Requests whose cache does not arrive: a transfer from a replica that has died need not end by itself."""
-        oldest_s = self.clock.now() - self.config.stalled_s
+        oldest_s = self.clock.now() - self.config.now.stalled_s
         for request_id in [name for name, (since_s, _) in self.offered.items() if since_s < oldest_s]:
             del self.offered[request_id]
             if self.decoding.recovery.restart(request_id):

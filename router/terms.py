@@ -1,8 +1,10 @@
-"""What a router goes by and may be changed while it serves. Its parts hold a `Live[RouterTerms]`, read at each use."""
+"""What a router goes by and may be changed while it serves. Its parts hold `Live` terms, and read them at each use."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from policies.checks import require_at_least, require_positive
+from policies.router.order import IdleOrder, Order
 from router.admission import Door
 
 
@@ -42,3 +44,18 @@ class RouterTerms:
 
     door: Door
     config: RoutedClientConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketTerms:
+    """By which tickets wait.
+
+    Attributes:
+        order: of the tickets; None goes by what each request is promised.
+        fills_idle: the classes that fill idle capacity, and in which order each does.
+        late_patience_s: after which a request behind those in time is owed a start, see `deadline_keys`.
+    """
+
+    order: Order | None = None
+    fills_idle: Mapping[str, IdleOrder] = field(default_factory=dict)
+    late_patience_s: float = 60.0

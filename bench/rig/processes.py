@@ -28,7 +28,7 @@ from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
-from router.terms import RoutedClientConfig, RouterTerms
+from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import HttpContext, RequestTiming
 
 Measurement = Callable[["RigRouter"], Awaitable[Any]]
@@ -121,7 +121,7 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=4)),
-        order=None,
+        terms=Live(TicketTerms()),
         step_times=STEP_TIMES,
         shared_batch_size=32,
         default_output_tokens=64,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -19,7 +19,7 @@ from policies.live import Live
 from router.admission import Tenant
 from router.classifier import Classifier
 from router.metrics import RouterMetrics, shared_exposition
-from router.prefill_decode import EngineClient, SplitClient
+from router.prefill_decode import EngineClient
 from router.recent import latest
 from router.routed_client import RoutedClient
 from router.state_store import ReplicaLoad, Snapshot, StateStore
@@ -36,14 +36,12 @@ class Clients:
         routed: takes all requests.
         answering: that of the replicas that answer: `routed`, or a part of it.
         classifier: of `answering`.
-        reading: that of the replicas that only read prompts; None without any.
-        reading_store: the shared state of those.
+        reading_store: the shared state of the replicas that only read prompts; None without any.
     """
 
     routed: EngineClient[Any, Any]
     answering: RoutedClient[Any, Any]
     classifier: Classifier
-    reading: RoutedClient[Any, Any] | None = None
     reading_store: StateStore | None = None
 
 
@@ -157,17 +155,6 @@ class FrontEnd:
             "default_class": config.default_class,
             "recent_requests": latest((await self.store.published("recent")).values()),
         }
-
-    def follow(self) -> None:
-        """Hand on what is in force to those that do not read it themselves."""
-        config, clients = self.config, self.clients
-        clients.classifier.adopt(
-            order=config.order.build(),
-            fills_idle=fills_idle(config),
-            late_patience_s=config.router.late_patience_s,
-        )
-        if isinstance(clients.routed, SplitClient):
-            clients.routed.config = replace(clients.routed.config, itl_targets_s=config.itl_targets())
 
 
 def fills_idle(config: AppConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, S
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, StateStore
-from router.terms import RouterTerms
+from router.terms import RouterTerms, TicketTerms
 
 if TYPE_CHECKING:
     from deployments.engines.vllm.codec import VllmCodec
@@ -183,7 +184,7 @@ def engine_clients(
         "terms": in_force.view(_router_terms),
         "clock": clock,
     }
-    classifier = _classifier(config, metrics, learned, max_model_len)
+    classifier = _classifier(in_force, metrics, learned, max_model_len)
     answering: RoutedClient[Any, Any] = routed_client(
         store=store, classifier=classifier, shared_clock=SharedClock(), metrics=metrics, **options
     )
@@ -204,12 +205,10 @@ def engine_clients(
         policy=policy,
         codec=codec,
         metrics=splits,
-        config=_split_config(config, prefill),
+        config=in_force.view(partial(_split_config, prefill)),
         clock=clock,
     )
-    return Clients(
-        routed=routed, answering=answering, classifier=classifier, reading=reading, reading_store=prefill_store
-    )
+    return Clients(routed=routed, answering=answering, classifier=classifier, reading_store=prefill_store)
 
 
 def _router_terms(in_force: InForce) -> RouterTerms:
@@ -218,8 +217,16 @@ def _router_terms(in_force: InForce) -> RouterTerms:
     return RouterTerms(door, config.router.build())
 
 
-def _split_config(config: AppConfig, prefill: PrefillSection) -> SplitConfig:
-    return SplitConfig(cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=config.itl_targets())
+def _ticket_terms(in_force: InForce) -> TicketTerms:
+    config = in_force.config
+    return TicketTerms(
+        order=config.order.build(), fills_idle=fills_idle(config), late_patience_s=config.router.late_patience_s
+    )
+
+
+def _split_config(prefill: PrefillSection, in_force: InForce) -> SplitConfig:
+    itl_targets_s = in_force.config.itl_targets()
+    return SplitConfig(cache_s=prefill.keep_s / 2, stalled_s=prefill.keep_s, itl_targets_s=itl_targets_s)
 
 
 def _prefixes(config: AppConfig) -> PrefixIndex | None:
@@ -228,12 +235,13 @@ def _prefixes(config: AppConfig) -> PrefixIndex | None:
 
 
 def _classifier(
-    config: AppConfig, metrics: RouterMetrics, learned: LearnedPredictor | None, max_model_len: int
+    in_force: Live[InForce], metrics: RouterMetrics, learned: LearnedPredictor | None, max_model_len: int
 ) -> Classifier:
+    config = in_force.now.config
     return Classifier(
         predictor=HistogramPredictor(config.bins.window_requests),
         bins=MultiBin(config.bins.build(config.gang)),
-        order=config.order.build(),
+        terms=in_force.view(_ticket_terms),
         step_times=config.work.build(),
         shared_batch_size=config.work.batch_size,
         default_output_tokens=config.work.default_output_tokens,
@@ -241,9 +249,7 @@ def _classifier(
         prefixes=_prefixes(config),
         mode=config.mode,
         learned=learned,
-        fills_idle=fills_idle(config),
         buckets=config.bins.buckets(config.gang, max_model_len) if config.gang else None,
-        late_patience_s=config.router.late_patience_s,
     )
 
 

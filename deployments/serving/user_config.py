@@ -76,7 +76,6 @@ class UserConfig:
         self.in_force.replace(InForce(config, user_config))
         log_by(config.logs.settings())
         for front_end in self._front_ends:
-            front_end.follow()
             try:
                 await front_end.announcer.tell()
             except StateStoreError as error:

@@ -32,7 +32,7 @@ from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
-from router.terms import RoutedClientConfig, RouterTerms
+from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import RequestTiming
 from tests.fakes import FakeBatch, FakeCodec, FakeEngine, FakeRequest, undisturbed
 
@@ -155,13 +155,12 @@ async def ask(options: argparse.Namespace) -> None:
         classifier=Classifier(
             predictor=HistogramPredictor(),
             bins=MultiBin(MultiBinConfig(bins=4, refit_every=64)),
-            order=None,
+            terms=Live(TicketTerms(fills_idle={"offline": "deadline"})),
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
             shared_batch_size=16,
             default_output_tokens=12,
             metrics=metrics,
             prefixes=PrefixIndex(PrefixIndexConfig()),
-            fills_idle={"offline": "deadline"},
         ),
         terms=Live(
             RouterTerms(

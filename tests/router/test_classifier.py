@@ -8,6 +8,7 @@ import pytest
 from policies.errors import StateStoreError
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.lengths.drift import DriftConfig
+from policies.live import Live
 from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Band, Deadline, DeadlineConfig, IdleOrder, banded
@@ -25,6 +26,7 @@ from router.metrics import RouterMetrics
 from router.prefix_hits import MOST_HITS
 from router.redis_store import RedisStateStore, connect
 from router.state_store import FinishedLength, ReplicaInfo
+from router.terms import TicketTerms
 
 # 1 ms for a prompt token, 10 ms for a decode step that four requests share.
 STEP_TIMES = StepTimes(
@@ -63,11 +65,13 @@ def classifier(
     buckets: PromptBuckets | None = None,
     mode: Mode = "full",
     bins: MultiBinConfig = TWO_BINS,
+    terms: Live[TicketTerms] | None = None,
 ) -> Classifier:
+    order = Deadline(DeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0))
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(bins),
-        order=Deadline(DeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0)),
+        terms=terms or Live(TicketTerms(order=order)),
         step_times=STEP_TIMES,
         shared_batch_size=4,
         default_output_tokens=100,
@@ -292,8 +296,7 @@ async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() ->
 
 @pytest.mark.parametrize(("order", "started"), [("shortest_first", [5, 30, 900]), ("longest_first", [900, 30, 5])])
 async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: IdleOrder, started: list[int]) -> None:
-    store, sorter = MemoryStateStore(lambda: 1.8e9), classifier(mode="full")
-    sorter.adopt(order=None, fills_idle={"offline": order}, late_patience_s=60.0)
+    store, sorter = MemoryStateStore(lambda: 1.8e9), classifier(terms=Live(TicketTerms(fills_idle={"offline": order})))
     for number, prompt_tokens in enumerate((30, 900, 5, 7)):
         asked, slo_class = (
             replace(size(prompt_tokens), request_id=str(prompt_tokens)),
@@ -312,13 +315,10 @@ async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: I
 
 
 def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
-    changed = classifier()
+    changed = classifier(terms=(terms := Live(TicketTerms(order=Deadline(DeadlineConfig(default_target_s=60.0))))))
     before = changed.ticket(size(), "slow", "a", 100.0).ticket
-    changed.adopt(
-        order=Deadline(DeadlineConfig(default_target_s=2.0)),
-        fills_idle={"slow": "deadline"},
-        late_patience_s=60.0,
-    )
+    sooner = Deadline(DeadlineConfig(default_target_s=2.0))
+    terms.replace(TicketTerms(order=sooner, fills_idle={"slow": "deadline"}))
     after = changed.ticket(size(), "slow", "a", 100.0).ticket
     assert (before.fills_idle, after.fills_idle) == (False, True)
     assert before.deadline_key > after.deadline_key == banded(Band.IN_TIME, 102.0)

@@ -35,7 +35,7 @@ from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, S
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, Ticket
-from router.terms import RoutedClientConfig, RouterTerms
+from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import RequestTiming
 from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
@@ -165,7 +165,7 @@ class Service:
             policy=decides,
             codec=codec,
             metrics=splits,
-            config=split or SplitConfig(),
+            config=Live(split or SplitConfig()),
             clock=common["clock"],
         )
         await self.client.start()
@@ -247,7 +247,7 @@ def _classifier(metrics: RouterMetrics) -> Classifier:
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=Deadline(DeadlineConfig()),
+        terms=Live(TicketTerms(order=Deadline(DeadlineConfig()))),
         step_times=TIMES,
         shared_batch_size=4,
         default_output_tokens=16,

@@ -41,7 +41,7 @@ from router.metrics import RouterMetrics
 from router.redis_store import RedisStateStore, connect
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import Assignment, ReplicaInfo, Snapshot
-from router.terms import RoutedClientConfig, RouterTerms
+from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import RequestTiming
 from router.trail import Trail
 from tests.fakes import FakeBatch, FakeCache, FakeCodec, FakeEngine, FakeRequest, undisturbed
@@ -330,14 +330,13 @@ def _classifier(metrics: RouterMetrics, prefill_s: float, mode: Mode) -> Classif
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(MultiBinConfig(bins=2, refit_every=32)),
-        order=None,
+        terms=Live(TicketTerms(fills_idle={"offline": "deadline"})),
         step_times=replace(STEP_TIMES, prefill=StepCoefficients(overhead_s=0.01, prefill_s=prefill_s)),
         shared_batch_size=4,
         default_output_tokens=16,
         metrics=metrics,
         prefixes=PrefixIndex(PrefixIndexConfig()),
         mode=mode,
-        fills_idle={"offline": "deadline"},
     )
 
 

@@ -21,6 +21,7 @@ from policies.live import Live
 from router.memory_store import MemoryStateStore
 from router.metrics import merge
 from router.state_store import ReplicaInfo, Ticket
+from router.terms import TicketTerms
 from tests.waiting import until
 
 
@@ -128,7 +129,6 @@ def front_end(store: Store, prefill_store: Store | None = None) -> FrontEnd:
 def changed(made: FrontEnd, user_config: dict[str, Any]) -> AppConfig:
     """With another `user_config` in force."""
     made.in_force.replace(InForce(with_live(made.config, user_config), user_config))
-    made.follow()
     return made.config
 
 
@@ -160,10 +160,10 @@ def test_both_pools_go_by_another_configuration_at_once(store: Store) -> None:
     made = front_end(store, Store())
     changed(made, LIVE)
     clients: Any = made.clients
-    for client in (clients.answering, clients.reading):
+    for client in (clients.answering, clients.routed.pool.client):
         assert (client.terms.now.door.max_waiting("gold"), client.terms.now.config.max_wait_s) == (5, 8)
-    assert clients.routed.config.itl_targets_s == {"gold": 0.04}
-    assert (clients.classifier._late_patience_s, clients.classifier._fills_idle) == (3, {"gold": "longest_first"})
+    assert clients.routed.config.now.itl_targets_s == {"gold": 0.04}
+    assert clients.classifier._terms.now == TicketTerms(fills_idle={"gold": "longest_first"}, late_patience_s=3)
 
 
 async def test_engines_of_both_pools_and_later_routers_are_told_and_again_what_was_lost(store: Store) -> None:

@@ -62,8 +62,6 @@ class FrontEnd:
         self.in_force, self.responses = in_force, parts["responses"]
         yield self
 
-    def follow(self) -> None: ...
-
     async def told_user_config(self) -> dict[str, Any] | None:
         return self.told
 

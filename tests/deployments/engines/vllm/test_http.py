@@ -437,7 +437,6 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
         yield SimpleNamespace(
             app=vllms,
-            follow=lambda: None,
             announcer=SimpleNamespace(tell=nobody),
             names=("m",),
             metrics_pages=pages,

@@ -29,7 +29,7 @@ from router.memory_store import MemoryStateStore
 from router.metrics import RouterMetrics
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
-from router.terms import RoutedClientConfig, RouterTerms
+from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import RequestTiming
 from tests.waiting import until
 
@@ -61,7 +61,7 @@ class Router:
         classifier = Classifier(
             predictor=HistogramPredictor(),
             bins=MultiBin(MultiBinConfig()),
-            order=None,
+            terms=Live(TicketTerms()),
             step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
             shared_batch_size=4,
             default_output_tokens=16,
