@@ -1,8 +1,7 @@
 """A trained predictor on disk, and in memory ready to score prompts.
 
 A folder holds `model.safetensors` (adapter and linear layer, half precision), `config.json` (how to read them and which
-base they belong to), `calibration.json` (the curve to start from) and `README.md` (the card). The base encoder is not
-in it.
+base they belong to) and `calibration.json` (the curve to start from). The base encoder is not in it.
 """
 
 import json
@@ -23,7 +22,7 @@ from predictor.model import Encoder, Weights, base_folder, deltas, head
 from predictor.packed import token_batches
 from predictor.tokens import PromptTokenizer
 
-WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = "model.safetensors", "config.json", "README.md"
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 KEPT_EXACT = ("features.mean", "features.scale", "head.bias")
 MAX_BATCH_TOKENS = 4096
 
@@ -37,8 +36,8 @@ class CheckpointConfig:
     max_tokens: int
 
 
-def save(folder: Path, weights: Weights, config: CheckpointConfig, curve: Curve, card: str) -> None:
-    """Writes all four files, each moved into place when complete."""
+def save(folder: Path, weights: Weights, config: CheckpointConfig, curve: Curve) -> None:
+    """Writes all three files, each moved into place when complete."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
         name: weight.detach().cpu().to(torch.float32 if name in KEPT_EXACT else torch.float16).contiguous()
@@ -50,7 +49,6 @@ def save(folder: Path, weights: Weights, config: CheckpointConfig, curve: Curve,
     for name, text in {
         CONFIG_FILE: json.dumps(asdict(config), indent=2) + "\n",
         CALIBRATION_FILE: json.dumps(curve.to_dict(), indent=2) + "\n",
-        CARD_FILE: card,
     }.items():
         new = folder / f"{name}.new"
         new.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from policies.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from predictor.training import Training, TrainingConfig
+    from predictor.training import TrainingConfig
 
 _TRAIN_EPILOG = """\
 examples:
@@ -112,6 +112,7 @@ def training_config(options: argparse.Namespace) -> "TrainingConfig":
 def train(options: argparse.Namespace) -> None:
     """Raises SluiceError when data or settings are wrong."""
     _require_extra()
+    from predictor import checkpoint
     from predictor.samples import read_samples
     from predictor.training import Training
 
@@ -119,16 +120,8 @@ def train(options: argparse.Namespace) -> None:
     training = Training(samples, training_config(options))
     options.out.mkdir(parents=True, exist_ok=True)
     training.run(options.out)
-    _write(training, samples, options.out)
+    checkpoint.save(options.out, training.weights, training.checkpoint_config(), training.curve())
     print(f"{options.out}: {training.summary()}")
-
-
-def _write(training: "Training", samples: Any, out: Path) -> None:
-    from predictor import checkpoint
-    from predictor.card import render
-
-    card = render(training.config, samples, training.losses)
-    checkpoint.save(out, training.weights, training.checkpoint_config(), training.curve(), card)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -150,7 +143,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
         draw_confusion(found["mixed"]["checkpoint"], "Length predictor", options.figure)
     if options.json:
-        print(json.dumps(evaluation.report(found, evaluation.ceilings(judged)), indent=2))
+        print(json.dumps(evaluation.report(found), indent=2))
     else:
         print(evaluation.as_table(found))
 

@@ -30,7 +30,6 @@ from predictor.calibration import FRACTIONS, Calibrator, CalibratorConfig, Curve
 from predictor.samples import Sample
 
 BIN_COUNTS = (2, 4, 8)
-SIMULATED_PROMPTS = 200_000
 RESAMPLES = 1000
 RANGE = (0.025, 0.975)  # the middle 95 % of the resamples
 NAMED_MODELS = 5  # in an error
@@ -259,60 +258,13 @@ def _judgement(judged: Sequence[Sample], predictions: Sequence[LengthPrediction]
     return Judgement(actual, quantiles[:, 1], quantiles[:, 0], quantiles[:, 2], prompt)
 
 
-def ceilings(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """What repeated answers of one model to one prompt leave to predict, by set; sets without repeats are left out.
-
-    `repeats`: each answer predicted by the median of the others, which are few, so a bound from below. `known_prompt`:
-    log lengths taken as normal, with the variances between and within prompts that the repeats have; what a predictor
-    would reach that knew each prompt's own mean and the model. Real lengths are not normal: read it as a guide.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for name, rows in _sets(samples).items():
-        groups = list(_repeats([samples[row] for row in rows.tolist()]))
-        if name != "mixed" and len(groups) > 1:
-            found[name] = _ceiling(groups)
-    return found
-
-
-def _repeats(samples: Sequence[Sample]) -> Iterator[FloatArray]:
-    groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for sample in samples:
-        groups[sample.model, sample.prompt].append(sample.output_tokens)
-    return (np.array(group) for group in groups.values() if len(group) > 1)
-
-
-def _ceiling(groups: Sequence[FloatArray]) -> dict[str, float]:
-    actual = np.concatenate(groups)
-    others = np.array([np.median(np.delete(group, i)) for group in groups for i in range(len(group))])
-    prompt = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    within = sum(float(np.log(group).var(ddof=1)) * (len(group) - 1) for group in groups) / (len(actual) - len(groups))
-    total = float(np.log(actual).var())
-    by_repeats = metrics(Judgement(actual, others, others, others, prompt))
-    known = metrics(_known_prompts(total, min(within, total)))
-    names = [f"accuracy_{count}" for count in BIN_COUNTS] + ["rank_correlation"]
-    figures: dict[str, float] = {"answers": float(len(actual)), "within_prompt_variance_fraction": within / total}
-    return (
-        figures
-        | {f"repeats_{name}": by_repeats[name] for name in names}
-        | {f"known_prompt_{name}": known[name] for name in names}
-    )
-
-
-def _known_prompts(total_variance: float, within_variance: float) -> Judgement:
-    chance = np.random.default_rng(0)
-    mean = chance.normal(0.0, (total_variance - within_variance) ** 0.5, SIMULATED_PROMPTS)
-    actual = np.exp(6.0 + mean + chance.normal(0.0, within_variance**0.5, SIMULATED_PROMPTS))
-    predicted = np.exp(6.0 + mean)
-    return Judgement(actual, predicted, predicted, predicted, np.arange(SIMULATED_PROMPTS))
-
-
-def report(judgements: dict[str, dict[str, Judgement]], ceiling: dict[str, dict[str, float]]) -> dict[str, Any]:
+def report(judgements: dict[str, dict[str, Judgement]]) -> dict[str, Any]:
     """Everything as JSON; `ranges` are at 95 %."""
     sets = {
         part: {name: {**metrics(judged), "ranges": ranges(judged)} for name, judged in found.items()}
         for part, found in judgements.items()
     }
-    return {"sets": sets, "ceilings": ceiling}
+    return {"sets": sets}
 
 
 def as_table(judgements: dict[str, dict[str, Judgement]]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deployments.command import cli
-from predictor import evaluation
 from predictor.calibration import DAY_0
 from predictor.commands import training_config
 
@@ -29,7 +28,7 @@ def parted(file: Path) -> tuple[list[str], list[str]]:
 
 
 def test_a_predictor_is_trained_and_judged_from_the_command_line(
-    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, test, figure = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "confusion.png"
     for path, lines in zip((train, test), parted(real_file), strict=True):
@@ -44,7 +43,6 @@ def test_a_predictor_is_trained_and_judged_from_the_command_line(
     assert set(report["sets"]) == {"mixed", "test"}
     assert set(report["sets"]["mixed"]) == {"checkpoint", "prompt_length", "histogram", "one_histogram"}
     assert figure.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.delattr(evaluation, "ceilings")  # only JSON shows them, and they take seconds
     cli.main(["predictor", "eval", "--checkpoint", str(out), "--data", str(test)])
     assert capsys.readouterr().out.count("checkpoint") == 2
 
@@ -76,7 +74,7 @@ def judged_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.long
 def test_the_examples_of_eval_work_and_learn_from_what_they_name(
-    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     examples = eval_examples(capsys)

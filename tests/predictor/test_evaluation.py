@@ -6,7 +6,6 @@ from predictor.calibration import CalibratorConfig, fit_curve
 from predictor.evaluation import (
     Judgement,
     as_table,
-    ceilings,
     confusion,
     evaluate,
     metrics,
@@ -125,19 +124,6 @@ def test_without_anything_to_learn_from_the_shipped_curve_is_judged() -> None:
     assert metrics(found["mixed"]["checkpoint"])["accuracy_8"] > 0.9
 
 
-def test_repeated_answers_bound_what_can_be_known() -> None:
-    chance = np.random.default_rng(0)
-    means = chance.normal(5.0, 0.9, 400)
-    repeated = [
-        sample(str(n), float(np.exp(mean + 0.3 * z))) for n, mean in enumerate(means) for z in chance.normal(size=3)
-    ]
-    (found,) = ceilings(repeated).values()
-    assert found["within_prompt_variance_fraction"] == pytest.approx(0.1, abs=0.02)
-    assert found["repeats_accuracy_4"] < found["known_prompt_accuracy_4"] < 1.0
-    assert found["known_prompt_rank_correlation"] == pytest.approx(0.95, abs=0.02)
-    assert ceilings(traffic(0, 50)) == {}, "without repeats"
-
-
 def test_a_range_holds_the_figure_and_narrows_with_the_root_of_the_prompts() -> None:
     chance = np.random.default_rng(0)
     widths = []
@@ -165,5 +151,5 @@ def test_repeated_answers_to_a_prompt_make_a_range_no_narrower() -> None:
 def test_table_and_json_show_ranges() -> None:
     found = evaluate(traffic(0, 97), [], score, FLAT)
     low, high = ranges(found["mixed"]["histogram"])["accuracy_2"]
-    assert report(found, {})["sets"]["mixed"]["histogram"]["ranges"]["accuracy_2"] == (low, high)
+    assert report(found)["sets"]["mixed"]["histogram"]["ranges"]["accuracy_2"] == (low, high)
     assert f"[{100 * low:.0f}, {100 * high:.0f}]" in as_table(found)

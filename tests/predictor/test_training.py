@@ -8,7 +8,6 @@ import torch
 
 from policies.errors import ConfigError, InputError
 from predictor import checkpoint
-from predictor.card import render
 from predictor.checkpoint import Ranker
 from predictor.evaluation import evaluate, metrics
 from predictor.samples import Sample, split_by_prompt
@@ -23,8 +22,7 @@ def trained(samples: list[Sample], folder: Path, **settings: Any) -> Ranker:
     folder.mkdir(exist_ok=True)
     training = Training(samples, TrainingConfig(**settings))
     training.run(folder)
-    card = render(training.config, samples, training.losses)
-    checkpoint.save(folder, training.weights, training.checkpoint_config(), training.curve(), card)
+    checkpoint.save(folder, training.weights, training.checkpoint_config(), training.curve())
     return Ranker.load(folder)
 
 
@@ -56,16 +54,14 @@ def test_an_adapter_learns_and_a_checkpoint_keeps_what_it_learnt(real_samples: l
     training.run(tmp_path)
     assert training.losses[-1] < before
     assert any(weight.abs().max() > 0 for name, weight in training.weights.items() if name.startswith("up."))
-    checkpoint.save(tmp_path, training.weights, training.checkpoint_config(), training.curve(), "card")
+    checkpoint.save(tmp_path, training.weights, training.checkpoint_config(), training.curve())
     ranker = Ranker.load(tmp_path)
     prompts = ranker.tokenizer.encode([sample.prompt for sample in samples])
     outputs = ranker.outputs(prompts)
     assert outputs.shape == (60, 1)
     one_by_one = np.concatenate([ranker.outputs([prompt]) for prompt in prompts])
     np.testing.assert_allclose(outputs, one_by_one, atol=1e-4)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "README.md", "calibration.json", "config.json", "model.safetensors",
-    }  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"calibration.json", "config.json", "model.safetensors"}
 
 
 def test_the_same_seed_gives_the_same_weights(real_samples: list[Sample], tmp_path: Path) -> None:
