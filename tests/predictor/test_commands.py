@@ -74,7 +74,7 @@ def judged_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.long
 def test_the_examples_of_eval_work_and_learn_from_what_they_name(
-    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    real_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     examples = eval_examples(capsys)
