@@ -11,13 +11,13 @@ from math import inf, isfinite
 from typing import Any
 
 from policies.checks import require_at_least, require_positive
-from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
+from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.autoscale import FleetState
 from policies.router.credit import late_uncounted, lookahead
 from policies.router.multi_bin import MultiBin
-from policies.router.order import IdleOrder, Order, deadline_keys
+from policies.router.order import Band, IdleOrder, Order, deadline_keys
 from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
 from policies.types import ReplicaView, StepTimes
 from simulator.core import Event, Kind
@@ -201,7 +201,7 @@ class Router:
         """Heads that no replica could read in time."""
         paces = [pace for each in self._views if (pace := self._engines[each].seconds_per_prompt_token)]
         for queue in self._queues.values():
-            while queue and (head := queue.head()).rank is Rank.IN_TIME:
+            while queue and (head := queue.head()).band is Band.IN_TIME:
                 held = max(self._hits(head.item).values(), default=0)
                 if now_s + (head.unread_tokens - held) * min(paces, default=0.0) <= head.deadline_s:
                     break
@@ -209,7 +209,7 @@ class Router:
 
     def _offering(self, head: Waiting[Request]) -> list[ReplicaView]:
         """Replicas with what they offer to this request."""
-        late = head.rank is Rank.LATE
+        late = head.band is Band.LATE
         return [self._offer(self._engines[each], view, late) for each, view in self._views.items()]
 
     def _offer(self, engine: Engine, view: ReplicaView, late: bool) -> ReplicaView:

@@ -111,7 +111,7 @@ class Scheduler:
                 arrival_s=request.arrival_s,
                 deadline_s=request.deadline_s,
                 unread_tokens=left,
-                has_begun=request.first_token_s is not None,
+                resumed=request.first_token_s is not None,
                 reads=True,
             )
 

@@ -1,7 +1,8 @@
 """An engine's queue by promises: which request goes next.
 
-In this order: those that have a part of their answer or were put back, then those in time, by deadline, then those
-without a deadline, as they came, then late ones, oldest first, then those that fill idle capacity.
+In the bands of the router's order: those that have a part of their answer or were put back, then those in time, by
+deadline, with late ones that are owed a start before them, then those without a deadline, as they came, then late ones,
+oldest first, then those that fill idle capacity.
 
 Which are late is told by ``split``; it is for good, while those that only yielded to others are judged anew each time.
 Beyond capacity no bound on the wait can hold for all. So that late ones starve no more than they must, they get a tenth
@@ -10,12 +11,12 @@ of the prompt tokens that start once one of them has waited for ``late_patience_
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from itertools import count
 from math import inf
 from typing import Generic, TypeVar
 
 from policies.engine.lateness import in_the_way, split
+from policies.router.order import Band
 
 T = TypeVar("T")
 
@@ -26,17 +27,6 @@ _MOST_SPLIT = 256
 _LATE_SHARE = 0.1
 
 
-class Rank(IntEnum):
-    """Groups of the queue, the first goes first."""
-
-    BEGUN = 0
-    DUE = 1  # a late one whose share has come up
-    IN_TIME = 2
-    UNPROMISED = 3
-    LATE = 4
-    FILLS_IDLE = 5
-
-
 class Waiting(Generic[T]):
     """One that waits.
 
@@ -44,11 +34,15 @@ class Waiting(Generic[T]):
         arrival_s: when it came.
         deadline_s: when its first token is due; inf where none was promised.
         unread_tokens: of its prompt, those that no cache holds.
+        band: as in the router's order.
         yields: it could be in time, but has to let others go first.
+        owed: it is late, and the share of late ones has come up for it: it goes before those in time.
         reads: it does not wait any more: a part of its prompt has been read.
     """
 
-    __slots__ = ("arrival_s", "deadline_s", "item", "number", "order", "rank", "reads", "unread_tokens", "yields")
+    __slots__ = (
+        "arrival_s", "band", "deadline_s", "item", "number", "order", "owed", "reads", "unread_tokens", "yields",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,21 +51,22 @@ class Waiting(Generic[T]):
         arrival_s: float,
         deadline_s: float = inf,
         unread_tokens: int = 0,
-        has_begun: bool = False,
+        resumed: bool = False,
         fills_idle: bool = False,
         reads: bool = False,
     ) -> None:
         self.item = item
         self.arrival_s, self.deadline_s, self.unread_tokens = arrival_s, deadline_s, unread_tokens
-        self.yields, self.reads = False, reads
+        self.yields, self.owed, self.reads = False, False, reads
         self.number = 0
         self.order: tuple[float, ...] = ()
-        self.rank = Rank.UNPROMISED if deadline_s == inf else Rank.IN_TIME
-        if has_begun or fills_idle:
-            self.rank = Rank.BEGUN if has_begun else Rank.FILLS_IDLE
+        self.band = Band.NO_TARGET if deadline_s == inf else Band.IN_TIME
+        if resumed or fills_idle:
+            self.band = Band.RESUMED if resumed else Band.FILLS_IDLE
 
     def sorted_in(self) -> None:
-        self.order = (self.rank, self.deadline_s if self.rank is Rank.IN_TIME else self.arrival_s, self.number)
+        due_s = -inf if self.owed else self.deadline_s
+        self.order = (self.band, due_s if self.band is Band.IN_TIME else self.arrival_s, self.number)
 
 
 class PromisedQueue(Generic[T]):
@@ -97,8 +92,8 @@ class PromisedQueue(Generic[T]):
         self._insert(waiting)
 
     def put_back(self, waiting: Waiting[T]) -> None:
-        """It has begun, and goes on before all others, the one put back last first."""
-        waiting.rank, waiting.number = Rank.BEGUN, -next(self._numbers)
+        """It goes on before all others, the one put back last first."""
+        waiting.band, waiting.owed, waiting.number = Band.RESUMED, False, -next(self._numbers)
         waiting.arrival_s = -inf
         self._insert(waiting)
 
@@ -110,12 +105,12 @@ class PromisedQueue(Generic[T]):
     @property
     def in_time(self) -> int:
         """How many are not late and fill no idle capacity."""
-        return sum([one.rank < Rank.LATE for one in self._sorted])
+        return sum([one.band < Band.LATE for one in self._sorted])
 
     @property
     def in_time_tokens(self) -> int:
         """Unread, of all that are not late and fill no idle capacity."""
-        return sum([one.unread_tokens for one in self._sorted if one.rank < Rank.LATE])
+        return sum([one.unread_tokens for one in self._sorted if one.band < Band.LATE])
 
     def head(self) -> Waiting[T]:
         return self._sorted[-1]
@@ -124,14 +119,14 @@ class PromisedQueue(Generic[T]):
         head = self._sorted.pop()
         self._yielded.discard(head)
         share = _LATE_SHARE if self._impatient else 0.0
-        self._late_tokens += (share if head.rank is not Rank.DUE else share - 1.0) * head.unread_tokens
+        self._late_tokens += (share - 1.0 if head.owed else share) * head.unread_tokens
         self.changed = True
         return head
 
     def put_behind(self) -> None:
         """The head is late."""
         head = self._sorted.pop()
-        head.rank = Rank.LATE
+        head.band = Band.LATE
         self._insert(head)
 
     def remove(self, waiting: Waiting[T]) -> None:
@@ -148,9 +143,9 @@ class PromisedQueue(Generic[T]):
         Returns:
             Which of these would make others late, and had better wait for them.
         """
-        jobs = sorted([*self._judged(), *(one for one in reading if one.rank is not Rank.BEGUN)], key=_deadline)
+        jobs = sorted([*self._judged(), *(one for one in reading if one.band is not Band.RESUMED)], key=_deadline)
         deadline_s, tokens = [one.deadline_s for one in jobs], [one.unread_tokens for one in jobs]
-        ahead = sum([one.unread_tokens for one in reading if one.rank is Rank.BEGUN])
+        ahead = sum([one.unread_tokens for one in reading if one.band is Band.RESUMED])
         found = split(deadline_s, tokens, now_s=now_s, seconds_per_token=seconds_per_token, tokens_ahead=ahead)
         in_progress: list[int] = []
         for place, one in enumerate(jobs):
@@ -176,19 +171,19 @@ class PromisedQueue(Generic[T]):
     def _judge(self, waiting: Waiting[T], *, late: bool, yields: bool) -> None:
         waiting.yields = yields
         (self._yielded.add if yields else self._yielded.discard)(waiting)
-        rank = Rank.LATE if yields or late else Rank.IN_TIME
-        if rank is not waiting.rank:
+        band = Band.LATE if yields or late else Band.IN_TIME
+        if band is not waiting.band:
             self._take(waiting)
-            waiting.rank = rank
+            waiting.band = band
             self._insert(waiting)
 
     def _judged(self) -> list[Waiting[T]]:
         """Those that could be in time, and those that yielded."""
         judged = list(self._yielded)
         for one in reversed(self._sorted):
-            if one.rank > Rank.IN_TIME or len(judged) >= _MOST_SPLIT:
+            if one.band > Band.IN_TIME or len(judged) >= _MOST_SPLIT:
                 break
-            if one.rank is Rank.IN_TIME:
+            if one.band is Band.IN_TIME and not one.owed:
                 judged.append(one)
         return judged
 
@@ -198,26 +193,26 @@ class PromisedQueue(Generic[T]):
 
     def _let_late_start(self, now_s: float) -> None:
         """The oldest late one goes next where it has waited too long and the share of late ones has come up."""
-        at = bisect_left(self._sorted, -Rank.UNPROMISED, key=_negative_rank) - 1
+        at = bisect_left(self._sorted, -Band.NO_TARGET, key=_negative_band) - 1
         self._impatient = at >= 0 and self._has_lost_patience(self._sorted[at], now_s)
         if not self._impatient:
             self._late_tokens = min(self._late_tokens, 0.0)
         elif self._late_tokens >= self._sorted[at].unread_tokens:
             oldest = self._sorted.pop(at)
-            oldest.rank, oldest.yields = Rank.DUE, False
+            oldest.band, oldest.owed, oldest.yields = Band.IN_TIME, True, False
             self._yielded.discard(oldest)
             self._insert(oldest)
 
     def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
-        return waiting.rank is Rank.LATE and now_s - waiting.arrival_s > self._late_patience_s
+        return waiting.band is Band.LATE and now_s - waiting.arrival_s > self._late_patience_s
 
 
 def _backwards(waiting: Waiting[T]) -> tuple[float, ...]:
     return tuple(-each for each in waiting.order)
 
 
-def _negative_rank(waiting: Waiting[T]) -> int:
-    return -waiting.rank
+def _negative_band(waiting: Waiting[T]) -> int:
+    return -waiting.band
 
 
 def _deadline(waiting: Waiting[T]) -> tuple[float, int]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from math import inf
 
-from policies.engine.promised_queue import PromisedQueue, Rank, Waiting
+from policies.engine.promised_queue import PromisedQueue, Waiting
+from policies.router.order import Band
 
 
 def entry(name: str, *, arrival: float = 0.0, due: float = inf, tokens: int = 10, idle: bool = False) -> Waiting[str]:
@@ -90,12 +91,12 @@ def test_the_head_is_put_behind() -> None:
 def test_a_prompt_in_progress_is_named_when_it_would_make_others_late() -> None:
     made = queue(entry("a", due=2.0))
     long = Waiting("p", arrival_s=0.0, deadline_s=20.0, unread_tokens=50, reads=True)
-    again = Waiting("r", arrival_s=0.0, unread_tokens=50, has_begun=True, reads=True)
+    again = Waiting("r", arrival_s=0.0, unread_tokens=50, resumed=True, reads=True)
     assert made.split(0.0, 0.1, [long]) == ["p"]
     assert names(made) == "a"
     assert made.split(0.0, 0.01, [long]) == []
     assert made.split(0.0, 0.1, [again]) == []  # it has sent a part of its answer
-    assert entry_of(made, "a").rank is Rank.LATE
+    assert entry_of(made, "a").band is Band.LATE
 
 
 def entry_of(made: PromisedQueue[str], name: str) -> Waiting[str]:

@@ -186,7 +186,7 @@ class SnapshotTaker:
             arrival_s=known.arrived_s,
             deadline_s=known.deadline_s if isnan(known.first_token_s) else inf,
             unread_tokens=request.num_tokens - self._hit_tokens(request),
-            has_begun=known.told.resumed,
+            resumed=known.told.resumed,
             fills_idle=known.told.fills_idle,
         )
 
@@ -199,7 +199,7 @@ class SnapshotTaker:
                 arrival_s=one.arrived_s,
                 deadline_s=one.deadline_s,
                 unread_tokens=request.num_tokens - request.num_computed_tokens,
-                has_begun=one.told.resumed or not isnan(one.first_token_s),
+                resumed=one.told.resumed or not isnan(one.first_token_s),
                 reads=True,
             )
             for request, one in known
