@@ -48,6 +48,16 @@ class Reader:
         asked = FakeRequest(request_id=request_id, prompt=[1, 2], max_tokens=max_tokens)
         self.connection.add(CODEC.encode_request(asked))
 
+    async def begun(self) -> None:
+        await until(lambda: bool(self.outputs))
+
+    async def answered(self) -> None:
+        """What it asked for last is whole."""
+        await until(lambda: bool(self.outputs) and self.outputs[-1].finish_reason is not None)
+
+    async def status(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        return dict(await self.connection.call("status", timeout_s=timeout_s))
+
 
 class Replica:
     def __init__(self, store: RedisStateStore, gang_max_wait_s: float | None = None, **config: float) -> None:
@@ -82,12 +92,27 @@ class Replica:
         assert await self.store.enqueue(ticket)
 
 
+Begin = Callable[..., Awaitable[Replica]]
+
+
 @pytest.fixture
-async def replica(new_store: Callable[[], RedisStateStore]) -> AsyncIterator[Replica]:
-    made = Replica(new_store())
-    await made.relay.start("127.0.0.1")
-    yield made
-    await made.relay.close()
+async def begin(new_store: Callable[[], RedisStateStore]) -> AsyncIterator[Begin]:
+    """Starts a replica with these settings."""
+    made: list[Replica] = []
+
+    async def begin(**config: Any) -> Replica:
+        made.append(Replica(new_store(), **config))
+        await made[-1].relay.start("127.0.0.1")
+        return made[-1]
+
+    yield begin
+    for each in made:
+        await each.relay.close()
+
+
+@pytest.fixture
+async def replica(begin: Begin) -> Replica:
+    return await begin()
 
 
 async def settled(call: Callable[[], Awaitable[object]], value: object) -> None:
@@ -102,8 +127,8 @@ async def test_each_router_gets_the_outputs_of_its_own_requests(replica: Replica
     readers = [await replica.reader(name) for name in ("a", "b")]
     for number, reader in enumerate(readers):
         reader.add(f"x{number}")
-    await until(lambda: all(reader.outputs and reader.outputs[-1].finish_reason for reader in readers))
     for number, reader in enumerate(readers):
+        await reader.answered()
         assert {output.request_id for output in reader.outputs} == {f"x{number}"}
         assert reader.tokens(f"x{number}") == undisturbed([1, 2], 5)
 
@@ -141,7 +166,7 @@ async def test_steps_are_compared_by_what_their_requests_hold(replica: Replica) 
     replica.relay._board.speed = contents  # type: ignore[assignment]
     reader = await replica.reader()
     reader.add("x", 5)
-    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
     assert contents.seen == [(2, 0, 0), (0, 1, 3), (0, 1, 4), (0, 1, 5)]  # after the last one it is idle
 
 
@@ -151,7 +176,7 @@ async def test_a_request_that_comes_again_gets_nothing_of_its_first_arrival(repl
     first.add("x", 1000)
     await until(lambda: len(first.tokens("x")) > 1)
     second.add("x", 5)
-    await until(lambda: bool(second.outputs) and second.outputs[-1].finish_reason is not None)
+    await second.answered()
     assert second.tokens("x") == undisturbed([1, 2], 5)
     assert replica.relay.healthy
 
@@ -159,9 +184,9 @@ async def test_a_request_that_comes_again_gets_nothing_of_its_first_arrival(repl
 async def test_a_router_cannot_stop_the_requests_of_another(replica: Replica) -> None:
     reader, other = [await replica.reader(name) for name in ("a", "b")]
     reader.add("x", 20)
-    await until(lambda: bool(reader.outputs))
+    await reader.begun()
     other.connection.abort(["x", "x", "never-heard-of"])
-    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
     assert reader.tokens("x") == undisturbed([1, 2], 20)
 
 
@@ -169,12 +194,12 @@ async def test_a_stopped_request_frees_its_slot_and_says_no_more(replica: Replic
     await replica.give_slot("x")
     reader = await replica.reader()
     reader.add("x", 10_000)
-    await until(lambda: bool(reader.outputs))
+    await reader.begun()
     reader.connection.abort(["x", "x"])
     await settled(replica.running, 0)
     seen = len(reader.outputs)
     reader.add("y")
-    await until(lambda: reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
     assert {output.request_id for output in reader.outputs[seen:]} == {"y"}
 
 
@@ -188,7 +213,7 @@ async def test_a_malformed_request_ends_that_connection_alone(replica: Replica, 
     good.add("x", 20)
     bad.connection.add(parts)
     await bad.ended
-    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
+    await good.answered()
     assert replica.relay.healthy
 
 
@@ -207,8 +232,8 @@ async def test_a_connection_that_fails_unforeseen_is_counted_and_costs_no_other(
     bad.add("odd")
     await bad.ended
     good.add("x", 20)
-    await until(lambda: bool(good.outputs) and good.outputs[-1].finish_reason is not None)
-    status = await good.connection.call("status", timeout_s=30)
+    await good.answered()
+    status = await good.status()
     assert (status["background_failures"], status["held"]) == ({"serve": 1}, 0)
     assert "what nobody thought of" in caplog.text
 
@@ -232,7 +257,7 @@ async def test_outputs_too_large_for_a_frame_cost_their_connection_alone(
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200)
     replica.engine.resume()
     await many.ended
-    await until(lambda: bool(few.outputs) and few.outputs[-1].finish_reason is not None)
+    await few.answered()
     assert few.tokens("x") == undisturbed([1, 2], 5)
     assert replica.relay.healthy
 
@@ -249,7 +274,7 @@ async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anyt
     assert "x" in router.request_ids
     router.send(wire.Kind.OUTPUTS, [b"a step's"])
     replica.engine.resume()
-    await until(lambda: bool(living.outputs) and living.outputs[-1].finish_reason is not None)
+    await living.answered()
     assert living.tokens("y") == undisturbed([1, 2], 5)
     assert replica.relay.healthy
 
@@ -267,27 +292,22 @@ async def test_a_router_that_does_not_read_is_hung_up_on(replica: Replica, monke
         )
     await until(lambda: replica.engine.taken == 3 and replica.engine.held == 0)
     reader.add("x")
-    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
 
 
-async def test_an_assigned_request_that_never_comes_gives_its_slot_back(
-    new_store: Callable[[], RedisStateStore],
-) -> None:
-    replica = Replica(new_store(), lease_s=0.1)
-    await replica.relay.start("127.0.0.1")
+async def test_an_assigned_request_that_never_comes_gives_its_slot_back(begin: Begin) -> None:
+    replica = await begin(lease_s=0.1)
     await replica.give_slot("x")  # it may be over before anybody has looked
     await settled(replica.running, 0)
-    await replica.relay.close()
 
 
 class HoldsAnswers(RedisStateStore):
-    """A real store whose calls and answers can be held up on their way."""
+    """A real store whose answers to heartbeats can be held up on their way."""
 
     def __init__(self, url: str, namespace: str) -> None:
         super().__init__(connect(url), namespace)
-        self.beat_answers, self.releases = asyncio.Event(), asyncio.Event()
+        self.beat_answers = asyncio.Event()
         self.beat_answers.set()
-        self.releases.set()
         self.named: list[list[str]] = []  # by the answers to heartbeats
         self.heard = 0  # of those answers
         self.released: list[list[str]] = []  # as they set out
@@ -301,88 +321,42 @@ class HoldsAnswers(RedisStateStore):
 
     async def release(self, replica_id: str, request_ids: Sequence[str], *args: Any, **named: Any) -> None:
         self.released.append(list(request_ids))
-        await self.releases.wait()
         await super().release(replica_id, request_ids, *args, **named)
 
 
-@pytest.fixture
-async def held_up(redis_url: str, namespace: str) -> AsyncIterator[Replica]:
-    """Each of its requests is older than the lease at once."""
+@pytest.mark.parametrize("leaves", ["ends", "is recalled"])
+async def test_an_answer_to_a_heartbeat_that_is_older_than_an_end_frees_nothing(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture, leaves: str
+) -> None:
     store = HoldsAnswers(redis_url, namespace)
-    made = Replica(store, lease_s=1e-3)
-    await made.relay.start("127.0.0.1")
-    yield made
-    await made.relay.close()
-    await store.close()
-
-
-async def one_on_board(replica: Replica) -> tuple[Reader, HoldsAnswers]:
-    assert isinstance(replica.store, HoldsAnswers)
+    replica = Replica(store, lease_s=1e-3)  # the request is older than it at once
+    await replica.relay.start("127.0.0.1")
     reader = await replica.reader()
     replica.engine.pause()
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
     await replica.give_slot("x")
-    return reader, replica.store
-
-
-async def test_an_answer_to_a_heartbeat_that_is_older_than_an_end_frees_nothing(
-    held_up: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, store = await one_on_board(held_up)
     await until(lambda: store.named[-1] == ["x"])
     store.beat_answers.clear()
     answers = len(store.named)
     await until(lambda: len(store.named) > answers)  # this one names it, and is on its way
-    held_up.engine.resume()
-    await settled(held_up.running, 0)  # it ended, and its slot is free by now
+    if leaves == "ends":
+        replica.engine.resume()
+        await settled(replica.running, 0)  # its slot is free by now
+    else:
+        await reader.connection.call("recall", msgspec.msgpack.encode(["x"]), timeout_s=30)
+        await store.cancel(["x"])  # as its router does, by queueing it again
     heard = store.heard
     store.beat_answers.set()
     await until(lambda: store.heard > heard + 1)
-    assert (store.named[answers], store.released) == (["x"], [["x"]])
+    assert (store.named[answers], store.released) == (["x"], [["x"]] if leaves == "ends" else [])
     assert "never came" not in caplog.text
+    await replica.relay.close()
+    await store.close()
 
 
-async def test_a_heartbeat_while_a_release_is_on_its_way_frees_nothing(
-    held_up: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, store = await one_on_board(held_up)
-    store.releases.clear()
-    held_up.engine.resume()
-    await until(lambda: store.released == [["x"]])
-    heard = store.heard
-    await until(lambda: store.heard > heard + 3)
-    assert store.named[-1] == ["x"], "the shared state has not heard of its end"
-    store.releases.set()
-    await settled(held_up.running, 0)
-    heard = store.heard
-    await until(lambda: store.heard > heard + 1)
-    assert store.released == [["x"]]
-    assert "never came" not in caplog.text
-
-
-async def test_an_answer_that_is_older_than_a_recall_frees_nothing(
-    held_up: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
-    reader, store = await one_on_board(held_up)
-    await until(lambda: store.named[-1] == ["x"])
-    store.beat_answers.clear()
-    answers = len(store.named)
-    await until(lambda: len(store.named) > answers)
-    await reader.connection.call("recall", msgspec.msgpack.encode(["x"]), timeout_s=30)
-    await store.cancel(["x"])  # as its router does, by queueing it again
-    heard = store.heard
-    store.beat_answers.set()
-    await until(lambda: store.heard > heard + 1)
-    assert (store.named[answers], store.released) == (["x"], [])
-    assert "never came" not in caplog.text
-
-
-async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(
-    new_store: Callable[[], RedisStateStore],
-) -> None:
-    replica = Replica(new_store(), lease_s=0.05)
-    await replica.relay.start("127.0.0.1")
+async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(begin: Begin) -> None:
+    replica = await begin(lease_s=0.05)
     reader = await replica.reader()
     replica.engine.pause()
     reader.add("x")
@@ -390,7 +364,6 @@ async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(
     await replica.give_slot("x")
     await asyncio.sleep(0.2)
     assert await replica.running() == 1
-    await replica.relay.close()
 
 
 async def test_a_replica_that_was_dropped_registers_again_with_what_it_runs(replica: Replica) -> None:
@@ -407,7 +380,7 @@ async def test_a_replica_that_was_dropped_registers_again_with_what_it_runs(repl
 async def test_a_dead_engine_ends_the_connections_and_the_heartbeat(replica: Replica) -> None:
     reader = await replica.reader()
     reader.add("x", 10_000)
-    await until(lambda: bool(reader.outputs))
+    await reader.begun()
     replica.engine.die()
     await reader.ended
     assert not replica.relay.healthy
@@ -418,53 +391,28 @@ async def test_a_dead_engine_ends_the_connections_and_the_heartbeat(replica: Rep
     assert await replica.running() is None
 
 
-async def test_an_engine_that_hangs_is_given_up_and_one_that_only_takes_long_is_not(
-    new_store: Callable[[], RedisStateStore],
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "pass_s", "why"),
+    [(0.2, None, "no step and no answer for 0.2 s"), (5.0, 5.1, "at one forward pass for 5.1 s")],
+    ids=["no answer", "a pass without end"],
+)
+async def test_an_engine_that_hangs_is_given_up_with_the_reason_and_one_that_only_takes_long_is_not(
+    begin: Begin, caplog: pytest.LogCaptureFixture, hang_timeout_s: float, pass_s: float | None, why: str
 ) -> None:
-    replica = Replica(new_store(), hang_timeout_s=0.2)
-    await replica.relay.start("127.0.0.1")
+    replica = await begin(hang_timeout_s=hang_timeout_s)
     reader = await replica.reader()
     replica.engine.pause()
     reader.add("x", 10_000)
+    replica.engine.pass_s = None if pass_s is None else pass_s - 0.2
     await asyncio.sleep(0.5)
     assert replica.relay.healthy
-    replica.engine.hang()
+    if pass_s is None:
+        replica.engine.hang()
+    replica.engine.pass_s = pass_s
     await reader.ended
     assert not replica.relay.healthy
+    assert why in caplog.text and "raise engine.hang_timeout_s" in caplog.text
     await replica.relay.drain()
-    await replica.relay.close()
-
-
-async def test_an_engine_that_answers_beside_a_pass_without_end_is_given_up(
-    new_store: Callable[[], RedisStateStore],
-) -> None:
-    replica = Replica(new_store(), hang_timeout_s=5.0)
-    await replica.relay.start("127.0.0.1")
-    reader = await replica.reader()
-    replica.engine.pause()
-    reader.add("x", 10_000)
-    replica.engine.pass_s = 4.9
-    await asyncio.sleep(0.2)
-    assert replica.relay.healthy
-    replica.engine.pass_s = 5.1
-    await until(lambda: not replica.relay.healthy)
-    await reader.ended
-    await replica.relay.drain()
-    await replica.relay.close()
-
-
-@pytest.mark.parametrize(
-    ("answers", "how"), [(True, "at one forward pass for 5.1 s"), (False, "no step and no answer for 0.2 s")]
-)
-async def test_whoever_gives_an_engine_up_says_why_and_which_setting_is_wrong_if_any(
-    new_store: Callable[[], RedisStateStore], caplog: pytest.LogCaptureFixture, answers: bool, how: str
-) -> None:
-    replica = Replica(new_store(), hang_timeout_s=5.0 if answers else 0.2)
-    replica.engine.pass_s, replica.engine.hangs = 5.1, not answers
-    await replica.relay.start("127.0.0.1")
-    await until(lambda: not replica.relay.healthy)
-    assert how in caplog.text and "raise engine.hang_timeout_s" in caplog.text
-    await replica.relay.close()
 
 
 async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fails(replica: Replica) -> None:
@@ -477,7 +425,7 @@ async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fai
     replica.relay.repeat(fail, "live control")
     await until(lambda: len(calls) > 2)
     reader = await replica.reader()
-    assert (await reader.connection.call("status", timeout_s=30))["background_failures"]["live control"] > 2
+    assert (await reader.status())["background_failures"]["live control"] > 2
 
 
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
@@ -503,8 +451,8 @@ async def test_status_counts_what_it_holds(replica: Replica) -> None:
     reader.add("x")
     await until(lambda: replica.engine.held == 1)
     counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
-    assert await reader.connection.call("status", timeout_s=30) == counted
-    questions = await asyncio.gather(*(reader.connection.call("status", timeout_s=30) for _ in range(20)))
+    assert await reader.status() == counted
+    questions = await asyncio.gather(*(reader.status() for _ in range(20)))
     assert all(answer == questions[0] for answer in questions)
 
 
@@ -523,10 +471,10 @@ async def test_status_counts_failures_also_of_an_engine_that_does_not_answer(
 
     with monkeypatch.context() as refusing:
         refusing.setattr(replica.engine, "status", refuse)
-        status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+        status = await reader.status(STATUS_TIMEOUT_S)
     assert (status["error"], status["background_failures"]["live control"] > 0) == ("not now", True)
     replica.engine.hang()
-    status = await reader.connection.call("status", timeout_s=STATUS_TIMEOUT_S)
+    status = await reader.status(STATUS_TIMEOUT_S)
     assert "does not answer" in status["error"] and status["background_failures"]["live control"] > 0
 
 
@@ -535,12 +483,12 @@ async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:
     with pytest.raises(EngineCallError, match="replica r: .*'add_lora'"):
         await reader.connection.call("add_lora", timeout_s=30)
     reader.add("x")
-    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
 
 
 async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
     reader = await replica.reader()
-    asked = asyncio.create_task(reader.connection.call("status", timeout_s=30))
+    asked = asyncio.create_task(reader.status())
     await asyncio.sleep(0)
     reader.connection.close()
     with pytest.raises(ReplicaLostError):
@@ -586,35 +534,26 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
         RelayConfig(**wrong)  # type: ignore[arg-type]
 
 
-async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_batch_for_ever(
-    new_store: Callable[[], RedisStateStore],
-) -> None:
-    replica = Replica(new_store(), gang_max_wait_s=0.1, heartbeat_s=60.0)
-    await replica.relay.start("127.0.0.1")
+async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_batch_for_ever(begin: Begin) -> None:
+    replica = await begin(gang_max_wait_s=0.1, heartbeat_s=60.0)
     lonely = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
     assert await replica.store.enqueue(lonely) == []
     await settled(replica.running, 1)
     await replica.relay.close()
 
 
-async def test_a_replica_that_only_reads_prompts_offers_what_is_safe_in_its_cache(
-    new_store: Callable[[], RedisStateStore],
-) -> None:
-    made = Replica(new_store(), prefill_budget_tokens=2, prefill_memory_share=0.5)
+async def test_a_replica_that_only_reads_prompts_offers_what_is_safe_in_its_cache(begin: Begin) -> None:
+    made = await begin(prefill_budget_tokens=2, prefill_memory_share=0.5)
     made.engine.free_tokens = 8
-    await made.relay.start("127.0.0.1")
     reader = await made.reader()
 
     async def slots() -> int:
         return (await made.store.snapshot()).replicas["r"].slots
 
-    try:
-        await settled(slots, 2)
-        made.engine.free_tokens = 2
-        reader.add("x")
-        await settled(slots, 1)
-    finally:
-        await made.relay.close()
+    await settled(slots, 2)
+    made.engine.free_tokens = 2
+    reader.add("x")
+    await settled(slots, 1)
 
 
 # What the prefix cache holds
@@ -660,7 +599,7 @@ async def test_nobody_is_told_anything_and_no_engine_is_asked_while_nothing_happ
     await asyncio.sleep(0.1)
     assert (len(cache.asked), len(reader.changes)) == (asked, 1)
     reader.add("x")  # steps that leave the cache as it is
-    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
     await until(lambda: len(cache.asked) > asked)
     assert len(reader.changes) == 1
 
@@ -704,7 +643,7 @@ async def test_a_router_that_reads_nothing_holds_up_no_other_and_is_told_the_who
 async def test_an_engine_that_cannot_tell_is_left_alone(replica: Replica) -> None:
     reader = await replica.reader()
     reader.add("x")
-    await until(lambda: bool(reader.outputs) and reader.outputs[-1].finish_reason is not None)
+    await reader.answered()
     assert not reader.changes
 
 
