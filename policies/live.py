@@ -1,6 +1,6 @@
 """Values that change while they are in use.
 
-One holder has the value in force. Whatever goes by it keeps the holder, and reads `now` each time that it decides:
+One holder has the value in force. What goes by it keeps the holder, and reads `now` each time that it decides:
 
     config = Live(parsed)
     patience_s = config.view(lambda config: config.router.late_patience_s)

@@ -41,7 +41,7 @@ class Engine(Protocol):
 
     @property
     def gang_sizes(self) -> Sequence[int]:
-        """Of an engine that takes gang batches: most requests of one, by bin. Bins beyond are bound by the slots."""
+        """The most requests of a gang batch, by bin; bins beyond are bound by the slots. Empty where it takes none."""
 
     @property
     def dead(self) -> bool: ...
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of one position: the chosen token first, then the most likely ones; and the chosen one's rank, from 1."""
+    """Those of one position: the chosen token first, then the most likely ones; and the chosen one's rank, from 1."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -22,7 +22,7 @@ class PrefillSlots:
         self._came = 0
         self._mean_tokens = self._mean_unread_tokens = 0.0  # of the last 32 or so
         self._ended_tokens = 0  # of all that ever ended
-        self._engine_says: tuple[int, int] | None = None  # tokens that were free, when so many had ended
+        self._engine_says: tuple[int, int] | None = None  # free tokens, and the tokens that had ended by then
 
     def came(self, tokens: int, unread_tokens: int) -> None:
         """A prompt; what of it is cached takes memory, and no part of a step."""
@@ -40,7 +40,8 @@ class PrefillSlots:
         return self._ended_tokens
 
     def told(self, status: Mapping[str, Any], ended_tokens: int) -> None:
-        """By an engine that was asked when so many tokens had ended; one that does not say is not bound by memory."""
+        """Note what the engine said that was asked when `ended_tokens` had ended; one that says nothing of its cache is
+        not bound by memory."""
         free = status.get("free_tokens")
         self._engine_says = None if free is None else (int(free), ended_tokens)
 

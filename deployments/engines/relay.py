@@ -134,7 +134,7 @@ class Relay:
 
     @property
     def info(self) -> ReplicaInfo:
-        """As it registers; the port is 0 before it listens."""
+        """What it registers with; the port is 0 before it listens."""
         return self._registration.info
 
     @property
@@ -217,7 +217,7 @@ class Relay:
             await self._obey_all(RouterLink(router_id, writer), reader)
         except (ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             logger.warning("refused a connection: %s", error or type(error).__name__)
-        except Exception:  # of whatever kind: only asyncio would be told of it
+        except Exception:  # of any kind: only asyncio would be told of it
             logger.exception("serving a router failed")
             self._count_failure("serve")
         finally:
@@ -287,7 +287,7 @@ class Relay:
                 result = await self._status()
             else:
                 raise ProtocolError(f"a router called {call.method!r}")
-        except Exception as error:  # of whatever kind: it is the router's, which asked for it
+        except Exception as error:  # of any kind: it is the router's, which asked for it
             logger.warning("the engine refused %s: %r", call.method, error)
             reply = wire.Reply(call.number, error=str(error) or repr(error))
         else:
@@ -299,7 +299,7 @@ class Relay:
         try:
             async with asyncio.timeout(ENGINE_STATUS_S):
                 status = await self._engine.status()
-        except Exception as error:  # of whatever kind: it is shown in the place of what was asked for
+        except Exception as error:  # of any kind: it is shown in the place of what was asked for
             status = {"error": str(error) or f"the engine does not answer: {type(error).__name__}"}
         return {**status, "held": len(self._board), "slots": self.slots, "background_failures": self._failures}
 

@@ -26,7 +26,7 @@ class ReplicaTrace:
     finish: Any = None
 
     def end(self, output_tokens: int, now_s: float) -> None:
-        """Of the answer, the tokens that were made here."""
+        """output_tokens: of the answer, those that were made here."""
         self.span.add("prefill", self.came_s, now_s if self.first_s is None else self.first_s)
         if self.first_s is not None:
             self.span.add("decode", self.first_s, now_s)

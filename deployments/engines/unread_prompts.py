@@ -30,7 +30,7 @@ class UnreadPrompts:
         self._untold_tokens = 0  # of those
         self._tokens = self._cached_tokens = 0  # of all that are unread
         self._came_tokens = 0  # that ever came
-        self._engine_says: tuple[int, int] | None = None  # what is unread, when so many had come
+        self._engine_says: tuple[int, int] | None = None  # unread tokens, and those that had come by then
         self._missing_tokens = 0  # of those taken for cached, when the engine was asked
         self._token_s: float | None = None
         self._had_enough = False
@@ -71,7 +71,7 @@ class UnreadPrompts:
         return self._came_tokens
 
     def told(self, status: Mapping[str, Any], came_tokens: int, token_s: float | None) -> None:
-        """By an engine that was asked when so many tokens had come.
+        """Note what the engine said that was asked when `came_tokens` had come.
 
         Args:
             token_s: seconds for a prompt token, where it does not say.
@@ -117,5 +117,5 @@ class UnreadPrompts:
         return unread + self._came_tokens - came_tokens
 
     def not_heard(self, read: tuple[str, ...], on_board: Container[str]) -> None:
-        """Of these the shared state is to be told again, as far as they are still there."""
+        """The shared state is to be told of these again, where they are still on board."""
         self._read.update(request_id for request_id in read if request_id in on_board)

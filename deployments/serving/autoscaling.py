@@ -94,7 +94,7 @@ def latest_state(context: AutoscalingContext) -> FleetState | None:
 
 
 class CpuUse:
-    """Of this process, since the last look."""
+    """Cores that this process has used since the last call."""
 
     def __init__(self) -> None:
         self._cpu_s, self._wall_s = time.process_time(), time.monotonic()

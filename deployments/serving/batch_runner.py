@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ROUTERS = "Router"  # the deployment
 AWAY = (RayError, BackPressureError, DeploymentUnavailableError)
-ANSWER_TIMEOUT_S = 2.0  # to whoever only looks
+ANSWER_TIMEOUT_S = 2.0  # to those who only look
 
 
 class RemoteRouters:

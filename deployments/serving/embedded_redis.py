@@ -149,7 +149,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 def _remove_unlocked(folder: Path) -> None:
     """Raises OSError when it has no lock, or a process holds that."""
-    # O_NONBLOCK: whoever opens a pipe waits for its other end.
+    # O_NONBLOCK: opening a pipe waits for its other end.
     lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         if time.time() - os.fstat(lock).st_mtime >= YOUNG_S:

@@ -50,7 +50,7 @@ def _require_nixl() -> None:
 def check_pairs(mine: ReplicaInfo, others: Iterable[ReplicaInfo], role: Role) -> None:
     """A cache that is read with another layout is garbage, without an error.
 
-    Whoever registers second sees the other: so no unequal pair stays.
+    The replica that registers second sees the other: so no unequal pair stays.
 
     Raises:
         ConfigError: a replica of the other group differs.
@@ -118,7 +118,7 @@ class EngineReplica:
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
         check = None if self._config.engine.prefill is None else self._check_pairs
-        # Whoever has loaded a model does not throw it away for a moment without Redis.
+        # A loaded model is not thrown away for a moment without Redis.
         await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
         self._relay.repeat(self._follow, "live control")
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
@@ -160,7 +160,7 @@ class EngineReplica:
         check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
 
     def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
-        """Of the engine that is loaded; it listens once it is started."""
+        """The relay of the engine that is loaded; it listens once it is started."""
         config, replica_id = self._config, serve.get_replica_context().replica_id.unique_id
         return Relay(
             engine=self._engine,
@@ -188,7 +188,7 @@ class EngineReplica:
         )
 
     def _prefill_bounds(self) -> dict[str, Any]:
-        """Of `RelayConfig`, where this replica only reads prompts."""
+        """What `RelayConfig` takes besides where this replica only reads prompts."""
         prefill = self._config.engine.prefill
         if prefill is None or self._role != "prefill":
             return {}

@@ -76,7 +76,7 @@ async def _make_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
         if scheduler is not None and scheduler.measures:
             note_stage("measuring what steps cost", ENGINE)
             await engine.measure(scheduler.measure_s)
-    except Exception as error:  # of whatever kind: no router will hear of this engine, so nothing else would end it
+    except Exception as error:  # of any kind: no router will hear of this engine, so nothing else would end it
         await asyncio.to_thread(engine.shutdown)
         raise EngineStartError(
             f"the engine has loaded, but cannot serve: {str(error) or type(error).__name__}"

@@ -79,7 +79,7 @@ class FrontEnd:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the model and its adapters."""
+        """The model's and its adapters' names."""
         return tuple(self.config.served_names)
 
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
@@ -107,9 +107,10 @@ class FrontEnd:
         )
 
     async def metrics_pages(self) -> list[bytes]:
-        """Of all routers, as each published it last, and of the shared state; of this router alone while that is away.
+        """The pages of all routers and of the shared state; only this router's while that is away.
 
-        Also this router's own: a page of now would show more than the next one, if that comes from another router.
+        Every router's as it published it last, this one's too: a page of now would show more than the next one, if that
+        comes from another router.
         """
         of_model, reading_store = {"model": self.name}, self.clients.reading_store
         try:

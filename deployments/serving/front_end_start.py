@@ -230,7 +230,7 @@ def _split_config(prefill: PrefillSection, in_force: InForce) -> SplitConfig:
 
 
 def _prefixes(config: AppConfig) -> PrefixIndex | None:
-    """Of one group of replicas; None where what they have cached has no say."""
+    """What one group of replicas is taken to have cached; None where that has no say."""
     return config.placement.prefixes() if config.caches_prefixes and config.mode == "full" else None
 
 

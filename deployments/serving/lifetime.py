@@ -15,7 +15,7 @@ class Lifetime:
     """Ray Serve awaits a replica's `__del__` beside a constructor that still loads a model or waits for Redis.
 
     What the constructor opened after that would stay open, and what it registered would be given requests. So the start
-    is called off first, and whatever it has opened by then is closed, once. Between start and end its loop is watched.
+    is called off first, and all that it has opened by then is closed, once. Between start and end its loop is watched.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Lifetime:
             if self._ending is None:
                 self.resources.enter_context(watched_loop())
             return opened
-        except BaseException as error:  # of whatever kind: it keeps no GPU, and routers find it no more
+        except BaseException as error:  # of any kind: it keeps no GPU, and routers find it no more
             called_off = self._ending is not None
             await self.end()
             if called_off:

@@ -63,7 +63,7 @@ class LiveControl:
         self._begin_with(settings)
 
     async def change(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Of this replica at once, and of the others soon; returns the settings in force here.
+        """Change settings of this replica at once, and of the others soon; returns the settings in force here.
 
         Raises:
             Exception: with the engine's words, when a setting is wrong; no engine is told of any then.

@@ -31,7 +31,7 @@ class InForce:
 
 
 class LiveSettings:
-    """Of one group of replicas that began with the same configuration. Every method raises StateStoreError."""
+    """What replicas of one group that began alike are told. Every method raises StateStoreError."""
 
     def __init__(self, store: StateStore, config: AppConfig) -> None:
         """Args:

@@ -94,7 +94,7 @@ class Pages:
         return JSONResponse({**first, **of_all})
 
     async def _open_batches(self) -> dict[str, Any]:
-        """Of the key that asks; nothing where there is no Batch API, None while what runs them does not answer."""
+        """Those of the key that asks; nothing without a Batch API, None while what runs them does not answer."""
         if self._batches is None:
             return {}
         found = await self._batches.open_batches(asking_owner())

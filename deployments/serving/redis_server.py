@@ -36,7 +36,7 @@ async def embedded_redis_url() -> str:
     """For a replica: where the Redis of its application is, which starts with the first that asks. A secret.
 
     Raises:
-        StateStoreError: not within READY_TIMEOUT_S. Ray Serve starts whoever waited again.
+        StateStoreError: not within READY_TIMEOUT_S. Ray Serve starts the replica that waited again.
     """
     application = serve.get_replica_context().app_name
     why = "it has not answered"
@@ -53,7 +53,7 @@ async def embedded_redis_url() -> str:
 
 
 def _server_of(application: str) -> ActorHandle:
-    """The actor of this name, of whatever deployment of the application; else a new one, on this node.
+    """The actor of this name, of any deployment of the application; else a new one, on this node.
 
     Ray starts one that was killed again, with the same arguments: under the address that replicas know.
     """
@@ -85,7 +85,7 @@ class RedisServer:
     """Keeps a Redis up until its application is deleted, then ends itself."""
 
     async def __init__(self, application: str, port: int, password: str) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Raises StateStoreError when Redis does not start: whoever asked draws another port."""
+        """Raises StateStoreError when Redis does not start: the replica that asked draws another port."""
         log_by(LogSettings())
         self._application, self._port, self._password = application, port, password
         self._redis: EmbeddedRedis | None = None

@@ -78,7 +78,11 @@ class Router:
         return BatchReply(reply.status, reply.body, None if retry_after is None else float(retry_after))
 
     async def loads(self) -> dict[str, Load]:
-        """Of every model, by each of its names; for the runner. Raises StateStoreError: the shared state is away."""
+        """The load of every model, by each of its names; for the runner of batches.
+
+        Raises:
+            StateStoreError: the shared state is away.
+        """
         front_ends = self._service.front_ends
         loads = await asyncio.gather(*(front_end.load() for front_end in front_ends))
         pairs = zip(front_ends, loads, strict=True)
@@ -98,7 +102,7 @@ class Router:
 
 
 def _scope(path: str, tenant: Tenant | None, slo_class: str, trace: TraceHeaders | None) -> Scope:
-    """Of a request for JSON, of this process's own."""
+    """The scope of a request for JSON that this process makes itself."""
     own = {"content-type": "application/json", CLASS_HEADER: slo_class, REQUEST_ID_HEADER: uuid.uuid4().hex}
     headers = {**own, **(trace or {})}
     return {

@@ -22,11 +22,11 @@ class SharedCall(Generic[T]):
         self._began_s = -math.inf
 
     async def get(self) -> T:
-        """Raises whatever the call raises."""
+        """Raises what the call raises."""
         if self._running is None or self._is_over(self._running):
             self._began_s = self._clock.now()
             self._running = asyncio.create_task(self._call())
-        return await asyncio.shield(self._running)  # whoever leaves, the others wait for it
+        return await asyncio.shield(self._running)  # where one leaves, the others wait for it
 
     def _is_over(self, task: "asyncio.Task[T]") -> bool:
         if not task.done():

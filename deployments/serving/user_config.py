@@ -49,7 +49,7 @@ class UserConfig:
             try:
                 await self._go_by(user_config)
                 self.refused = None
-            except Exception as error:  # of whatever kind
+            except Exception as error:  # of any kind
                 self.refused = str(error) or repr(error)
                 logger.exception("serving goes by the user_config of before")
                 if self._starts:

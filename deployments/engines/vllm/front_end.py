@@ -145,7 +145,7 @@ class RoutedEngineCore(EngineCoreClient):
             _refuse_late(context)
 
     def _served_name(self, request: EngineCoreRequest) -> str:
-        """Of the model, or of its adapter that the request asks for."""
+        """The name of the model, or of the adapter that the request asks for."""
         return str(request.lora_request.lora_name) if request.lora_request else self._model
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:

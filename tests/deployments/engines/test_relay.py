@@ -134,7 +134,7 @@ async def test_each_router_gets_the_outputs_of_its_own_requests(replica: Replica
 
 
 @pytest.mark.parametrize("context", [16, 4096, 16384])
-def test_an_engine_that_steps_as_predicted_is_not_slow_whatever_its_requests_hold(context: int) -> None:
+def test_an_engine_that_steps_as_predicted_is_not_slow_with_requests_of_any_length(context: int) -> None:
     times = StepTimes(
         prefill=StepCoefficients(overhead_s=0.005, prefill_s=2e-5),
         decode=StepCoefficients(overhead_s=0.002, decode_s=5e-5, kv_s=3e-7),
@@ -270,7 +270,7 @@ async def test_outputs_for_a_router_that_died_a_moment_ago_cost_nobody_else_anyt
     await until(lambda: replica.engine.held == 2)
     (router,) = [held.link for held in replica.relay._board._held.values() if held.request_id == "x"]
     router.writer.transport.abort()
-    await asyncio.sleep(0)  # it is closed now, and whoever reads from it has not woken yet
+    await asyncio.sleep(0)  # it is closed now, and its reader has not woken yet
     assert "x" in router.request_ids
     router.send(wire.Kind.OUTPUTS, [b"a step's"])
     replica.engine.resume()

@@ -58,7 +58,7 @@ def test_nixl_listens_where_the_replica_does_and_on_loopback_alone_there() -> No
 
 
 class Engine(FakeEngine):
-    """Of a replica: it has a cache of some layout, and adapters that may be refused."""
+    """It has a cache of some layout, and adapters that may be refused."""
 
     max_model_len, max_batch_tokens, adapts, ended = 64, 64, True, False
     kv_layout = "block_size=16"
@@ -78,7 +78,7 @@ class Engine(FakeEngine):
 
 
 class Replica(EngineReplica):
-    """As Ray Serve makes it: there is one before it is initialized, and whatever came of that it is told to leave."""
+    """As Ray Serve makes it: there is one before it is initialized, and it is told to leave also when that failed."""
 
     leave = EngineReplica.__del__
 
@@ -175,7 +175,7 @@ async def test_a_replica_that_is_half_of_an_unequal_pair_is_given_nothing(fleet:
 def fails(
     times: float, call: Callable[..., Awaitable[Any]], error: type[StateStoreError] = StateStoreError
 ) -> Callable[..., Awaitable[Any]]:
-    """As while Redis is away: so many times."""
+    """As while Redis is away: the first calls fail."""
     left = [times]
 
     async def called(*args: Any) -> Any:
@@ -301,7 +301,7 @@ def test_an_engine_on_gpus_chooses_its_threads_and_compiles_nothing_without_a_co
     set_up_gpu_engine({})
     assert not {"OMP_NUM_THREADS", "VLLM_USE_FLASHINFER_SAMPLER"} & os.environ.keys()
     (said,) = caplog.messages
-    assert "OMP_NUM_THREADS=1" in said and "engine.env" in said, "whoever set it for the node learns how to keep it"
+    assert "OMP_NUM_THREADS=1" in said and "engine.env" in said, "who set it for the node learns how to keep it"
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ async def test_what_the_shared_state_has_lost_it_is_told_again(store: MemoryStat
 
 
 class ChangedMeanwhile(MemoryStateStore):
-    """Somebody changes a setting before whoever has read them can write."""
+    """Somebody changes a setting between another's reading and its writing."""
 
     meanwhile: Mapping[str, bytes] = {}
 

@@ -84,12 +84,12 @@ class FrontEnd:
 
 
 class Made(Router):
-    """As Ray Serve makes it: there is one before it is initialized, and it is told to leave whatever came of that."""
+    """As Ray Serve makes it: there is one before it is initialized, and it is told to leave also when that failed."""
 
     leave = Router.__del__
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Whoever made it has told it to leave."""
+        """It was told to leave."""
 
 
 class Started:
@@ -328,7 +328,7 @@ async def test_keys_may_name_classes_that_come_by_user_config_alone(start: Start
 
 
 class Runner:
-    """Of batches, as a router sees it through its handle."""
+    """What runs batches, as a router sees it through its handle."""
 
     def __init__(self) -> None:
         self.looks, self.is_away, self._metrics = 0, False, BatchMetrics()

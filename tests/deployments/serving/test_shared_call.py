@@ -20,7 +20,7 @@ class Page:
         return number
 
 
-async def test_whoever_asks_within_a_second_gets_one_page_and_later_a_new_one() -> None:
+async def test_all_who_ask_within_a_second_get_one_page_and_later_a_new_one() -> None:
     page, clock = Page(), ManualClock()
     shared = SharedCall(page.make, 1.0, clock)
     assert await asyncio.gather(*(shared.get() for _ in range(50))) == [1] * 50
