@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import house
+
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "policies": set[str](),
@@ -140,6 +142,11 @@ def test_a_room_imports_only_those_below_it() -> None:
             if module.startswith("deployments."):
                 below = ROOMS.index(room(module.split(".")[1:])) <= level
                 assert below, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_the_picture_of_the_house_is_up_to_date() -> None:
+    """After a new folder or import: python -m tests.house --draw"""
+    assert house.picture(ROOT) in house.PAGE.read_text()
 
 
 NAMEDTUPLES_OWN = {"_asdict", "_fields", "_replace"}  # public in spite of their names
