@@ -76,7 +76,7 @@ def _of_any_name(path: str) -> str:
 def _configuration_keys() -> set[str]:
     """Of the application, of an API key's entry and of the chart, with every section that they stand in."""
     table = (ROOT / "k8s/sluice/README.md").read_text()
-    of_chart = re.findall(r"^\| ([\w.\[\]]+) \|", table, re.MULTILINE)
+    of_chart = [path for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for path in cell.split(", ")]
     paths = [*(key.path for model in (AppConfig, KeyEntry) for key in all_keys(model)), *of_chart]
     parts = [path.replace("[]", "").split(".") for path in paths]
     return {".".join(each[:size]) for each in parts for size in range(1, len(each) + 1)}

@@ -142,10 +142,15 @@ def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_text() -> str:
+    """One line for several values of one name that mean the same and have no default, as those of all pods do."""
     schema = json.loads(SCHEMA.read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows(schema, "", schema, defaults))
-    return README_HEAD + "".join(f"| {line} |\n" for line in lines)
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for path, default, meaning in rows(schema, "", schema, defaults):
+        same = path if default else path.rpartition(".")[2]
+        lines.setdefault((same, default, meaning.replace("|", "\\|")), []).append(path)
+    table = (f"| {', '.join(paths)} | {default} | {meaning} |\n" for (_, default, meaning), paths in lines.items())
+    return README_HEAD + "".join(table)
 
 
 def live_keys() -> dict[str, Any]:
