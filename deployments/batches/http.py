@@ -5,10 +5,9 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -19,7 +18,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.batches.files import FileRecord, Files, NotFoundError, owner_of
-from deployments.batches.state import ENDED, Batches
+from deployments.batches.state import ENDED, Batches, BatchRequest
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.config.services import BatchesSection
 from deployments.http.bodies import ClientLeftError
@@ -40,15 +39,6 @@ _UPLOADS = 4  # at once in a router: each has its file on the disk before it is 
 _FILES_OF_A_PAGE, _BATCHES_OF_A_PAGE, _MOST_OF_A_PAGE = 100, 20, 1000
 _METADATA_PAIRS = 16  # as OpenAI's API has it
 EXPECTED_END = "sluice_expected_end"
-
-
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request for a batch."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]] | None = None
 
 
 class BatchApi:
@@ -157,7 +147,7 @@ class BatchApi:
 
     async def _create(self, request: Request) -> Response:
         try:
-            asked = msgspec.json.decode(await request.body(), type=_Asked)
+            asked = msgspec.json.decode(await request.body(), type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad_request(f"not a request for a batch: {error}") from error
         window_s, tenant = self._window_s(asked.completion_window), asking_tenant()
@@ -172,7 +162,7 @@ class BatchApi:
         self._look()
         return JSONResponse(record)
 
-    def _opened(self, tenant: Tenant | None, asked: _Asked, window_s: float) -> dict[str, Any]:
+    def _opened(self, tenant: Tenant | None, asked: BatchRequest, window_s: float) -> dict[str, Any]:
         key = tenant.name if tenant else None
         owner = owner_of(key)
         if self._files.get(owner, asked.input_file_id).purpose != "batch":
@@ -180,16 +170,7 @@ class BatchApi:
         if sum(each == owner for each, _ in self._batches.open_ids()) >= self._section.max_open:
             why = f"you have {self._section.max_open} batches that have not ended (batches.max_open)"
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, f"{why}: cancel one, or wait for the end of one")
-        record = self._batches.create(
-            owner,
-            key,
-            endpoint=asked.endpoint,
-            input_file_id=asked.input_file_id,
-            completion_window=asked.completion_window,
-            window_s=window_s,
-            metadata=asked.metadata,
-        )
-        return self._batches.as_openai(record)
+        return self._batches.as_openai(self._batches.create(owner, key, asked, window_s))
 
     def _window_s(self, window: str) -> float:
         match = _WINDOW.fullmatch(window)

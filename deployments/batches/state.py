@@ -1,20 +1,22 @@
-"""What a batch has come to, kept in files alone: it survives the loss of every process and of Redis.
+"""The state of a batch, kept in files alone: it survives the loss of every process and of Redis.
 
-    OWNER/batches/ID/batch        what was asked for, written once
-    OWNER/batches/ID/cancel       written once, by whoever cancels it
+    OWNER/batches/ID/batch        the request for it, written once
+    OWNER/batches/ID/cancel       written once, when it is cancelled
     OWNER/batches/ID/log/00000007 segments, numbered from 0: progress in the first line, then lines of output and errors
     open/ID.OWNER                 there until the batch has ended
 
-Object stores cannot append, so every few seconds a segment is written whole. A number can be written once. Of two that
-run one batch by mistake, the second to write a number finds it taken, and stops: so each request has one line, however
-often it was computed.
+Object stores cannot append, so every few seconds a segment is written whole. A number can be written once. If two
+runners run one batch by mistake, the second to write a number finds it taken, and stops: so each request has one line,
+even if it was computed twice.
 """
 
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import asdict
 
 from deployments.batches.files import NotFoundError, check_id, made_at_s, new_id, page_of
 from deployments.batches.lines import LineError
@@ -23,13 +25,22 @@ from policies.errors import SluiceError
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
 ENDED = ("completed", "failed", "expired", "cancelled")
-_MAX_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20  # the numbers of all lines of a segment, in JSON
 _OPEN = "open"
-_CREATING_S = 3600.0  # what was opened and never written after so long has lost its creator
+_CREATING_S = 3600.0  # a batch that was opened and is still not written has lost its creator
 
 
-class BatchRecord(msgspec.Struct, frozen=True):
-    """What was asked for. Times in Unix seconds.
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request for a batch."""
+
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]] | None = None
+
+
+class BatchRecord(BatchRequest, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The request as it is kept, by its owner. Times in Unix seconds.
 
     Attributes:
         key: the name of the API key; None without one.
@@ -38,16 +49,12 @@ class BatchRecord(msgspec.Struct, frozen=True):
     id: str
     owner: str
     key: str | None
-    endpoint: str
-    input_file_id: str
-    completion_window: str
     created_at: int
     expires_at: int
-    metadata: dict[str, str] | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Of finished requests, as their answers tell: `cached` are some of `input`, `reasoning` some of `output`."""
+    """Tokens of finished requests, as their answers count them; `input` includes `cached`, `output` `reasoning`."""
 
     input: int = 0
     cached: int = 0
@@ -73,11 +80,11 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What has come of it so far. Times in Unix seconds, None until then.
+    """How far a batch is. Times in Unix seconds, None until then.
 
     Attributes:
         total: requests, once they are counted; `last` is the number of the last one's line.
-        ending: what it becomes when its files are written, once nothing more is sent.
+        ending: its status once its files are written, known when nothing more is sent.
     """
 
     status: Status = "validating"
@@ -102,7 +109,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A line of output, or of errors, of the request in line `number`."""
+    """The line of output, or of errors, for the request in line `number` of the input."""
 
     number: int
     is_error: bool
@@ -119,14 +126,14 @@ _header = msgspec.json.Decoder(_Header)
 
 
 class FencedError(SluiceError):
-    """Somebody else runs this batch."""
+    """Another runner runs this batch."""
 
 
 class Log:
     """The segments of one batch. Its calls block.
 
     Raises, on every append:
-        FencedError: somebody else has written since.
+        FencedError: another runner has written since.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -134,7 +141,7 @@ class Log:
         self._next = 0
 
     def read(self) -> tuple[Progress, Iterator[list[int]]]:
-        """The latest progress, and of every segment which requests it holds. Later appends come behind these."""
+        """The latest progress, and the numbers of the requests in each segment. Later appends come behind these."""
         names = self._names()
         self._next = int(names[-1]) + 1 if names else 0
         return self._latest(names), (self._header(name).numbers for name in names)
@@ -173,29 +180,10 @@ class Batches:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
-    def create(
-        self,
-        owner: str,
-        key: str | None,
-        *,
-        endpoint: str,
-        input_file_id: str,
-        completion_window: str,
-        window_s: float,
-        metadata: dict[str, str] | None,
-    ) -> BatchRecord:
-        now = int(time.time())
-        record = BatchRecord(
-            id=new_id("batch_"),
-            owner=owner,
-            key=key,
-            endpoint=endpoint,
-            input_file_id=input_file_id,
-            completion_window=completion_window,
-            created_at=now,
-            expires_at=now + int(window_s),
-            metadata=metadata,
-        )
+    def create(self, owner: str, key: str | None, asked: BatchRequest, window_s: float) -> BatchRecord:
+        now, identity = int(time.time()), new_id("batch_")
+        times = {"created_at": now, "expires_at": now + int(window_s)}
+        record = BatchRecord(id=identity, owner=owner, key=key, **times, **asdict(asked))
         self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
         return record
@@ -220,12 +208,12 @@ class Batches:
         return self._storage.names(f"{owner}/batches")
 
     def cancel(self, record: BatchRecord) -> None:
-        """However often it is called, once."""
+        """Cancelled at the first call; others change nothing."""
         now = str(int(time.time())).encode()
         self._storage.create(f"{_folder(record.owner, record.id)}/cancel", now)
 
     def cancelled_at(self, record: BatchRecord) -> int | None:
-        """When somebody cancelled it, in Unix seconds."""
+        """In Unix seconds; None if it was not cancelled."""
         try:
             return int(self._storage.read(f"{_folder(record.owner, record.id)}/cancel"))
         except FileNotFoundError:

@@ -14,7 +14,7 @@ from deployments.batches.runner import Runner
 from deployments.batches.state import Batches
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
-from tests.deployments.batches.routers import COMPLETIONS, Routers, line
+from tests.deployments.batches.routers import Routers, asking, line
 
 
 def peak_bytes() -> int:
@@ -25,15 +25,7 @@ async def run(requests: int, folder: str) -> None:
     storage, section = Storage(folder), BatchesSection(segment_s=0.5)
     files, batches = Files(storage, section.keep_s), Batches(storage)
     content = (line(f"{number:06}", filler="x" * 200) for number in range(requests))
-    record = batches.create(
-        "me",
-        None,
-        endpoint=COMPLETIONS,
-        input_file_id=files.add("me", "in.jsonl", "batch", content).id,
-        completion_window="1d",
-        window_s=86_400,
-        metadata=None,
-    )
+    record = batches.create("me", None, asking(files.add("me", "in.jsonl", "batch", content).id), window_s=86_400)
     runner = Runner(section, storage, Routers(pause_s=0.001))
     runner.start()
     while batches.open_ids():  # noqa: ASYNC110  # in another thread

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deployments.batches.results import Reply
+from deployments.batches.state import BatchRequest
 from policies.batches.in_flight import Load
 from policies.errors import ReplicaLostError
 from router.trail import TraceHeaders
@@ -48,6 +49,10 @@ class Routers:
         if self.are_away:
             raise ReplicaLostError("no router")
         return {"m": self.load}
+
+
+def asking(input_file_id: str, **more: Any) -> BatchRequest:
+    return BatchRequest(**{"endpoint": COMPLETIONS, "input_file_id": input_file_id, "completion_window": "1m", **more})
 
 
 def lines(ids: Iterable[str]) -> bytes:

@@ -23,7 +23,7 @@ from deployments.config.services import BatchesSection
 from deployments.process.spans import Tracing
 from policies.batches.in_flight import Load
 from router.trail import TraceHeaders
-from tests.deployments.batches.routers import COMPLETIONS, Routers, answer, line, lines
+from tests.deployments.batches.routers import COMPLETIONS, Routers, answer, asking, line, lines
 from tests.otlp_receiver import receiving
 from tests.waiting import until
 
@@ -39,15 +39,7 @@ class Folder:
 
     def batch(self, content: bytes, *, owner: str = "me", key: str | None = None, window_s: float = 60) -> BatchRecord:
         file = self.files.add(owner, "in.jsonl", "batch", [content])
-        return self.batches.create(
-            owner,
-            key,
-            endpoint=COMPLETIONS,
-            input_file_id=file.id,
-            completion_window="1m",
-            window_s=window_s,
-            metadata=None,
-        )
+        return self.batches.create(owner, key, asking(file.id), window_s)
 
     def shown(self, record: BatchRecord) -> dict[str, Any]:
         return self.batches.as_openai(record)

@@ -8,6 +8,7 @@ from deployments.batches.files import NotFoundError, new_id
 from deployments.batches.lines import LineError
 from deployments.batches.state import Batches, BatchRecord, FencedError, Progress, Result, Tokens
 from deployments.batches.storage import Storage
+from tests.deployments.batches.routers import asking
 
 
 @pytest.fixture
@@ -16,15 +17,7 @@ def batches(tmp_path: Path) -> Batches:
 
 
 def made(batches: Batches, owner: str = "me") -> BatchRecord:
-    return batches.create(
-        owner,
-        None,
-        endpoint="/v1/completions",
-        input_file_id=new_id("file-"),
-        completion_window="24h",
-        window_s=86_400.0,
-        metadata={"for": "tests"},
-    )
+    return batches.create(owner, None, asking(new_id("file-"), metadata={"for": "tests"}), window_s=86_400.0)
 
 
 def test_a_log_is_read_as_it_was_written(batches: Batches) -> None:
