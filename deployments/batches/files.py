@@ -12,7 +12,7 @@ import msgspec
 from deployments.batches.storage import Storage
 from policies.errors import SluiceError
 
-NOBODY = "anyone"  # who owns what comes without a key
+NOBODY = "anyone"  # the owner of files and batches that come without a key
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
@@ -45,12 +45,12 @@ def new_id(kind: str) -> str:
 
 
 def derived_id(kind: str, batch_id: str, part: str) -> str:
-    """Of a batch's own file: the same at every call, and it sorts by when the batch was made."""
+    """The id of a file of a batch: the same at every call, and sorted by when the batch was made."""
     return f"{kind}{batch_id[-32:-20]}{hashlib.sha256(f'{batch_id}{part}'.encode()).hexdigest()[:20]}"
 
 
 def made_at_s(identity: str) -> float:
-    """Of an id, in Unix seconds."""
+    """The time of an id, in Unix seconds."""
     return int(identity[-32:-20], 16) / 1e3
 
 
@@ -74,7 +74,7 @@ class Files:
         self._storage, self._keep_s = storage, keep_s
 
     def add(self, owner: str, filename: str, purpose: str, chunks: Iterable[bytes], file_id: str = "") -> FileRecord:
-        """With an id of the caller's, it may be there already, of the same content."""
+        """A file with the caller's id may exist already, with the same content."""
         identity = file_id or new_id("file-")
         size = self._storage.write(f"{self._folder(owner, identity)}/content", chunks)
         now = int(time.time())
@@ -119,7 +119,7 @@ class Files:
         return self._storage.size_of_folder(f"{owner}/files")
 
     def remove(self, owner: str, file_id: str) -> None:
-        """What tells that it is there goes first."""
+        """The record goes first, so that nobody finds a file without content."""
         self._storage.remove(f"{self._folder(owner, file_id)}/file")
         self._storage.remove(self._folder(owner, file_id))
 

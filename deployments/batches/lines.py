@@ -11,15 +11,15 @@ import numpy as np
 
 from policies.errors import SluiceError
 
-MAX_LINE_BYTES = 16 << 20
-MAX_ERRORS = 100  # that a batch tells: whoever has as many corrects what made the file
-MAX_CUSTOM_ID_CHARS = 512
-_SHOWN_CHARS = 64  # of a value that is refused
-_DIGEST_BYTES = 8  # of a custom_id: two of 100 000 are alike by chance in one batch of 10^9
+MAX_LINE_BYTES = 16 << 20  # more than the body of any request may have
+MAX_ERRORS = 100  # told of a batch: a user with that many corrects the program that made the file
+MAX_CUSTOM_ID_CHARS = 512  # each stands in a line of output
+_SHOWN_CHARS = 64  # of a refused value, in the message
+_DIGEST_BYTES = 8  # of a custom_id: in one of 10^9 batches of 100 000 lines two are alike by chance
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """As in OpenAI's `Batch.errors`; lines are counted from 1, None is of the whole file."""
+    """An entry of OpenAI's `Batch.errors`; lines are counted from 1, None stands for the whole file."""
 
     code: str
     message: str
@@ -95,12 +95,12 @@ def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(slots=True)
 class Validation:
-    """What a whole input is.
+    """The result of validating a whole input.
 
     Attributes:
         total: its requests.
         last: the number of its last line.
-        model: of all of them.
+        model: the one model that all of them name.
         errors: at most MAX_ERRORS; none in a batch that may run.
     """
 
@@ -114,7 +114,7 @@ def validated(lines: Iterable[bytes], endpoint: str, models: Collection[str], ma
     """Reads until the end or until enough is wrong, with 16 bytes of memory for each line.
 
     Args:
-        models: that the application serves, by all their names.
+        models: names of all models that the application serves.
     """
     found, digests, numbers = Validation(), array("Q"), array("Q")
     for number, raw in numbered(lines):

@@ -36,7 +36,7 @@ class BatchMetrics:
         self.tokens.labels(model, "output").inc(tokens.output)
 
     def show(self, runs: Collection[BatchRun | None], places: Mapping[str, Places]) -> None:
-        """How it stands now."""
+        """Set the gauges to the present state."""
         known = [run for run in runs if run is not None]
         states = Count(run.progress.status for run in known)
         for status in ("validating", "in_progress", "finalizing"):

@@ -1,4 +1,4 @@
-"""Requests of batches in flight to one model: how many there may be, and whose is next."""
+"""How many requests of batches may be in flight to one model, and which batch sends the next one."""
 
 import asyncio
 from collections import Counter
@@ -8,8 +8,10 @@ from policies.batches.turns import Waiting, choose
 
 
 class Places:
-    """Attributes:
-    in_flight: requests that have a place.
+    """Places for the requests of batches to one model.
+
+    Attributes:
+        in_flight: requests that have a place.
     """
 
     def __init__(self, policy: InFlight) -> None:
@@ -40,14 +42,14 @@ class Places:
         self.fill()
 
     def fill(self) -> None:
-        """Give away what is free, soon; to be called when the limit has grown."""
+        """Give away the free places soon; to be called when the limit has grown."""
         if not self._is_filling:
             self._is_filling = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def _fill(self) -> None:
-        """To each key one place at a time: who was given one asks for its next only then, and would find them all taken
-        by a key with many batches."""
+        """Give each key one place at a time: a batch asks for its next only after it was given one, and would find them
+        all taken by a key with many batches."""
         self._is_filling = False
         served = set[str]()
         while self.in_flight < self.policy.limit:

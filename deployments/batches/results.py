@@ -17,7 +17,7 @@ _UNANSWERED = {
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a router answered to one request; `retry_after_s` None where it names none."""
+    """A router's answer to one request; `retry_after_s` is None if it names none."""
 
     status: int
     body: bytes
@@ -30,7 +30,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Of chat, completions and embeddings, or of responses."""
+    """The usage of chat, completions and embeddings, or that of responses."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -60,7 +60,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 def answered(number: int, custom_id: str, reply: Reply) -> tuple[Result, Tokens]:
-    """Whatever is no answer of a model goes to the errors, with its status and body."""
+    """The line for a router's answer; one that is not a model's answer goes to the errors, with its status and body."""
     is_error = reply.status != HTTPStatus.OK
     try:
         body: Any = msgspec.Raw(msgspec.json.format(reply.body, indent=-1))  # on one line
@@ -73,7 +73,7 @@ def answered(number: int, custom_id: str, reply: Reply) -> tuple[Result, Tokens]
 
 
 def unanswered(number: int, custom_id: str, ending: Status) -> Result:
-    """Of a request that its batch came to no longer: it expired or was cancelled."""
+    """The line for a request that was not sent, because its batch expired or was cancelled."""
     error = {"code": f"batch_{ending}", "message": _UNANSWERED[ending]}
     return _result(_identity(), number, custom_id, None, error, is_error=True)
 

@@ -1,6 +1,6 @@
-"""One batch that runs: its input line by line, and what has come of it since the last segment.
+"""One batch that runs: its input line by line, and its results since the last segment.
 
-Memory: one bit for each line, and of lines and results no more than the bounds here.
+It holds one bit for each line in memory, and no more lines and results than the bounds here.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from deployments.batches.state import Batches, BatchRecord, Progress, Result, St
 from policies.batches.estimate import expected_end_s
 from policies.batches.turns import Waiting
 
-WINDOW_LINES = 1024  # that are read ahead, and sent in the order of their bodies: alike prefixes together
-WINDOW_BYTES = 4 << 20
-RESULTS_BYTES = 8 << 20  # of results that wait for a segment, before nothing more is sent
-SAMPLES = 120  # segments that the estimate of the end looks back
+WINDOW_LINES = 1024  # read ahead, and sent in the order of their bodies, so that equal prefixes come together
+WINDOW_BYTES = 4 << 20  # of those lines in memory
+RESULTS_BYTES = 8 << 20  # of results that wait for a segment; beyond that nothing more is sent
+SAMPLES = 120  # segments from which the end is estimated: ten minutes of them by default
 
 
 class BatchRun:
-    """Build it with `opened`; one at a time may run a batch, and others stop at their next segment.
+    """Build it with `opened`. One runner at a time may run a batch; others stop at their next segment.
 
     Attributes:
         progress: with what has been answered since the last segment.
@@ -81,7 +81,7 @@ class BatchRun:
         return self.progress.model
 
     def shown(self) -> dict[str, Any]:
-        """How it stands now, for people who look. Times in Unix seconds."""
+        """Its present state, for the status page. Times in Unix seconds."""
         record, progress = self.record, self.progress
         return {
             "id": record.id,
@@ -97,7 +97,7 @@ class BatchRun:
         }
 
     async def validate(self, models: Collection[str], max_lines: int) -> None:
-        """It is in progress then, or has failed. Raises FencedError: somebody else runs it."""
+        """Its status is in_progress or failed afterwards. Raises FencedError: another runner runs it."""
         found = await asyncio.to_thread(self._validated, models, max_lines)
         now = int(time.time())
         if found.errors:
@@ -128,7 +128,7 @@ class BatchRun:
         return sorted(_bounded(self._input, WINDOW_LINES, WINDOW_BYTES), key=lambda line: line.body)
 
     def note(self, result: Result, tokens: Tokens) -> None:
-        """It is in the next segment."""
+        """Add a result, which comes into the next segment."""
         self._add(result)
         self.progress = replace(self.progress, tokens=self.progress.tokens + tokens)
 
@@ -145,12 +145,12 @@ class BatchRun:
             self.wake.set()
 
     async def flush(self) -> None:
-        """A segment of what has been answered since the last one, if anything has.
+        """Write a segment of the results since the last one, if there are any.
 
-        Not while another call of it runs, nor to be called off if the run goes on.
+        Not to be called while another call runs, nor to be cancelled if the run goes on.
 
         Raises:
-            FencedError: somebody else runs it.
+            FencedError: another runner runs it.
         """
         if self._results:
             now, progress = time.time(), self.progress
@@ -159,7 +159,7 @@ class BatchRun:
             await self._append(replace(progress, expected_end=None if end_s is None else int(end_s)))
 
     async def _append(self, progress: Progress) -> None:
-        """With all results so far; those that come meanwhile are the next one's."""
+        """Write a segment with all results so far; those that come meanwhile belong to the next one."""
         results, self._results, self._results_bytes = self._results, [], 0
         await asyncio.to_thread(self._log.append, progress, results)
         now = self.progress
@@ -167,12 +167,12 @@ class BatchRun:
         self._has_room.set()
 
     async def finish(self, ending: Status) -> None:
-        """Nothing more is sent. What was not answered gets its line in the errors, then both files are written.
+        """Nothing more is sent. Each request without an answer gets a line in the errors, then both files are written.
 
-        Where an earlier call did not come to its end, it goes on with how that ended.
+        If an earlier call was interrupted, this one goes on with the status that that call was given.
 
         Raises:
-            FencedError: somebody else runs it.
+            FencedError: another runner runs it.
         """
         if self.progress.status == "in_progress":
             await self._give_up(ending)
@@ -200,7 +200,7 @@ class BatchRun:
         }
 
     def _write_file(self, kind: str, *, errors: bool) -> str:
-        """By an id of the batch's: written twice, it is the same file."""
+        """With an id that follows from the batch's: written twice, it is the same file."""
         record = self.record
         identity = derived_id("file-", record.id, kind)
         name = f"{record.id}_{kind}.jsonl"
@@ -208,7 +208,7 @@ class BatchRun:
 
 
 def _bounded(lines: Iterator[Line], most: int, most_bytes: int) -> list[Line]:
-    """The next of them: at least one where one is left."""
+    """The next lines: at least one if any is left."""
     taken: list[Line] = []
     size = 0
     for line in islice(lines, most):

@@ -1,6 +1,6 @@
-"""Runs all open batches: reads their lines, sends them to routers as capacity is idle, and writes what comes back.
+"""Runs all open batches: reads their lines, sends them to routers while capacity is idle, and writes the answers.
 
-It asks nothing of the shared state. Whatever it knows it has read from files, so another one may go on in its place.
+It does not use the shared state. All that it knows it has read from files, so another runner may go on in its place.
 """
 
 import asyncio
@@ -35,27 +35,27 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0  # how often it looks for batches that it was not told of
 LOAD_S = 1.0  # how often it looks at the engines' load
-SWEEP_S = 3600.0
+SWEEP_S = 3600.0  # how often old files are removed: they are kept for days
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-MOST_SHOWN = 100  # open batches of one owner
-MOST_FAILURES = 10  # of one request: each may have cost several engine replicas
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again; each is twice the one before
+MOST_SHOWN = 100  # open batches of one owner, in the status
+MOST_FAILURES = 10  # of one request, each of which may have cost several engine replicas
 LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT)
 
 
 class Routers(Protocol):
-    """What the runner asks of the application's routers."""
+    """The application's routers, as the runner asks them."""
 
     async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
-        """One request, in the name of an API key, and as a part of a trace. Raises ReplicaLostError: no router
+        """Answer one request, in the name of an API key and as a part of a trace. Raises ReplicaLostError: no router
         answers."""
 
     async def loads(self) -> Mapping[str, Load]:
-        """Of every model, by each of its names. Raises ReplicaLostError: no router answers."""
+        """The load of every model, by each of its names. Raises ReplicaLostError: no router answers."""
 
 
 class OpenBatches(msgspec.Struct, frozen=True):
-    """Of one owner, those that run: `count` of them, of which the oldest are described."""
+    """The open batches of one owner: their number, and a description of the oldest."""
 
     count: int
     oldest: list[dict[str, Any]]
@@ -91,7 +91,7 @@ class Runner:
                 run.wake.set()
 
     def open_batches(self, owner: str) -> OpenBatches:
-        """As they stand now, without a look into any file."""
+        """Their present state, without reading any file."""
         mine = [run for run in self._runs.values() if run is not None and run.record.owner == owner]
         oldest = sorted(mine, key=lambda run: run.record.id)[:MOST_SHOWN]
         return OpenBatches(count=len(mine), oldest=[run.shown() for run in oldest])
@@ -109,7 +109,7 @@ class Runner:
         self._look_now.clear()
 
     async def _kept_running(self, record: BatchRecord) -> None:
-        """To its end; one that fails is taken up at a later look."""
+        """Run a batch to its end; one that fails is taken up at a later look."""
         try:
             await self._run(record)
         except FencedError as error:
@@ -134,7 +134,7 @@ class Runner:
         logger.info("%s %s", record.id, run.progress.status)
 
     async def _models(self) -> Collection[str]:
-        """That are served, once a router is there to tell."""
+        """The names of the models that are served; waits until a router tells them."""
         while True:
             try:
                 return (await self._routers.loads()).keys()
@@ -143,7 +143,7 @@ class Runner:
                 await asyncio.sleep(LOAD_S)
 
     async def _sent(self, run: BatchRun) -> Status:
-        """Every request, or as many as its window and its owner leave; returns how it ends."""
+        """Send every request, until the batch is cancelled or its window is over; returns how it ends."""
         sending = asyncio.create_task(self._send_all(run))
         sending.add_done_callback(lambda _: run.wake.set())
         try:
@@ -159,7 +159,7 @@ class Runner:
             await asyncio.wait([sending])
 
     async def _ending(self, run: BatchRun, sending: "asyncio.Task[None]") -> Status | None:
-        """None where it goes on. Raises what has kept requests from being sent."""
+        """How the batch ends; None while it goes on. Raises the error that has kept requests from being sent."""
         if sending.done():
             sending.result()
             return "completed"
@@ -175,8 +175,8 @@ class Runner:
                 task.add_done_callback(lambda _: places.give_back(waiting))
 
     async def _next_line(self, run: BatchRun, places: Places, waiting: Waiting) -> Line | None:
-        """With a place, which comes first: a batch whose turn does not come reads nothing into memory. After the last
-        line None, without a place."""
+        """Wait for a place, then read a line: a batch that has to wait reads nothing into memory. None after the last
+        line, without a place."""
         await run.has_room()
         await places.take(waiting)
         line = None
@@ -194,7 +194,7 @@ class Runner:
         return self._places[model]
 
     async def _send(self, run: BatchRun, line: Line) -> None:
-        """Until it is answered: one that finds its key's quota spent, or no router, is sent again later."""
+        """Send a line until it is answered: again and later if its key's quota is spent or no router answers."""
         span = self._span(run.record, line)
         status: int | None = None
         try:
@@ -208,7 +208,7 @@ class Runner:
         self.metrics.count(run.model, result, tokens)
 
     def _span(self, record: BatchRecord, line: Line) -> "OpenSpan | None":
-        """Of all that is tried until it is answered; None where nothing is traced."""
+        """A span of all attempts until the line is answered; None without tracing."""
         if self._tracing is None:
             return None
         attributes: Attributes = {
@@ -234,7 +234,7 @@ class Runner:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _observe(self) -> None:
-        """The limits of what may be in flight, and the numbers of the page."""
+        """Follow the engines' load with the limits of requests in flight, and update the metrics."""
         if self._places:
             try:
                 loads = await self._routers.loads()
@@ -248,7 +248,7 @@ class Runner:
         self.metrics.show(self._runs.values(), self._places)
 
     async def _sweep(self) -> None:
-        """What is older than it is kept."""
+        """Remove files and batches that are older than batches.keep_s."""
         await asyncio.to_thread(self._remove_old)
 
     def _remove_old(self) -> None:
@@ -264,12 +264,12 @@ class Runner:
 
 
 def _error_type(status: int | None) -> str | None:
-    """Of an answer that is an error, or of none."""
+    """The error type of a span whose line got an error, or no answer."""
     if status is None:
         return "unanswered"
     return str(status) if status >= HTTPStatus.BAD_REQUEST else None
 
 
 def _left_s(run: BatchRun) -> float:
-    """Of its window."""
+    """Seconds that are left of its window."""
     return max(0.0, run.record.expires_at - time.time())

@@ -119,7 +119,7 @@ class Result(msgspec.Struct, frozen=True):
 class _Header(msgspec.Struct):
     progress: Progress
     numbers: list[int]
-    errors: list[int]  # of those numbers
+    errors: list[int]  # the numbers of those that failed
 
 
 _header = msgspec.json.Decoder(_Header)
@@ -160,7 +160,7 @@ class Log:
         self._next += 1
 
     def lines(self, *, errors: bool) -> Iterator[bytes]:
-        """Those of output, or those of errors, with their ends."""
+        """The lines of output, or those of errors, with their line ends."""
         for name in self._names():
             lines = self._storage.lines(f"{self._folder}/{name}", _MAX_HEADER_BYTES)
             header = _header.decode(next(lines))
@@ -228,7 +228,7 @@ class Batches:
         return [(owner, batch_id) for batch_id, _, owner in found]
 
     def opened(self) -> Iterator[BatchRecord]:
-        """Those that have not ended, oldest first."""
+        """Batches that have not ended, oldest first."""
         for owner, batch_id in self.open_ids():
             if self._is_whole(owner, batch_id):
                 yield self.get(owner, batch_id)

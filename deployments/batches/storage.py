@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from policies.errors import ConfigError
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # read or written at once
 _PART = ".part"
 
 
@@ -54,7 +54,7 @@ class Storage:
                 yield chunk
 
     def lines(self, path: str, max_bytes: int) -> Iterator[bytes]:
-        """With their ends. Of a line that is longer come max_bytes + 1 bytes, and the rest of it is left out.
+        """The lines with their ends. Of a longer line come max_bytes + 1 bytes, and the rest is left out.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -110,7 +110,7 @@ class Storage:
                 os.remove(part)
 
     def names(self, folder: str) -> list[str]:
-        """Of what stands in a folder, sorted; none where there is no folder."""
+        """Names in a folder, sorted; none if there is no folder."""
         try:
             found = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from deployments.config.application import AppConfig
 from deployments.process.heavy_imports import heavy_imports
 from policies.errors import ConfigError
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # vLLM's imports on a machine that is busy
 AS_A_ROUTER = {"VLLM_TARGET_DEVICE": "cpu"}  # a build for GPUs reads them on a machine without one too
 
 

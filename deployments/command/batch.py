@@ -27,9 +27,9 @@ examples:
 Each line of the file is a request: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
 An API key is read from OPENAI_API_KEY."""
 
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # between two looks at a batch that runs
 _ENDED = ("completed", "failed", "expired", "cancelled")
-_SHOWN_ERRORS = 10
+_SHOWN_ERRORS = 10  # of a batch that failed; its file of errors has them all
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -70,7 +70,7 @@ def submit(options: argparse.Namespace) -> None:
 
 
 def _endpoint(file: Path) -> Any:
-    """Of the first request. Raises InputError: it cannot be read, or there is none."""
+    """The url of the first request. Raises InputError: the file cannot be read, or holds none."""
     try:
         with file.open("rb") as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"null"))
@@ -87,7 +87,7 @@ def resume(options: argparse.Namespace) -> None:
 
 
 def _follow(client: "openai.OpenAI", batch: "Batch", options: argparse.Namespace) -> None:
-    """To its end, and what has come of it into files. Raises SluiceError: it was not completed."""
+    """Wait for its end and fetch its files. Raises SluiceError: it was not completed."""
     try:
         batch = _ended(client, batch)
     except KeyboardInterrupt:
@@ -114,7 +114,7 @@ def _ended(client: "openai.OpenAI", batch: "Batch") -> "Batch":
 
 
 def _fetch(client: "openai.OpenAI", file_id: str | None, target: Path) -> bool:
-    """Whether there was something."""
+    """False if there is no such file."""
     if file_id is None:
         return False
     with client.files.with_streaming_response.content(file_id) as content:

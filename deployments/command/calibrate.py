@@ -35,8 +35,7 @@ from policies.types import StepTimes
 
 # Set in the environment of the process that measures, once it is what cpu_env() asks for.
 _READY_ENV = "SLUICE_CALIBRATE_READY"
-_MEAN_OUTPUT_TOKENS = 256
-# Of each load: enough for a median behind stalls, the same in a short time, and the least of which one is worth while.
+# Steps of each load: enough for a median behind stalls, the same in a short time, and the fewest that have a median.
 _STEPS, _FEW_STEPS, _LEAST_STEPS = 12, 5, 4
 
 _ERROR_HELP = (
@@ -69,7 +68,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--model", default="demo", help="local folder or hub name (default: the demo model)")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU instead of the CPU build")
-    parser.add_argument("--seconds", type=float, help="measure for so long at most (default: until all is measured)")
+    parser.add_argument("--seconds", type=float, help="measure for this long at most (default: until all is measured)")
     parser.add_argument("--error", type=float, default=0.05, help=_ERROR_HELP)
     parser.add_argument("--steps", type=int, help="steps of each measurement (default: 12, or 5 with --seconds)")
     parser.add_argument("--most-batch", type=int, help="largest batch measured (default: the engine's slots)")
@@ -135,7 +134,7 @@ def _last_fit(calibration: Calibration, seconds: float | None) -> StepTimes:
 
 
 def in_a_line(progress: Progress) -> str:
-    """How it stands, for whoever waits."""
+    """The progress in one line, for the terminal."""
     batch = progress.batch
     what = f"batch of {batch.size} at context {batch.context}" if batch.size else "prompts alone"
     error = progress.error_fraction
@@ -205,7 +204,8 @@ def _hardware() -> str:
 
 
 def write_profile(path: Path, times: StepTimes, contexts: Sequence[int], *, model: str, gpu: str) -> None:
-    """A row for each context; the mixed form stands in every row. Whoever reads the file finds it whole."""
+    """A row for each context, with the mixed form in every row. The file is replaced in one step: readers never see a
+    part of it."""
     mixed = times.mixed
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w", newline="") as file:
@@ -222,7 +222,7 @@ def write_profile(path: Path, times: StepTimes, contexts: Sequence[int], *, mode
 
 
 def in_words(times: StepTimes, explained: float, *, slots: int) -> list[str]:
-    """What was found, and whether exclusive batching can pay, for prompts of 512 and answers of 256 tokens."""
+    """The fit, and whether exclusive batching can pay, for prompts of 512 and answers of 256 tokens."""
     p, d, m = times.prefill, times.decode, times.mixed
     lines = [
         f"prefill: {1e3 * p.overhead_s:.2f} ms + {1e6 * p.prefill_s:.1f} us per token",
@@ -246,17 +246,17 @@ def in_words(times: StepTimes, explained: float, *, slots: int) -> list[str]:
 
 def exclusive_gain(times: StepTimes, slots: int) -> float:
     """Throughput of exclusive over mixed batching, less 1, with a full batch and an endless queue."""
-    prompt, output = 512.0, float(_MEAN_OUTPUT_TOKENS)
+    prompt, output = 512.0, 256
     means = WorkloadMeans(prompt_tokens=prompt, output_tokens=output, context_tokens=prompt + output)
-    phase = _phase(times, slots, prompt)
+    phase = _phase(times, slots, prompt, output)
     exclusive = exclusive_throughput(
         times, means, refill=max(1.0, phase.slots_fraction * slots), phase_steps=phase.steps
     )
     return exclusive / mixed_steps_throughput(times, means, slots=slots) - 1.0
 
 
-def _phase(times: StepTimes, slots: int, prompt: float) -> PhaseLength:
-    survival = geometric_law(_MEAN_OUTPUT_TOKENS).unit_survival(8 * _MEAN_OUTPUT_TOKENS)
+def _phase(times: StepTimes, slots: int, prompt: float, output: int) -> PhaseLength:
+    survival = geometric_law(output).unit_survival(8 * output)
     limits = RefillLimits(slots=slots, mean_prompt_tokens=prompt, max_batch_tokens=8192)
     least = 1e-6
     return best_phase_of_survival(

@@ -61,7 +61,7 @@ class Batch:
     prompts: tuple[int, ...]
 
     def distance(self, other: "Batch") -> float:
-        """By ratios of sizes and contexts."""
+        """The distance of the logarithms of sizes and contexts."""
         return math.dist((math.log(self.size), math.log(self.context)), (math.log(other.size), math.log(other.context)))
 
 
@@ -100,7 +100,7 @@ def fitted_s(times: StepTimes, step: StepResult) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How it stands after a batch.
+    """The state of a calibration after a batch.
 
     Attributes:
         batch: the one just measured; the first has no requests that decode.
@@ -135,14 +135,14 @@ class Calibration:
         self._todo = self._grid(most_batch)
         self._total = 1 + len(self._todo)
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._added: list[str] = []  # of the batch that runs
+        self._added: list[str] = []  # ids of the requests of the batch that runs
         self._times: StepTimes | None = None
         self._errors: deque[dict[Phase, list[float]]] = deque(maxlen=PREDICTED_BATCHES)
         self._began_s = self._now_s()
 
     @property
     def contexts(self) -> list[int]:
-        """At which decodes were measured."""
+        """The contexts at which decodes were measured."""
         return sorted({batch.context for batch in self.batches if batch.size})
 
     def run(self, error_fraction: float) -> Iterator[Progress]:
@@ -172,7 +172,7 @@ class Calibration:
         ]
 
     def _prompts(self, beside: int = 0) -> tuple[int, ...]:
-        """Each read in one step beside so many decodes."""
+        """The sizes of prompts that fit into one step beside this many decodes."""
         most = min(self._engine.max_batch_tokens - beside, self._engine.max_request_tokens - 1)
         return tuple(prompt for prompt in PROMPTS if prompt <= most)
 
@@ -291,7 +291,7 @@ class Calibration:
         return max(float(np.mean(errors)) for errors in by_kind)
 
     def _expected_s(self, batch: Batch) -> float:
-        """How long a batch takes to fill and to measure, by the fit, or by prefills alone while there is none."""
+        """The time to fill and measure a batch, by the fit, or by prefills alone while there is none."""
         times = self._times or self._by_prefills()
         tokens, chunk = batch.size * batch.context, self._engine.max_batch_tokens
         filling_s = tokens / chunk * times.step_s(prefill_tokens=chunk)

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     serving = commands.add_parser(
         "serve",
         help="serve a model on this machine",
-        description="Start routers, engine replicas and whatever they need on this machine, and serve the OpenAI API.",
+        description="Start routers, engine replicas and all that they need on this machine, and serve the OpenAI API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [MODEL] [options] [-- VLLM_ARGS ...]",
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What follows "--" goes to vLLM as it is, where the command has an engine. `command_line` is all of it.
+    """Arguments after "--" go to vLLM as they are if the command has an engine. `command_line` is the whole command.
 
     Raises:
         SystemExit: after usage and what is wrong.
@@ -201,7 +201,7 @@ def check_redis(config: AppConfig) -> None:
 
 
 def here(address: str) -> str:
-    """As this machine reaches it, also where it stands for all of this machine's addresses."""
+    """The address as this machine reaches it, even if it stands for all addresses of this machine."""
     return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

@@ -1,4 +1,4 @@
-"""What commands have in common that ask an application which runs: its address, the API key, errors with a way out."""
+"""The client of commands that ask a running application: its address, the API key, errors with a way out."""
 
 import argparse
 import contextlib

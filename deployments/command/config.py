@@ -74,7 +74,7 @@ def run_check(options: argparse.Namespace) -> None:
 
 
 def _applications(path: Path) -> Iterator[AppConfig]:
-    """Each of ours in a file for `serve deploy`; any other is for `sluice serve`."""
+    """Sluice's applications in a file for `serve deploy`; any other file is one for `sluice serve`."""
     settings = read_settings(path)
     if "applications" not in settings:
         yield checked(with_defaults(settings))
@@ -87,7 +87,7 @@ def _applications(path: Path) -> Iterator[AppConfig]:
 
 
 def _application(found: dict[str, Any]) -> AppConfig:
-    """By its `args`, and what lies over them. Raises ConfigError for a `user_config` that nothing would read."""
+    """From its `args` and the `user_config` over them. Raises ConfigError for a `user_config` that nothing reads."""
     config = checked(found.get("args") or {})
     for deployment in found.get("deployments") or ():
         if not isinstance(deployment, dict) or "user_config" not in deployment:
@@ -109,7 +109,7 @@ def run_explain(options: argparse.Namespace) -> None:
 
 
 def explanation(keys: Sequence[Key], path: str) -> str:
-    """Of a key, or of a section and of what stands in it; "" is the top. Empty where there is no such key."""
+    """The text for a key, or for a section and its keys; "" is the top. Empty if there is no such key."""
     key = find(keys, path)
     inside = [*below(keys, path), *below(keys, f"{path}.NAME")]
     lines = [] if key is None else [path, *(f"    {line}" for line in _about(key)), *([""] if inside else [])]

@@ -25,17 +25,17 @@ from deployments.process.ports import address
 from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 
-ENDING_S = 5.0
+ENDING_S = 5.0  # for Ray's processes to end by themselves
 ANSWER_S = 30.0  # a router that starves beside others answers late, and asking anew makes it later
 # A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
 # "/admin.sock.1234567.tmp".
 MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
-VLLM_TITLE = "VLLM::"  # what vLLM calls its engine cores and workers begins with it
-STAGES = "stages"  # what processes tell while they start, in the folder of the run
+VLLM_TITLE = "VLLM::"  # the titles of vLLM's engine cores and workers begin with it
+STAGES = "stages"  # the file in which processes tell what they do while they start
 
 
 def port_number(text: str) -> int:
-    """Of an option. Raises argparse.ArgumentTypeError."""
+    """The type of an option. Raises argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
     return int(text)
@@ -105,9 +105,9 @@ def own_folder(name: str) -> Path:
 
 
 def _claim(run_dir: Path) -> None:
-    """For the life of this process, by a lock that the kernel lets go of and that no child of it inherits.
+    """Claim the folder for the life of this process, by a lock that the kernel releases and that no child inherits.
 
-    An address in use does not say it all: while Sluice starts it listens nowhere, and then on one of several hosts.
+    An address in use is not enough: while Sluice starts it listens nowhere, and afterwards on one of several hosts.
 
     Raises:
         ApplicationStartError: another process holds it, or its file is not ours.
@@ -151,7 +151,7 @@ def prepare(host: str, port: int) -> Path:
 
 @contextlib.contextmanager
 def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stages) -> Iterator[str]:
-    """The application, ready, for the time of the block, after `prepare`; yields its address.
+    """Run the application for the time of the block, after `prepare`; yields its address once it is ready.
 
     Raises:
         ApplicationStartError: it does not come up.
@@ -223,7 +223,7 @@ def end(processes: Iterable[psutil.Process]) -> None:
 
 
 def _living_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that live then; at once when there are none."""
+    """Those that live after the time; returns at once when none does."""
     give_up_s = time.monotonic() + timeout_s
     while (left := [process for process in processes if _lives(process)]) and time.monotonic() < give_up_s:
         time.sleep(0.05)
@@ -231,7 +231,7 @@ def _living_after(processes: Iterable[psutil.Process], timeout_s: float) -> list
 
 
 def _lives(process: psutil.Process) -> bool:
-    """A process that has ended, and that its parent has not asked about yet, does not."""
+    """False also for a process that has ended and that its parent has not waited for."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -271,7 +271,7 @@ def _check_resources(config: AppConfig) -> None:
 
 
 def _why(name: str) -> str:
-    """The last lines of what each deployment says of its failure."""
+    """The last lines of each deployment's message about its failure."""
     from ray import serve
 
     application = serve.status().applications[name]
@@ -297,10 +297,10 @@ def _wait_until_healthy(url: str) -> None:
 
 @contextlib.contextmanager
 def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
-    """For the time of the block, everything else keeps off one core for each of the engines of the start.
+    """For the time of the block, everything else keeps off one core for each engine that was started.
 
-    vLLM's on CPUs: the Transformers engine computes in its replica. Not while the application starts or ends, which
-    uses every core. Processes that come later have their parents' cores, but for engines (`take_all_cores`).
+    This is for vLLM's engines on CPUs; the Transformers engine computes in its replica. While the application starts
+    or ends, it uses every core. Later processes inherit their parents' cores, but engines take all (`take_all_cores`).
     """
     cores, models, here = os.sched_getaffinity(0), config.each_model(), psutil.Process()
     if any(each.engine.num_gpus or each.engine.kind != "vllm" for each in models):
@@ -315,7 +315,7 @@ def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
 
 
 def keep_to(cores: set[int], processes: Iterable[psutil.Process]) -> None:
-    """Move those of the processes that are no engines, thread by thread: each has its own cores."""
+    """Move the processes that are no engines to these cores, thread by thread: each thread has cores of its own."""
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if not " ".join(process.cmdline()).startswith(VLLM_TITLE):

@@ -21,7 +21,7 @@ from deployments.process.ports import free_port
 from policies.errors import ApplicationStartError
 
 OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
-LOOK_S = 0.1
+LOOK_S = 0.1  # between two looks for the raylet
 # Of the raylet's command line. In the place of the agent is something that lives as long as the raylet, which ends when
 # its agent does; and it would wait for the agent to name ports: -1 says that there are none.
 _WITHOUT_AGENT = {
@@ -34,7 +34,7 @@ _PARTS = {"gcs_server": "its tables (GCS)", "raylet": "its raylet"}
 
 
 def start_ray(run_dir: Path, port: int, stages: Stages) -> None:
-    """Raises whatever Ray raises for a part that does not come up; ApplicationStartError where it has ended."""
+    """Raises Ray's own exceptions for a part that does not come up, ApplicationStartError for one that has ended."""
     import ray  # only now, see one_machine.prepare
     from ray import serve
     from ray.serve._private import api, client
@@ -58,7 +58,7 @@ def start_ray(run_dir: Path, port: int, stages: Stages) -> None:
 
 @contextmanager
 def _small_and_patient(stages: Stages) -> Iterator[None]:
-    """For the time of the block Ray starts so in this process."""
+    """For the time of the block Ray starts in this process without those parts, and with patience for the others."""
     from ray._private import node, parameter, services
 
     raylet = _Raylet(services.start_ray_process, services.get_node, stages)
@@ -88,7 +88,7 @@ def _replaced(place: Any, name: str, value: object) -> Iterator[None]:
 
 
 class _Raylet:
-    """What Ray calls to start its processes, and to learn whether the raylet has registered."""
+    """The functions that Ray calls to start its processes, and to learn whether the raylet has registered."""
 
     def __init__(self, start: Callable[..., Any], look_up: Callable[[str, str], Any], stages: Stages) -> None:
         self._start, self._look_up, self._stages = start, look_up, stages
@@ -104,7 +104,7 @@ class _Raylet:
         return info
 
     def registered(self, gcs_address: str, node_id: str) -> Any:
-        """What Ray's own function returns, once it does.
+        """Wait until Ray's own function returns, and return its result.
 
         Raises:
             RuntimeError: Ray's, after START_S.

@@ -9,7 +9,7 @@ from deployments.config.application import AppConfig
 from deployments.config.model import DEMO
 from policies.errors import ConfigError
 
-DRAIN_TIMEOUT_S = 5.0
+DRAIN_TIMEOUT_S = 5.0  # a person who ends `sluice serve` does not wait for long streams
 PRESETS = {"papers": Path(__file__).parents[1] / "configs" / "papers.yaml"}
 """Whole systems by name, in files for `serve deploy`."""
 

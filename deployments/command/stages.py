@@ -1,4 +1,4 @@
-"""What `sluice serve` is doing until it is ready: its own steps, and what its processes tell (`process/stages.py`)."""
+"""Tells what `sluice serve` does until it is ready: its own steps, and those of its processes (`process/stages.py`)."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Self, TextIO
 
-LOOK_S = 0.2
-STILL_S = 20.0  # what takes longer says so, and again: beside others a start may take minutes, and is not hung
+LOOK_S = 0.2  # between two looks at the file
+STILL_S = 20.0  # a stage that takes longer says so, and again: a start beside other work may take minutes
 
 
 class Stages:
@@ -37,7 +37,7 @@ class Stages:
         self.end()
 
     def begin(self, what: str) -> None:
-        """The one before is over."""
+        """The stage before this one is over."""
         with self._lock:
             self._what = what
             self._stage_began_s = self._said_s = time.monotonic()
@@ -47,19 +47,19 @@ class Stages:
                 self._write(f"{self._elapsed()}  {what}\n")
 
     def say(self, line: str) -> None:
-        """Something that stays."""
+        """A line that stays on the terminal."""
         with self._lock:
             self._clear()
             self._write(f"{line}\n")
 
     def follow(self, file: Path) -> None:
-        """From now on what other processes tell there is shown as well."""
+        """Show as well the stages that other processes write to this file from now on."""
         file.touch(mode=0o600)
         with self._lock:
             self._file, self._told = file, file.open()
 
     def end(self) -> None:
-        """However often it is called, once: whatever was told by now is shown, and nothing after it."""
+        """Show all that was told by now, and nothing after it. Later calls do nothing."""
         if self._is_over.is_set():
             return
         self._is_over.set()
@@ -86,7 +86,7 @@ class Stages:
             self._write(f"{self._elapsed()}  {self._still()}\n")
 
     def _still(self) -> str:
-        """The stage, and once it takes long how long it does and what else the machine has to do."""
+        """The stage; once it takes long, with its seconds and the load of the machine."""
         in_stage_s = time.monotonic() - self._stage_began_s
         if in_stage_s < STILL_S:
             return self._what
@@ -99,7 +99,7 @@ class Stages:
             self.begin(self._of_others(line))
 
     def _of_others(self, line: str) -> str:
-        """Processes of one kind are numbered in the order in which they come."""
+        """The stage of another process; those of one kind are numbered in the order in which they come."""
         pid, who, what = line.rstrip("\n").split("\t")
         if not who:
             return what

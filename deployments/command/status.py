@@ -28,9 +28,9 @@ examples:
 An API key is read from OPENAI_API_KEY."""
 
 PATH = "/sluice/status"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # a status is asked for by a person who waits
 SHOWN = 10  # requests, and batches
-_WIDTH = 200  # of lines that go to no terminal
+_WIDTH = 200  # columns of lines that do not go to a terminal
 NONE = "–"
 
 Row = Sequence[str]
@@ -67,10 +67,10 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What an application said of itself at one time.
+    """The state of an application at one time.
 
     Attributes:
-        status: of its first model, with the others under `more_models`.
+        status: the first model's, with those of the others under `more_models`.
         metrics: (name, labels, value) of each of Sluice's samples.
     """
 
@@ -294,7 +294,7 @@ def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def batch_rows(found: Mapping[str, Any] | None) -> Iterator[Row]:
-    """Of the key that asks alone; None while what runs batches does not answer."""
+    """Batches of the asking key; None while the runner of batches does not answer."""
     if found is None:
         return
     shown = found["oldest"][:SHOWN]
@@ -338,5 +338,5 @@ def short(request_id: str) -> str:
 
 
 def plain(text: object) -> str:
-    """Clients choose ids of requests: what would steer a terminal is not passed on to it."""
+    """Without control characters: clients choose ids of requests, which must not steer the terminal."""
     return "".join(each if each.isprintable() else "?" for each in str(text))

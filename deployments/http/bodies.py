@@ -41,12 +41,12 @@ class _Incoming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """What bodies may take.
+    """Limits of bodies.
 
     Attributes:
-        request: what a single one may ask for.
-        max_buffered_bytes: of all bodies together, until their exchange ends. Beyond it the largest body that is not
-            whole yet is given up: clients that send slowly, or much, give way.
+        request: limits of a single request.
+        max_buffered_bytes: the bytes of all bodies together, until their exchange ends. Beyond it the largest body
+            that is not whole yet is given up: clients that send slowly, or much, give way.
         timeout_s: from the first byte of a body to its last.
     """
 
@@ -65,7 +65,7 @@ class RequestBodies:
 
     @property
     def limits(self) -> RequestLimits:
-        """Of one request, in force now."""
+        """The limits of one request, in force now."""
         return self._limits.now.request
 
     @property
@@ -102,7 +102,7 @@ class RequestBodies:
         return found.service_tier
 
     async def _read(self, receive: Receive) -> bytes:
-        """Its size stays counted when it is whole, and only then."""
+        """The bytes of a whole body stay counted; those of any other are given back."""
         incoming = _Incoming()
         try:
             async with asyncio.timeout(self._limits.now.timeout_s) as incoming.deadline:

@@ -54,9 +54,9 @@ class KeyEntry(BaseModel):
     sha256: Live[str] = Field(pattern=r"^[0-9a-f]{64}$")
     """The SHA-256 of the key, in hexadecimal; `sluice keys new` prints it."""
     default_class: Live[str | None] = None
-    """Of its requests that name no class; null is `default_class` of the application."""
+    """The class of its requests that name none; null is `default_class` of the application."""
     classes: Live[frozenset[str] | None] = None
-    """Those that it may ask for; null allows all."""
+    """The classes that it may ask for; null allows all."""
     requests_per_minute: Live[Rate | None] = None
     """Requests that it may start; a minute's worth may come at once. null sets no limit."""
     tokens_per_minute: Live[Rate | None] = None

@@ -1,7 +1,7 @@
-"""What one HTTP request may ask for, judged by its decoded JSON before anything is done with it.
+"""Limits of one HTTP request, judged by its decoded JSON before anything is done with it.
 
 A front end works on its event loop: on what it validates, copies and matches there, every stream of the router waits.
-So all that such work is proportional to is bounded here, whatever the route: a field of a vLLM to come as well.
+So everything that such work is proportional to is bounded here, on every route, and for fields of later versions too.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from policies.checks import require_at_least
 
 CHARS_PER_TOKEN = 16  # far beyond any language's mean; a text with more for each token of the context cannot fit
-BYTES_PER_TOKEN = 32  # of a body: several prompts, and what JSON adds
-LEAST_BODY_BYTES = 1 << 20
+BYTES_PER_TOKEN = 32  # room in a body for several prompts, and for what JSON adds
+LEAST_BODY_BYTES = 1 << 20  # a short context may come with long schemas and tools
 MEDIA_BODY_BYTES = 64 << 20  # images and sounds, in base64
 NUMBERS_PER_TOKEN = 4  # prompts of token ids, several in a request
-LEAST_NUMBERS = 1 << 16
+LEAST_NUMBERS = 1 << 16  # for embeddings of many short prompts
 
 # JSON keys under which clients send images and sounds: those are neither tokenized nor copied as text.
 _MEDIA_KEYS = frozenset(
@@ -26,7 +26,7 @@ _MEDIA_KEYS = frozenset(
 
 
 class FieldLimit(NamedTuple):
-    """Of a field wherever it stands: entries of its list or object, and characters of all its strings together."""
+    """Limits of a field at any place: entries of its list or object, and characters of all its strings together."""
 
     entries: int
     chars: int | None = None
@@ -60,11 +60,11 @@ class RequestLimits:
     """Bounds of one request.
 
     Attributes:
-        max_body_bytes: of the body as it comes.
-        max_text_chars: of one string, media apart.
+        max_body_bytes: the size of the body as it comes.
+        max_text_chars: the length of one string, media apart.
         max_numbers: token ids and other numbers in lists, all together.
         max_values: JSON values besides those.
-        max_entries: of one list or object.
+        max_entries: the entries of one list or object.
         max_depth: lists and objects inside each other.
         max_engine_requests: prompts, conversations or items, times answers to each.
         takes_media: whether the model takes images or sounds.
@@ -89,7 +89,7 @@ class RequestLimits:
     def of_context(
         cls, context_tokens: int, *, takes_media: bool, max_body_bytes: int | None, max_engine_requests: int
     ) -> "RequestLimits":
-        """For prompt and answer of so many tokens together; max_body_bytes None goes by that as well."""
+        """For a context of this many tokens, prompt and answer together; from it max_body_bytes follows if None."""
         least_bytes = MEDIA_BODY_BYTES if takes_media else LEAST_BODY_BYTES
         return cls(
             max_body_bytes=max_body_bytes or least_bytes + BYTES_PER_TOKEN * context_tokens,
@@ -101,8 +101,7 @@ class RequestLimits:
 
 
 class Judged(NamedTuple):
-    """A body: why it is refused, in words for whoever sent it, None for one that may go on; and what stands in it for
-    `service_tier`, None where nothing does."""
+    """The judgement of a body: why it is refused, in words for its client, or None; and its `service_tier`, or None."""
 
     why_refused: str | None
     service_tier: Any = None
@@ -156,7 +155,7 @@ def _inside(node: _Node) -> Iterable[_Node]:
 
 
 def _why_node(node: _Node, limits: RequestLimits) -> str | None:
-    """Itself, but for what is inside; of fields that have a limit of their own, all of it."""
+    """Why a value is refused, what is inside it apart; of a field that has a limit of its own, all of it."""
     value, key, depth = node
     if not isinstance(value, str | list | dict):
         return None
@@ -186,7 +185,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _chars(value: Any) -> int:
-    """Of all strings in it, names included."""
+    """Characters of all strings in it, names included."""
     chars, waiting = 0, [value]
     while waiting:
         each = waiting.pop()

@@ -61,13 +61,13 @@ def asking_tenant() -> Tenant | None:
 
 
 def _is_open(scope: Scope) -> bool:
-    """It needs no key: the page holds nothing before it has asked its reader for one."""
+    """Whether the path needs no key: the page holds nothing before it has asked its reader for one."""
     path = route_path(scope)
     return path in OPEN_PATHS or (path in PAGE_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
 def _only_reads(path: str) -> bool:
-    """It tokenizes its body and asks no engine: other requests are charged when they are queued."""
+    """Whether the route tokenizes its body and asks no engine: other requests are charged when they are queued."""
     return path in READING_PATHS or path.endswith(("/render", "/derender"))
 
 
@@ -179,7 +179,7 @@ class SluiceMiddleware:
         return self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
 
     def _check(self, scope: Scope, headers: Headers, context: HttpContext, *, has_body: bool) -> None:
-        """What can be told before the body is read. Raises HttpError."""
+        """Refuse what can be refused before the body is read. Raises HttpError."""
         if context.tenant is None and self._keys.required and not _is_open(scope):
             why = "this address needs an API key: Authorization: Bearer KEY"
             raise HttpError(HTTPStatus.UNAUTHORIZED, why, {"WWW-Authenticate": "Bearer"})

@@ -1,4 +1,4 @@
-"""What an HTTP request is promised: by its headers, its service tier, its key or the application.
+"""The promise of an HTTP request: by its headers, its service tier, its key or the application.
 
     x-slo-ttft-ms: 800      milliseconds to the first token
     x-slo-tpot-ms: 60       and for each one after it, on average
@@ -24,7 +24,7 @@ TPOT_HEADER = "x-slo-tpot-ms"
 _HEADER_OF = {"ttft_s": TTFT_HEADER, "tpot_s": TPOT_HEADER}
 _MILLISECONDS = re.compile(r"\d{1,8}(\.\d{1,6})?", re.ASCII)
 _MAX_MS = 86_400_000.0  # a day: a target beyond it is none
-_SHOWN_CHARS = 64  # of a value that is refused
+_SHOWN_CHARS = 64  # of a refused value, in the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Promised:
 
 
 class Promises:
-    """What an application promises to its requests."""
+    """The promises that an application makes to its requests."""
 
     def __init__(
         self, classes: Mapping[str, Promise], default_class: str, class_of_tier: Mapping[str, str] | None = None
@@ -79,19 +79,19 @@ class Promises:
         return (tenant and tenant.default_class) or self._default_class, ""
 
     def _served_tier(self, asked: str, slo_class: str) -> str:
-        """The tier whose class it is served under: another one where its header or its key said so."""
+        """The tier whose class it is served under; a header or the key may have said another class than the tier."""
         if self._class_of_tier.get(asked) == slo_class:
             return asked
         return next((tier for tier, name in self._class_of_tier.items() if name == slo_class), "default")
 
 
 def asked_for(headers: Headers) -> Promise:
-    """The targets that they name. Raises HttpError: one is malformed."""
+    """The targets that the headers name. Raises HttpError: one is malformed."""
     return Promise(ttft_s=_seconds(headers, TTFT_HEADER), tpot_s=_seconds(headers, TPOT_HEADER))
 
 
 def _seconds(headers: Headers, name: str) -> float | None:
-    """None without the header."""
+    """The header's value; None without the header."""
     if (text := headers.get(name)) is None:
         return None
     milliseconds = float(text) if _MILLISECONDS.fullmatch(text) else 0.0

@@ -27,7 +27,7 @@ from router.trail import KVTransfer, Stay, Trail
 if TYPE_CHECKING:
     from deployments.process.spans import Attributes, OpenSpan, Tracing
 
-MOST_FOLLOWED = 16  # engine requests of one HTTP request
+MOST_FOLLOWED = 16  # engine requests of one HTTP request: a span each, and more in a replica
 TRACE_HEADERS = ("traceparent", "tracestate")
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -43,7 +43,7 @@ _TRACEPARENT = re.compile(
 
 
 def client_trace_id(headers: Mapping[str, str]) -> str | None:
-    """None where there is no trace, or its header is malformed: a client's trace is never worth a refusal."""
+    """The client's trace id; None without a trace or with a malformed header, which is no reason for a refusal."""
     found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
     return found[1] if found else None
 
@@ -64,7 +64,7 @@ class HttpTraces:
 
 
 class HttpTrace:
-    """One that is sampled; `router.timing.Trace`."""
+    """A sampled trace of one HTTP request; `router.timing.Trace`."""
 
     def __init__(self, span: "OpenSpan", scope: Scope, path: str) -> None:
         self._span, self._scope, self._path = span, scope, path
@@ -82,7 +82,7 @@ class HttpTrace:
             self._followed.append((span, timing, model))
 
     def end(self, context: HttpContext, status: int, now_s: float) -> None:
-        """Of the whole exchange."""
+        """End the span of the whole exchange, and those of its engine requests."""
         for span, timing, model in self._followed:
             self._end_request(span, timing, model, now_s)
         route = self._route()
@@ -157,7 +157,7 @@ def _add_stages(span: "OpenSpan", timing: RequestTiming, trail: Trail, ended_s: 
 
 
 def _waited(timing: RequestTiming, trail: Trail) -> "Attributes":
-    """What decided over its wait, and what came of it."""
+    """The attributes that explain its wait."""
     if (ticket := trail.ticket) is None:
         return {}
     sent = trail.stays[0] if trail.stays else None

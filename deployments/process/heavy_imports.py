@@ -1,4 +1,4 @@
-"""Imports that make a million objects, as that of vLLM does."""
+"""Imports that make a million objects, such as that of vLLM."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Imports inside take a seventh less CPU: the garbage collector would look at all those objects again and again,
-    and none of them is garbage. Ray Serve takes them out of its sight for good once a replica has started."""
+    """Imports take a seventh less CPU without the garbage collector: it would look at all those objects again and
+    again, and none of them is garbage. Once a replica has started, Ray Serve takes them out of its sight for good."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How processes log, for those who import no Ray (`process/logs.py` does)."""
+"""How processes log, for modules that do not import Ray, as `process/logs.py` does."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,8 +14,8 @@ class LogSettings:
     """How this process logs.
 
     Attributes:
-        to: `stdout` has a copy of every line on the node's standard output.
-        level: None goes by SLUICE_LOG_LEVEL.
+        to: `stdout` copies every line to the node's standard output.
+        level: None stands for SLUICE_LOG_LEVEL.
     """
 
     to: LogTarget = "files"

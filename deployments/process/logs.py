@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 # vLLM puts the name of its process before a line.
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
-_TAIL_BYTES = 64 << 10
+_TAIL_BYTES = 64 << 10  # of a log, in which its last error is looked for
 _QUOTED = re.compile(r'[\s"=]')
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of vLLM's own lines, which Ray Serve takes for its
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in vLLM's lines
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 LOG_LEVEL_ENV = "SLUICE_LOG_LEVEL"
 
@@ -41,16 +41,16 @@ class _NodeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._output.write(self.format(record))
-        except Exception:  # a record that cannot be formatted, which must not end whoever logs
+        except Exception:  # a record that cannot be formatted must not end the code that logs it
             self.handleError(record)
 
 
 class _Loggers:
-    """Those of this process that write as we say.
+    """The loggers of this process that Sluice sets up.
 
     Attributes:
-        names: of them; vLLM's is one once its front end is made.
-        handlers: of each.
+        names: their names; vLLM's is among them once its front end is made.
+        handlers: the handlers of each of them.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Loggers:
             logger.warning("logs.to: stdout has nothing to write to, lines are in Ray's logs alone: %s", why_alone)
 
     def _add_node(self) -> OSError | None:
-        """Returns why it cannot be had."""
+        """Returns why the node's output cannot be had, or None."""
         try:
             self._node = self._node or _NodeHandler()
         except OSError as error:
@@ -108,7 +108,7 @@ def log_by(settings: LogSettings) -> None:
 
 
 def _level() -> str:
-    """Of our packages' logs. Raises ConfigError."""
+    """The level of our packages' logs, by the environment. Raises ConfigError."""
     level = os.environ.get(LOG_LEVEL_ENV) or "INFO"
     if level not in LOG_LEVELS:
         raise ConfigError(f"{LOG_LEVEL_ENV} is {level!r}: set it to one of {', '.join(LOG_LEVELS)}, or leave it out")
@@ -116,8 +116,8 @@ def _level() -> str:
 
 
 def log_of_vllm() -> None:
-    """The same for vLLM's front end, once it is made: that sets its handlers anew. A configuration of the user's own
-    stands."""
+    """The same for vLLM's front end, to be called once it is made: that sets its handlers anew. A configuration of the
+    user's own is kept."""
     if not os.environ.get("VLLM_LOGGING_CONFIG_PATH") and "vllm" not in _loggers.names:
         _loggers.names.append("vllm")
         _loggers.take("vllm")
@@ -130,7 +130,7 @@ def _formatter(kind: LogFormat) -> logging.Formatter:
 
 
 class _HumanFormatter(logging.Formatter):
-    """What JSON has as further keys stands behind the message, as key=value; what is None or empty is left out."""
+    """Further keys of the JSON format stand behind the message as key=value; None and empty values are left out."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         extra = ((name, value) for name, value in vars(record).items() if name not in _OF_EVERY_RECORD)
@@ -142,7 +142,7 @@ _OF_EVERY_RECORD = frozenset({*RESERVED_ATTRS, "asctime", "message", "taskName",
 
 
 def _shown(value: object) -> str:
-    """On one line, whatever a client has put into it."""
+    """The value on one line, even if a client has put line ends into it."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     if not text.isprintable():
         return json.dumps(text)
@@ -150,7 +150,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ids(record: logging.LogRecord) -> bool:
-    """Adds those of the HTTP request in whose task something is logged; nothing is filtered out."""
+    """Adds the ids of the HTTP request in whose task a record is logged; nothing is filtered out."""
     context = current.get()
     if context is not None:
         if context.request_id and not hasattr(record, "request_id"):
@@ -161,7 +161,7 @@ def _with_ids(record: logging.LogRecord) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """No line of Ray Serve's for a request that went well: ours says more."""
+    """Leaves out Ray Serve's line for a request that went well: ours says more."""
     return record.levelno >= logging.WARNING or not getattr(record, "serve_access_log", False)
 
 
@@ -178,7 +178,7 @@ def last_error(log: Path, *, within_s: float = 2.0) -> str | None:
 
 
 def last_line(logs: Iterable[Path]) -> str:
-    """Of the log that was written last; "" where there is none."""
+    """The last line of the log that was written last; "" if there is none."""
     found = max((log for log in logs if log.is_file()), key=lambda log: log.stat().st_mtime, default=None)
     lines = _end_of(found).decode(errors="replace").splitlines() if found else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,7 +1,7 @@
 """Keeps Ray Serve's replicas off the network when the application lives on one machine.
 
-Every Serve replica opens a gRPC port on all interfaces, once its own code is up, and obeys whoever connects. There is
-no setting for the address (ray 2.60), so the one function that binds it is told another.
+Every Serve replica opens a gRPC port on all interfaces, once its own code is up, and obeys every client. There is no
+setting for the address (ray 2.60), so the one function that binds it is told another.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Standard output of whatever started Ray on this node: of a pod it is what `kubectl logs` shows.
+"""Standard output of the process that started Ray on this node: in a pod, what `kubectl logs` shows.
 
 Ray gives each of its workers a file as standard output. But the raylet, which starts them, is a child of `ray start
 --block`, or of `sluice serve`, and the system lets a process of the same user open that one's standard output.
@@ -18,13 +18,13 @@ import psutil
 logger = logging.getLogger(__name__)
 
 RAYLET_ENV = "RAY_RAYLET_PID"  # Ray sets it in each worker
-MOST_WAITING_BYTES = 4 << 20
+MOST_WAITING_BYTES = 4 << 20  # some ten thousand lines of requests
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-END_S = 1.0  # for what waits when the process ends
+END_S = 1.0  # for the lines that wait when the process ends
 
 
 def open_node_output() -> int:
-    """A file descriptor of its own: another process's way of writing to the same output is not changed.
+    """A new file descriptor, so that other processes' way of writing to the same output is not changed.
 
     Raises:
         OSError: no raylet has started this process, or that output is another user's, a socket, or /dev/null.
@@ -44,9 +44,9 @@ def open_node_output() -> int:
 
 
 class NodeOutput:
-    """Whole lines from a thread of its own: whoever logs never waits for a reader that stands still.
+    """Writes whole lines in a thread of its own: code that logs never waits for a reader that stands still.
 
-    Beyond MOST_WAITING_BYTES, and on a full disk, lines are left out, and when it goes on a line says how many.
+    Beyond MOST_WAITING_BYTES and on a full disk lines are left out; later a line says how many.
     """
 
     def __init__(self, output: int) -> None:
@@ -98,7 +98,7 @@ class NodeOutput:
             logger.warning("standard output takes no more lines, see Ray's log: %s", error)
 
     def _is_written(self, line: bytes) -> bool:
-        """Not on a full disk. Raises OSError: nothing can be written any more."""
+        """False on a full disk. Raises OSError: nothing can be written any more."""
         try:
             self._write_whole(line)
         except OSError as error:

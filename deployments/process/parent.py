@@ -19,7 +19,7 @@ def die_with_parent() -> None:
 def watch_parent() -> None:
     """Kill this process, which `multiprocessing` has started, when the one that started it ends, however that ends.
 
-    Other than `die_with_parent`, which goes by the thread that started it.
+    Unlike `die_with_parent`, which ends with the thread that started the process.
     """
     parent = parent_process()
     assert parent is not None

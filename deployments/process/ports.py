@@ -71,5 +71,5 @@ def _could_mark(port: int) -> bool:
 
 
 def address(host: str, port: int) -> str:
-    """As in a URL."""
+    """Host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -21,9 +21,9 @@ from router.trail import TraceHeaders
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 5.0  # that a process which ends gives to what was not sent yet
-END_S = 1.0  # and then to the thread that sends it
-MAX_STATE_CHARS = 512  # of a client's `tracestate`, as W3C advises; it goes with every span
+FLUSH_S = 5.0  # for spans that were not sent when the process ends
+END_S = 1.0  # and then for the thread that sends them
+MAX_STATE_CHARS = 512  # of a client's `tracestate`, which goes with every span; as W3C advises
 DEFAULT_SERVICE_NAME = "sluice"
 # They write a line or more for each batch that cannot be sent.
 _LOUD = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
@@ -36,15 +36,15 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class OpenSpan:
-    """One that goes on until `end`. What is done to one that is not sampled has no effect.
+    """A span that goes on until `end`. Calls of one that is not sampled have no effect.
 
-    A trace keeps the difference between the clocks of when it began here, so that one that is set meanwhile puts no
-    child outside of its parent.
+    A trace keeps the difference between the clocks from when it began here: if a clock is set meanwhile, no child lies
+    outside of its parent.
     """
 
     def __init__(self, tracer: Tracer, span: Span, ahead_ns: int) -> None:
         """Args:
-        ahead_ns: what Unix time is ahead of the monotonic clock.
+        ahead_ns: Unix time less the time of the monotonic clock.
         """
         self._tracer, self._span, self._ahead_ns = tracer, span, ahead_ns
 
@@ -59,7 +59,7 @@ class OpenSpan:
 
     @property
     def headers(self) -> TraceHeaders:
-        """With which it goes on in another process, or which say there that it is not sampled."""
+        """Headers by which another process goes on with the trace, or learns that it is not sampled."""
         carrier: dict[str, str] = {}
         _w3c.inject(carrier, set_span_in_context(self._span))
         return carrier
@@ -71,14 +71,14 @@ class OpenSpan:
         return OpenSpan(self._tracer, span, self._ahead_ns)
 
     def add(self, name: str, began_s: float, ended_s: float, attributes: Attributes | None = None) -> None:
-        """A child that is over already."""
+        """Add a child that is over already."""
         self.begin(name, began_s, attributes).end(ended_s)
 
     def end(
         self, ended_s: float, attributes: Attributes | None = None, *, name: str | None = None, error: str | None = None
     ) -> None:
         """Args:
-        error: its type, where it failed.
+        error: its type, if it failed.
         """
         self._span.set_attributes(_given(attributes))
         if name is not None:
@@ -90,7 +90,7 @@ class OpenSpan:
 
 
 class Tracing:
-    """Where spans of this process begin; `close` after."""
+    """Begins the spans of this process; `close` it at the end."""
 
     def __init__(self, part: str, exporter: SpanExporter) -> None:
         """The sampler, the queue's bound and what the service is called are the SDK's, by its environment variables."""
@@ -111,10 +111,10 @@ class Tracing:
     def begin_server(
         self, name: str, began_s: float, attributes: Attributes | None = None, *, headers: TraceHeaders
     ) -> OpenSpan | None:
-        """Of what somebody else has asked for; None where the sampler does not take it.
+        """The span of a request from elsewhere; None if the sampler does not take it.
 
         Args:
-            headers: of whoever asked. Without any, or with malformed ones, it is the first of a trace.
+            headers: those of the request. Without any, or with malformed ones, the span is the first of a trace.
         """
         span = self._begin(name, began_s, attributes, SpanKind.SERVER, headers)
         return span if span.is_sampled else None
@@ -141,8 +141,8 @@ class Tracing:
 
 
 class _LoggedOnce(SpanExporter):
-    """The SDK's exporter tries each batch for some seconds, then drops it, and the next ones after that. Its queue
-    drops what does not fit meanwhile. Of all that one line is written, and one when it is over."""
+    """The SDK's exporter tries each batch for some seconds and then drops it, and its queue drops what does not fit
+    meanwhile. One line is logged when that begins, and one when it is over."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter, self._fails = exporter, False
@@ -177,7 +177,7 @@ def _exporter(protocol: str) -> SpanExporter:
 
 
 def _resource(part: str) -> Resource:
-    """A name that the environment gives stands."""
+    """A service name from the environment is kept."""
     own: dict[str, str | int] = {
         "sluice.part": part,
         "process.pid": os.getpid(),

@@ -1,4 +1,4 @@
-"""What processes of an application that starts are doing, for whoever started it on the same machine.
+"""Processes of an application that starts tell what they do, to `sluice serve` on the same machine.
 
 Each appends lines to one file: `PID<tab>WHO<tab>WHAT`, WHO being empty where there is one of the kind.
 """
@@ -12,7 +12,7 @@ STAGES_ENV = "SLUICE_STAGES"
 
 
 def note_stage(what: str, who: str = "") -> None:
-    """Nothing where nobody looks: SLUICE_STAGES names the file, which is gone once all have started."""
+    """Write a stage to the file that SLUICE_STAGES names; without it, and once the file is gone, do nothing."""
     if (file := os.environ.get(STAGES_ENV)) is None:
         return
     try:

@@ -17,10 +17,10 @@ PROTOCOLS = ("grpc", "http/protobuf")
 
 
 def started_tracing(part: str) -> "Tracing | None":
-    """None where no traces are asked for.
+    """None if no traces are asked for.
 
     Args:
-        part: of the application, that this process is.
+        part: the part of the application that this process is.
 
     Raises:
         ConfigError: a variable has a value that means nothing here.
@@ -33,7 +33,7 @@ def started_tracing(part: str) -> "Tracing | None":
 
 
 def protocol_of(environment: Mapping[str, str]) -> str | None:
-    """By which traces are sent; None where none are asked for. A variable that is empty counts as not set.
+    """The protocol by which traces are sent; None if none are asked for. An empty variable counts as not set.
 
     Raises:
         ConfigError: see `started_tracing`.

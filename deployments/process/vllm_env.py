@@ -30,7 +30,7 @@ def cpu_dtype() -> str:
 
 
 def cpu_env(*, eager: bool = False) -> dict[str, str]:
-    """What the CPU build needs to run well on shared cores.
+    """Variables with which the CPU build runs well on shared cores.
 
     The worker lives in the engine-core process (the multi-process executor spins and collapses where cores are shared),
     with one thread and torch's own OpenMP loaded first, as vLLM does it for the workers that it starts itself.

@@ -1,6 +1,6 @@
-"""A process whose event loop stands still for good ends itself; one that waits for a core, among others, does not.
+"""A process whose event loop hangs ends itself; one whose loop only waits for a core does not.
 
-Ray Serve cannot tell the two apart: it ends a replica that is silent, and on a machine with too much to do all are.
+Ray Serve cannot tell the two apart: it ends a silent replica, and on a busy machine all of them are silent.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from contextlib import contextmanager
 
 from router.event_loop import CoreWait
 
-HANG_S = 90.0  # after which Ray Serve itself, by its defaults, replaces a replica that does not answer
-LOOK_S = 1.0
+HANG_S = 90.0  # Ray Serve's own time, by its defaults, until it replaces a replica that does not answer
+LOOK_S = 1.0  # between two looks at the loop, or a quarter of the time after which it hangs
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def watched_loop(hang_s: float = HANG_S, end: Callable[[], object] = lambda: os._exit(1)) -> Iterator[None]:
-    """For the time of the block, which is entered in the loop: calls `end`, in a thread, once the loop hangs.
+    """For the time of the block, which is entered in the loop: call `end`, in a thread, once the loop hangs.
 
-    What is not seen is a loop that stands in a C function and keeps Python's lock to itself.
+    A loop that stands in a C function and keeps Python's lock is not seen.
     """
     over = threading.Event()
     watch = threading.Thread(

@@ -13,17 +13,17 @@ from router.timing import HttpContext, current
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0  # so long a cancelled one may go on
+BEAT_S = 1.0  # a cancelled response may go on for this long
 _TASK = "background response"
 
 
 @dataclass(slots=True, eq=False)
 class _Making:
-    """One that is being made.
+    """A response that is being made.
 
     Attributes:
-        size: bytes of what it was asked with, which stay in memory until its end.
-        context: of its requests to engines, as if a client waited for them.
+        size: bytes of its request, which stay in memory until its end.
+        context: the context of its requests to engines, as if a client waited for them.
         queued: done once an engine has it before it, or with the error that kept it from there.
         unwanted: its end is not told.
     """
@@ -51,8 +51,8 @@ class _Making:
 
 
 class BackgroundResponses:
-    """All of one router. How many there are is bounded as all requests are, by the queue and the slots of engines: one
-    that may not queue is refused before its client has its id.
+    """All background responses of one router. Their number is bounded as that of all requests, by the queue and the
+    slots of engines: one that may not queue is refused before its client has its id.
 
     Attributes:
         store: where they are told.
@@ -60,13 +60,13 @@ class BackgroundResponses:
 
     def __init__(self, store: ResponseStore, tasks: BackgroundTasks, clock: Clock, *, max_bytes: int) -> None:
         """Args:
-        max_bytes: of what all of them were asked with.
+        max_bytes: the bytes of the requests of all of them together.
         """
         self.store, self._tasks, self._clock, self._max_bytes = store, tasks, clock, max_bytes
         self._making: set[_Making] = set()
 
     def keep_alive(self) -> None:
-        """Tell from now on that they are being made."""
+        """Give signs of life for them from now on."""
         self._tasks.repeat(self._beat, BEAT_S, "background responses")
 
     async def start(
@@ -82,7 +82,7 @@ class BackgroundResponses:
 
         Raises:
             TakenError, NoRoomError, StateStoreError: it cannot be stored.
-            Exception: whatever kept `make` from the queue.
+            Exception: the error that kept `make` from the queue.
         """
         if sum(making.size for making in self._making) + size > self._max_bytes:
             raise self.store.no_room("no room for another response in the background (router.max_buffered_bytes)")
@@ -149,7 +149,7 @@ class BackgroundResponses:
                 begun[lease].stop()
 
     async def close(self) -> None:
-        """None of them is completed: they end as failed, and say why."""
+        """End all of them as failed, with the reason."""
         left = list(self._making)
         for making in left:
             making.stop()

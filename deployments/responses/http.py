@@ -62,7 +62,7 @@ class ResponsesApi:
         return await _answer(request, stored)
 
     async def _found(self, request: Request, call: Callable[[ResponseStore, Place], Awaitable[Any]]) -> Any:
-        """None where nothing is stored."""
+        """The result of a call of the store; None without one."""
         if self._store is None:
             return None
         tenant = asking_tenant()

@@ -15,12 +15,12 @@ from policies.errors import SluiceError, StateStoreError
 from router.clock import Clock
 from router.redis_store import guarded, scripts_in
 
-LEASE_S = 20.0  # of a response in the background, from one sign of life of its router to the next: some calls' time
+LEASE_S = 20.0  # of a background response: its router may miss some signs of life, each a call's time
 CALL_TIMEOUT_S = 2.0  # a client waits for its answer meanwhile
 AWAY_S = 5.0  # for which nothing is stored unasked once Redis did not answer
-RECORD_BYTES = 1024  # that Redis needs for a response besides what it says, at most
+RECORD_BYTES = 1024  # the most that Redis needs for a response besides its JSON
 ID = re.compile(r"resp_[A-Za-z0-9_-]{1,96}", re.ASCII)
-VERSION = 1  # of the tables: routers of another one do not read them
+VERSION = 1  # of the tables, which routers of another version do not read
 _LUA = Path(__file__).with_name("lua")
 
 
@@ -33,19 +33,19 @@ class TakenError(SluiceError):
 
 
 class Place(NamedTuple):
-    """Where a response is: its owner, in letters and digits, and its id."""
+    """The owner of a response, in letters and digits, and its id."""
 
     owner: str
     response_id: str
 
     @classmethod
     def of_key(cls, key: str | None, response_id: str) -> "Place":
-        """Of an API key by its name; None without one."""
+        """The place of a response of this API key, by its name; None without one."""
         return cls(owner_of(key), response_id)
 
     @property
     def may_be(self) -> bool:
-        """Its id looks like one."""
+        """Whether its id looks like that of a response."""
         return ID.fullmatch(self.response_id) is not None
 
     @property
@@ -80,12 +80,12 @@ class Encoded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is known of a response.
+    """A response as the store has it.
 
     Attributes:
-        status: ended, where `response` is as it was answered; else what has become of it since.
+        status: ended, if `response` is as it was answered; else its present status.
         error: why it failed.
-        messages: b"" where they were not asked for.
+        messages: b"" unless they were asked for.
     """
 
     status: str
@@ -101,7 +101,7 @@ class Usage(NamedTuple):
 
 
 class ResponseStore:
-    """Every call raises StateStoreError where Redis is away."""
+    """Every call raises StateStoreError if Redis is away."""
 
     def __init__(
         self, client: "redis.Redis", application: str, section: ResponsesSection, clock: Clock, unstored: Counter
@@ -116,15 +116,15 @@ class ResponseStore:
         self._scripts = scripts_in(client, _LUA)
 
     def max_bytes(self, owner: str) -> int:
-        """That one owner may fill: without a key nothing tells one client from another."""
+        """The bytes that one owner may fill: all without a key, as nothing tells one client from another."""
         return self._most if owner == NOBODY else int(self._most * self._of_key)
 
     async def check(self) -> None:
-        """Before what would be made in vain."""
+        """Ask Redis before an answer is made in vain."""
         await self._guarded(self._redis.ping)
 
     def no_room(self, why: str) -> NoRoomError:
-        """To be raised: it is counted."""
+        """An error to be raised, which is counted."""
         self._unstored.labels("room").inc()
         return NoRoomError(why)
 
@@ -160,7 +160,7 @@ class ResponseStore:
             raise self.no_room("there is no room to store another response (responses.max_stored_bytes)")
 
     async def beat(self, statuses: Mapping[Lease, str]) -> set[Lease]:
-        """A sign of life for these, and what they have come to. Those that are not to be made any longer."""
+        """A sign of life for these, with their statuses. Returns those that are not to be made any longer."""
         told = [each for lease, status in statuses.items() for each in (lease.place.member, lease.maker, status)]
         unwanted = {maker.decode() for maker in await self._run("beat", int(LEASE_S * 1000), *told)}
         return {lease for lease in statuses if lease.maker in unwanted}
@@ -181,11 +181,12 @@ class ResponseStore:
         await self._run("withdraw", lease.place.member, lease.maker)
 
     async def get(self, place: Place, *, with_messages: bool = False) -> Stored | None:
-        """None where the owner has none by this id."""
+        """None if the owner has no response with this id."""
         return _stored(await self._run("get", place.member, int(with_messages))) if place.may_be else None
 
     async def cancel(self, place: Place) -> Stored | None:
-        """As `get` afterwards: only what is being made in the background is cancelled, by its router's next beat."""
+        """As `get` afterwards. Only a response that is being made in the background is cancelled, at its router's next
+        beat."""
         return _stored(await self._run("cancel", place.member)) if place.may_be else None
 
     async def delete(self, place: Place) -> bool:
@@ -216,7 +217,7 @@ class ResponseStore:
 
 
 def _stored(found: list[bytes | None]) -> Stored | None:
-    """What get.lua tells."""
+    """The reply of get.lua."""
     status, response, error, background, *messages = found
     if status is None or response is None:
         return None
