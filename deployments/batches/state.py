@@ -181,9 +181,15 @@ class Batches:
         self._storage = storage
 
     def create(self, owner: str, key: str | None, asked: BatchRequest, window_s: float) -> BatchRecord:
-        now, identity = int(time.time()), new_id("batch_")
-        times = {"created_at": now, "expires_at": now + int(window_s)}
-        record = BatchRecord(id=identity, owner=owner, key=key, **times, **asdict(asked))
+        now = int(time.time())
+        record = BatchRecord(
+            id=new_id("batch_"),
+            owner=owner,
+            key=key,
+            created_at=now,
+            expires_at=now + int(window_s),
+            **asdict(asked),
+        )
         self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
         return record

@@ -20,7 +20,7 @@ CALL_TIMEOUT_S = 2.0  # a client waits for its answer meanwhile
 AWAY_S = 5.0  # for which nothing is stored unasked once Redis did not answer
 RECORD_BYTES = 1024  # the most that Redis needs for a response besides its JSON
 ID = re.compile(r"resp_[A-Za-z0-9_-]{1,96}", re.ASCII)
-VERSION = 1  # of the tables, which routers of another version do not read
+
 _LUA = Path(__file__).with_name("lua")
 
 
@@ -110,7 +110,7 @@ class ResponseStore:
         unstored: counts what could not be stored, by why.
         """
         self._redis, self._clock, self._away_until_s, self._unstored = client, clock, 0.0, unstored
-        self._prefix = f"{{sluice:{application}}}:responses:{VERSION}"
+        self._prefix = f"{{sluice:{application}}}:responses:1"  # of these tables, which other versions do not read
         self._keep_ms = int(section.keep_s * 1000)
         self._most, self._of_key = section.max_stored_bytes, section.max_key_share
         self._scripts = scripts_in(client, _LUA)
