@@ -24,6 +24,7 @@ from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Snapshot
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 REPOSITORY = Path(__file__).parents[2]
@@ -152,10 +153,7 @@ def island() -> Iterator[Island]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.05)
+    wait_until(condition, PATIENCE_S, what)
 
 
 def all_ended(fleet: Fleet, *routers: Process, requests: int = 1000) -> None:

@@ -15,7 +15,7 @@ import yaml
 from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, alive, command_of
 from tests.integration.one_model.test_deaths import check_redis_that_stands_still
-from tests.integration.traffic import Traffic
+from tests.integration.traffic import undisturbed
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.soak
@@ -52,7 +52,7 @@ def sluice(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slu
 def test_a_full_disk_costs_nobody_anything(sluice: Sluice, disk: Path) -> None:
     (controller,) = sluice.named("ServeController")
     fill = disk / "fill"
-    with Traffic(sluice) as traffic, fill.open("wb", buffering=0) as file:
+    with undisturbed(sluice) as traffic, fill.open("wb", buffering=0) as file:
         with contextlib.suppress(OSError):  # it is full then
             while file.write(bytes(1 << 20)):
                 pass
@@ -61,8 +61,6 @@ def test_a_full_disk_costs_nobody_anything(sluice: Sluice, disk: Path) -> None:
         fill.unlink()
         file.truncate(0)
         traffic.wait_for_whole_streams(12)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     assert controller.is_running()
 
 
@@ -72,13 +70,11 @@ def test_a_redis_that_stands_still_for_long_costs_new_requests_no_more_than_a_mo
 
 def test_what_an_engine_core_holds_that_stands_still_goes_on_elsewhere(sluice: Sluice) -> None:
     core, _ = sluice.engine_cores()
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice) as traffic:
         core.suspend()
         wait_until(lambda: not alive([core]), START_TIMEOUT_S, "it is ended")
         wait_until(lambda: len(sluice.engine_cores()) == 2, START_TIMEOUT_S, "another one has come")
         traffic.wait_for_whole_streams(12)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     assert max(stream.longest_gap_s for stream in traffic.streams) < 3 * HANG_TIMEOUT_S
 
 
@@ -133,14 +129,12 @@ async def mixed_load(sluice: Sluice) -> AsyncIterator[None]:
 
 
 async def test_nothing_grows_in_ten_minutes_of_mixed_load(sluice: Sluice) -> None:
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice) as traffic:
         async with mixed_load(sluice):
             await asyncio.sleep(WARM_UP_S)
             before = memory(sluice)
             await asyncio.sleep(LOAD_S)
             after = memory(sluice)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     for name, size in sorted(after.items(), key=lambda item: -item[1]):
         print(f"{name:52} {before.get(name, 0) >> 20:6} MiB {size >> 20:6} MiB")
     print(f"{len(traffic.streams)} streams, {len(traffic.probes)} new requests beside the mixed ones")
@@ -151,11 +145,9 @@ async def test_nothing_grows_in_ten_minutes_of_mixed_load(sluice: Sluice) -> Non
 def test_without_the_cluster_s_table_all_goes_on_for_a_while_and_then_all_ends(sluice: Sluice) -> None:
     (gcs,) = sluice.named("gcs_server")
     everything = sluice.processes()
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice):
         gcs.kill()
         time.sleep(OF_THE_NODE_S)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     wait_until(lambda: not alive(everything), START_TIMEOUT_S, "all has ended")
     assert "GCS" in sluice.output()
 
@@ -165,10 +157,8 @@ def test_without_the_raylet_all_goes_on(disk: Path, tmp_path: Path) -> None:
         application.wait_until_ready()
         (raylet,) = application.named("raylet/raylet")
         everything = application.processes()
-        with Traffic(application) as traffic:
+        with undisturbed(application):
             raylet.kill()
             time.sleep(OF_THE_NODE_S)
-        traffic.check_streams()
-        assert traffic.answers == {200}
         application.interrupt()
         wait_until(lambda: not alive(everything), START_TIMEOUT_S, "all has ended")

@@ -6,7 +6,8 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,12 +74,12 @@ class Traffic:
         return min(p.began_s + p.seconds for p in self.probes if p.began_s >= now_s and p.answer == 200) - now_s
 
     def wait_for_whole_streams(self, more: int) -> None:
-        """So many more, from now on."""
+        """Until this many more have ended, from now on."""
         least = len(self.streams) + more
         wait_until(lambda: len(self.streams) >= least, PATIENCE_S, "streams end")
 
     def check_streams(self) -> None:
-        """All are whole, and none of its tokens is another one than without whatever happened."""
+        """All are whole, and all streams of one prompt have the same text."""
         assert [stream for stream in self.streams if stream.why_not] == []
         texts = defaultdict(set)
         for stream in self.streams:
@@ -91,7 +92,7 @@ class Traffic:
 
     @property
     def nine_of_ten_s(self) -> float:
-        """So long, or less, took nine of ten new requests: on a busy machine one or another waits for the engines."""
+        """The seconds that nine of ten new requests took at most: on a busy machine some wait for the engines."""
         return statistics.quantiles((probe.seconds for probe in self.probes), n=10)[-1]
 
     async def _run(self) -> None:
@@ -149,10 +150,14 @@ class Traffic:
 
     @staticmethod
     def _body(prompt: str, tokens: int) -> dict[str, Any]:
-        return {
-            "model": "sluice-demo",
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
+        asked = {"model": "sluice-demo", "prompt": prompt, "max_tokens": tokens}
+        return {**asked, "ignore_eos": True, "temperature": 0}
+
+
+@contextmanager
+def undisturbed(sluice: Served, **options: int) -> Iterator[Traffic]:
+    """Traffic of which nothing may be lost: all streams are whole, and every new request is answered."""
+    with Traffic(sluice, **options) as traffic:
+        yield traffic
+    traffic.check_streams()
+    assert traffic.answers == {200}

@@ -39,16 +39,23 @@ for level in ("debug", "info", "warning", "error"):
 """
 
 
+def said(script: str, level: str | None) -> str:
+    """On standard error, with this level in the environment."""
+    env = {name: value for name, value in os.environ.items() if name != "SLUICE_LOG_LEVEL"}
+    env |= {} if level is None else {"SLUICE_LOG_LEVEL": level}
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60).stderr
+
+
 @pytest.mark.parametrize(
     ("level", "lines"), [(None, 3), ("", 3), ("DEBUG", 4), ("INFO", 3), ("WARNING", 2), ("ERROR", 1)]
 )
 def test_the_environment_says_from_which_level_on(level: str | None, lines: int) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "SLUICE_LOG_LEVEL"}
-    env |= {} if level is None else {"SLUICE_LOG_LEVEL": level}
-    done = subprocess.run(
-        [sys.executable, "-c", LEVELS], env=env, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert len(done.stderr.splitlines()) == lines
+    assert len(said(LEVELS, level).splitlines()) == lines
+
+
+def test_a_level_that_there_is_not_is_refused_by_name() -> None:
+    why = "ConfigError: SLUICE_LOG_LEVEL is 'verbose': set it to one of DEBUG, INFO, WARNING, ERROR"
+    assert why in said(LEVELS, "verbose")
 
 
 CHANGED = """
@@ -63,21 +70,11 @@ for settings in (LogSettings(level="DEBUG"), LogSettings(level="ERROR"), LogSett
 
 
 def test_settings_take_the_place_of_the_environment_and_of_those_before() -> None:
-    env = {**os.environ, "SLUICE_LOG_LEVEL": "WARNING"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHANGED], env=env, capture_output=True, text=True, check=True, timeout=60
-    )
-    lines = done.stderr.splitlines()
+    lines = said(CHANGED, "WARNING").splitlines()
     as_json = [json.loads(line)["message"] for line in lines[:5] + lines[7:]]
     assert as_json == ["debug", "info", "warning", "error", "error", "warning", "error"]
     for_people = [line.split(maxsplit=2)[2] for line in lines[5:7]]
     assert for_people == ["WARNING router.routed_client: warning", "ERROR   router.routed_client: error"]
-
-
-def test_a_level_that_there_is_not_is_refused_by_name() -> None:
-    env = {**os.environ, "SLUICE_LOG_LEVEL": "verbose"}
-    done = subprocess.run([sys.executable, "-c", LEVELS], env=env, capture_output=True, text=True, timeout=60)
-    assert "ConfigError: SLUICE_LOG_LEVEL is 'verbose': set it to one of DEBUG, INFO, WARNING, ERROR" in done.stderr
 
 
 IN_A_REPLICA = """

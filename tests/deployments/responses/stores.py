@@ -14,16 +14,17 @@ MINE, YOURS = Place.of_key("me", "resp_1"), Place.of_key("you", "resp_1")
 
 
 def encoded(status: str = "completed", size: int = 0, messages: bytes = b'{"chat":[]}') -> Encoded:
-    """So many bytes more than the least."""
+    """size: bytes beyond the least."""
     return Encoded(b'{"id":"resp_1","status":"%s","text":"%s"}' % (status.encode(), b"x" * size), messages)
 
 
 @asynccontextmanager
-async def stores(redis_url: str, namespace: str, **section: Any) -> AsyncIterator[Callable[[], ResponseStore]]:
-    """Makes stores over the same tables, each with a client of its own, as routers have."""
+async def stores(redis_url: str, namespace: str) -> AsyncIterator[Callable[..., ResponseStore]]:
+    """Makes stores over the same tables, each with a client of its own, as routers have; with settings of `responses`
+    that differ."""
     clients, unstored = [], RouterMetrics().responses_unstored
 
-    def make() -> ResponseStore:
+    def make(**section: Any) -> ResponseStore:
         clients.append(connect(redis_url))
         return ResponseStore(clients[-1], namespace, ResponsesSection(**section), MonotonicClock(), unstored)
 

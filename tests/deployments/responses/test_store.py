@@ -11,16 +11,17 @@ from tests.deployments.responses.stores import MINE, YOURS, encoded, end_lease, 
 from tests.waiting import until_async
 
 ONE = encoded().size
+New = Callable[..., ResponseStore]
 
 
 @pytest.fixture
-async def new(redis_url: str, namespace: str) -> AsyncIterator[Callable[[], ResponseStore]]:
+async def new(redis_url: str, namespace: str) -> AsyncIterator[New]:
     async with stores(redis_url, namespace) as make:
         yield make
 
 
 async def test_any_router_tells_what_another_has_stored_and_only_its_owner_is_told(
-    new: Callable[[], ResponseStore],
+    new: New,
 ) -> None:
     one, other = new(), new()
     await one.keep(MINE, encoded())
@@ -33,7 +34,7 @@ async def test_any_router_tells_what_another_has_stored_and_only_its_owner_is_to
     assert await one.get(MINE) is not None
 
 
-async def test_what_is_deleted_is_gone_with_its_bytes(new: Callable[[], ResponseStore]) -> None:
+async def test_what_is_deleted_is_gone_with_its_bytes(new: New) -> None:
     store = new()
     await store.keep(MINE, encoded())
     assert await store.usage() == Usage(1, ONE)
@@ -43,51 +44,46 @@ async def test_what_is_deleted_is_gone_with_its_bytes(new: Callable[[], Response
     assert await store.usage() == Usage(0, 0)
 
 
-async def test_a_response_under_an_id_that_is_there_takes_its_place(new: Callable[[], ResponseStore]) -> None:
+async def test_a_response_under_an_id_that_is_there_takes_its_place(new: New) -> None:
     store = new()
     await store.keep(MINE, encoded(size=9))
     await store.keep(MINE, encoded())
     assert await store.usage() == Usage(1, ONE)
 
 
-async def test_a_response_expires_with_its_bytes(redis_url: str, namespace: str) -> None:
-    async with stores(redis_url, namespace, keep_s=0.05) as make:
-        store = make()
-        await store.keep(MINE, encoded())
+async def test_a_response_expires_with_its_bytes(new: New) -> None:
+    store = new(keep_s=0.05)
+    await store.keep(MINE, encoded())
 
-        async def is_gone() -> bool:
-            return await store.get(MINE) is None and await store.usage() == Usage(0, 0)
+    async def is_gone() -> bool:
+        return await store.get(MINE) is None and await store.usage() == Usage(0, 0)
 
-        await until_async(is_gone)
-
-
-async def test_the_oldest_go_where_all_is_full_and_of_a_full_share_that_keys_own(
-    redis_url: str, namespace: str
-) -> None:
-    async with stores(redis_url, namespace, max_stored_bytes=4 * ONE, max_key_share=0.75) as make:
-        store = make()
-        places = [Place.of_key(key, f"resp_{number}") for number, key in enumerate(["you", "me", "me", "me"])]
-        for place in places:
-            await store.keep(place, encoded())
-        await store.keep(Place.of_key("me", "resp_4"), encoded())
-        assert [await store.get(place) is not None for place in places] == [True, False, True, True]
-        await store.keep(Place.of_key("third", "resp_5"), encoded())
-        assert [await store.get(place) is not None for place in places] == [False, False, True, True]
-        assert await store.usage() == Usage(4, 4 * ONE)
+    await until_async(is_gone)
 
 
-async def test_what_can_never_fit_drives_nobody_out(redis_url: str, namespace: str) -> None:
-    async with stores(redis_url, namespace, max_stored_bytes=2 * ONE, max_key_share=0.75) as make:
-        store, nobodys = make(), Place.of_key(None, "resp_2")
-        await store.keep(MINE, encoded())
-        with pytest.raises(NoRoomError, match="max_stored_bytes"):
-            await store.keep(YOURS, encoded(size=ONE))
-        assert await store.get(MINE) is not None
-        await store.keep(nobodys, encoded(size=ONE))  # without keys there are no shares
-        assert await store.get(nobodys) is not None
+async def test_the_oldest_go_where_all_is_full_and_of_a_full_share_that_keys_own(new: New) -> None:
+    store = new(max_stored_bytes=4 * ONE, max_key_share=0.75)
+    places = [Place.of_key(key, f"resp_{number}") for number, key in enumerate(["you", "me", "me", "me"])]
+    for place in places:
+        await store.keep(place, encoded())
+    await store.keep(Place.of_key("me", "resp_4"), encoded())
+    assert [await store.get(place) is not None for place in places] == [True, False, True, True]
+    await store.keep(Place.of_key("third", "resp_5"), encoded())
+    assert [await store.get(place) is not None for place in places] == [False, False, True, True]
+    assert await store.usage() == Usage(4, 4 * ONE)
 
 
-async def test_one_in_the_background_is_told_until_its_end(new: Callable[[], ResponseStore]) -> None:
+async def test_what_can_never_fit_drives_nobody_out(new: New) -> None:
+    store, nobodys = new(max_stored_bytes=2 * ONE, max_key_share=0.75), Place.of_key(None, "resp_2")
+    await store.keep(MINE, encoded())
+    with pytest.raises(NoRoomError, match="max_stored_bytes"):
+        await store.keep(YOURS, encoded(size=ONE))
+    assert await store.get(MINE) is not None
+    await store.keep(nobodys, encoded(size=ONE))  # without keys there are no shares
+    assert await store.get(nobodys) is not None
+
+
+async def test_one_in_the_background_is_told_until_its_end(new: New) -> None:
     one, other = new(), new()
 
     async def status() -> str | None:
@@ -109,7 +105,7 @@ async def test_one_in_the_background_is_told_until_its_end(new: Callable[[], Res
 
 
 async def test_one_that_is_cancelled_or_deleted_is_stopped_and_never_comes_back(
-    new: Callable[[], ResponseStore],
+    new: New,
 ) -> None:
     one, other, second = new(), new(), Place.of_key("me", "resp_2")
     leases = [Lease.of(place) for place in (MINE, second)]
@@ -127,7 +123,7 @@ async def test_one_that_is_cancelled_or_deleted_is_stopped_and_never_comes_back(
     assert await other.get(second) is None
 
 
-async def test_one_that_is_begun_under_an_id_that_was_deleted_is_another(new: Callable[[], ResponseStore]) -> None:
+async def test_one_that_is_begun_under_an_id_that_was_deleted_is_another(new: New) -> None:
     store, first, second = new(), Lease.of(MINE), Lease.of(MINE)
     await store.begin(first, encoded("queued"))
     await store.delete(MINE)
@@ -142,7 +138,7 @@ async def test_one_that_is_begun_under_an_id_that_was_deleted_is_another(new: Ca
     assert await store.get(MINE) is None and await store.usage() == Usage(0, 0)
 
 
-async def test_one_whose_router_was_lost_has_failed_and_says_so(new: Callable[[], ResponseStore]) -> None:
+async def test_one_whose_router_was_lost_has_failed_and_says_so(new: New) -> None:
     one, other, lease = new(), new(), Lease.of(MINE)
     await one.begin(lease, encoded("queued"))
     await end_lease(one, MINE)
@@ -154,35 +150,36 @@ async def test_one_whose_router_was_lost_has_failed_and_says_so(new: Callable[[]
     assert await one.beat({lease: "in_progress"}) == {lease}
 
 
-async def test_lost_ones_that_nobody_asks_for_expire_too(redis_url: str, namespace: str) -> None:
-    async with stores(redis_url, namespace, keep_s=0.05) as make:
-        store = make()
-        await store.begin(Lease.of(MINE), encoded("queued"))
-        await end_lease(store, MINE)
+async def test_lost_ones_that_nobody_asks_for_expire_too(new: New) -> None:
+    store = new(keep_s=0.05)
+    await store.begin(Lease.of(MINE), encoded("queued"))
+    await end_lease(store, MINE)
 
-        async def is_gone() -> bool:
-            return await store.usage() == Usage(0, 0)
+    async def is_gone() -> bool:
+        return await store.usage() == Usage(0, 0)
 
-        await until_async(is_gone)
+    await until_async(is_gone)
 
 
-async def test_one_that_is_being_made_gives_way_to_none(redis_url: str, namespace: str) -> None:
-    async with stores(redis_url, namespace, max_stored_bytes=2 * ONE, max_key_share=1.0) as make:
-        store, others = make(), [Place.of_key("me", f"resp_{number}") for number in range(2, 5)]
-        lease = Lease.of(MINE)
-        await store.begin(lease, encoded("queued"))
-        for place in others:
-            await store.keep(place, encoded())
-        assert [await store.get(place) is not None for place in (MINE, *others)] == [True, False, False, True]
-        await store.begin(Lease.of(others[0]), encoded("queued"))
-        with pytest.raises(NoRoomError, match="no room"):
-            await store.begin(Lease.of(others[1]), encoded("queued"))
-        with pytest.raises(NoRoomError):
-            await store.complete(lease, encoded(size=RECORD_BYTES))
-        assert unstored(store, "room") == 2
-        stored = await store.get(MINE)
-        assert stored is not None
-        assert (stored.status, "room" in stored.error) == ("failed", True)
+async def test_one_that_is_being_made_gives_way_to_none(new: New) -> None:
+    store, others = (
+        new(max_stored_bytes=2 * ONE, max_key_share=1.0),
+        [Place.of_key("me", f"resp_{number}") for number in range(2, 5)],
+    )
+    lease = Lease.of(MINE)
+    await store.begin(lease, encoded("queued"))
+    for place in others:
+        await store.keep(place, encoded())
+    assert [await store.get(place) is not None for place in (MINE, *others)] == [True, False, False, True]
+    await store.begin(Lease.of(others[0]), encoded("queued"))
+    with pytest.raises(NoRoomError, match="no room"):
+        await store.begin(Lease.of(others[1]), encoded("queued"))
+    with pytest.raises(NoRoomError):
+        await store.complete(lease, encoded(size=RECORD_BYTES))
+    assert unstored(store, "room") == 2
+    stored = await store.get(MINE)
+    assert stored is not None
+    assert (stored.status, "room" in stored.error) == ("failed", True)
 
 
 async def test_a_redis_that_is_away_is_said_so_and_not_tried_for_a_moment_unasked(namespace: str) -> None:

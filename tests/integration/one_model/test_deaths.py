@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 
 from tests.integration.application import START_TIMEOUT_S, Sluice, kill_all
 from tests.integration.browser import opened
-from tests.integration.traffic import Traffic
+from tests.integration.traffic import Traffic, undisturbed
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -42,15 +42,13 @@ def another(find: Callable[[], psutil.Process | None], than: psutil.Process) -> 
 def test_a_killed_controller_stops_no_replica_and_costs_nobody_anything(sluice: Sluice) -> None:
     before, haproxy = replicas(sluice), sluice.haproxy()
     (controller,) = sluice.named("ServeController")
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice) as traffic:
         controller.kill()
         new = another(lambda: next(iter(sluice.named("ServeController")), None), controller)
         log = sluice.logs / "serve" / f"controller_{new.pid}.log"
         wait_until(lambda: log.exists() and "Finished recovering" in log.read_text(), START_TIMEOUT_S, f"{log}")
         another(sluice.haproxy, haproxy)  # HAProxy too starts anew, under the streams
         traffic.wait_for_whole_streams(12)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     assert "will be stopped" not in log.read_text()
     assert replicas(sluice) == before
 
@@ -87,7 +85,7 @@ def fill(client: "redis.Redis") -> None:
 def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
     sluice: Sluice, harm: Callable[["redis.Redis"], object]
 ) -> None:
-    with redis.Redis.from_url(sluice.redis_url()) as client, Traffic(sluice) as traffic:
+    with redis.Redis.from_url(sluice.redis_url()) as client, undisturbed(sluice) as traffic:
         room = client.config_get("maxmemory")["maxmemory"]
         try:
             harm(client)
@@ -95,8 +93,6 @@ def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
         finally:
             client.config_set("maxmemory", room)
         traffic.wait_for_a_new_answer()
-    traffic.check_streams()
-    assert traffic.answers == {200}
     assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
 
 
@@ -106,15 +102,13 @@ def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(slui
 
 def check_redis_that_stands_still(sluice: Sluice, until: Callable[[Traffic], None]) -> None:
     server = sluice.redis()
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice) as traffic:
         server.suspend()
         try:
             until(traffic)
         finally:
             server.resume()
         traffic.wait_for_whole_streams(12)
-    traffic.check_streams()
-    assert traffic.answers == {200}
     assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
 
 
@@ -129,12 +123,10 @@ def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(sluice: Sluice
 def test_both_engines_killed_at_once_cost_time_and_no_stream(sluice: Sluice) -> None:
     engines = sluice.engine_replicas()
     assert len(engines) == 2
-    with Traffic(sluice) as traffic:
+    with undisturbed(sluice) as traffic:
         for engine in engines:
             engine.send_signal(signal.SIGKILL)
         traffic.wait_for_a_new_answer()
-    traffic.check_streams()
-    assert traffic.answers == {200}
 
 
 def test_what_vllm_says_of_a_request_is_in_the_log_with_its_id(sluice: Sluice) -> None:
