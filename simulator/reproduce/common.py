@@ -1,12 +1,12 @@
 """What the experiments share: where data and figures are, traces by name, repetition over cores, tables."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +14,10 @@ from tqdm import tqdm
 from policies.errors import InputError
 from policies.router.multi_bin import MultiBinConfig
 from policies.types import FloatArray
+from simulator import plots
 from simulator.cluster import ClusterConfig, Run, run
+from simulator.engine import EngineConfig
+from simulator.engines import engine_profile
 from simulator.predictors import predicted
 from simulator.workload import Workload, read_workload
 
@@ -69,6 +72,13 @@ class Setting:
     def figure(self, name: str) -> Path | None:
         return None if self.figures is None else self.figures / f"{name}.png"
 
+    def draw(
+        self, name: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str, title: str
+    ) -> None:
+        """Named lines as a figure, where figures are asked for."""
+        if (path := self.figure(name)) is not None:
+            plots.draw_lines(lines, path, x=x, y=y, title=title)
+
     def each(self, task: Callable[[Argument], Result], arguments: Iterable[Argument]) -> list[Result]:
         """The task for every argument, in order, with a progress bar."""
         listed = list(arguments)
@@ -77,6 +87,15 @@ class Setting:
             return [task(argument) for argument in bar(listed)]
         with ProcessPoolExecutor(max_workers=self.processes) as pool:
             return list(bar(pool.map(task, listed)))
+
+    def grid(self, task: Callable[[Any], Any], *axes: Sequence[Any]) -> FloatArray:
+        """What the task finds at every point of the axes in every run, shape (length of each axis, ..., runs, ...).
+
+        Args:
+            task: takes a tuple of a value of each axis and the seed, and returns a number or as many each time.
+        """
+        found = np.array(self.each(task, product(*axes, range(self.runs))), dtype=np.float64)
+        return found.reshape(*map(len, axes), self.runs, *found.shape[1:])
 
 
 def walk_forward(source: Workload, parts: int) -> list[tuple[Workload, Workload]]:
@@ -124,6 +143,21 @@ def output_rate(run: Run) -> float:
 
 def mean_ttft_s(run: Run) -> float:
     return mean([request.ttft_s for request in run.requests if request.ttft_s is not None])
+
+
+def cluster(
+    engine: str, *, slots: int, cache_tokens: int | None = None, max_batch_tokens: int = 2048, **changes: Any
+) -> ClusterConfig:
+    """Engines by name, with their own step times.
+
+    Args:
+        cache_tokens: None is what the GPU's memory leaves.
+        changes: further fields of ClusterConfig.
+    """
+    profile = engine_profile(engine)
+    blocks = profile.cache(cache_tokens) // EngineConfig().block_size
+    sizes = EngineConfig(slots=slots, total_blocks=blocks, max_batch_tokens=max_batch_tokens)
+    return ClusterConfig(**{"times": profile.times, "clock": profile.clock, "engine": sizes, **changes})
 
 
 def saturated(config: ClusterConfig, workload: Workload) -> Run:

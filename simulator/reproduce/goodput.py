@@ -147,8 +147,8 @@ def in_time(variant: Variant, workload: Workload, seed: int) -> float:
     return attainment(run(variant.config(), known), TARGETS)
 
 
-def _share(job: tuple[Variant, Load, int]) -> float:
-    variant, load, seed = job
+def _share(job: tuple[Load, Variant, int]) -> float:
+    load, variant, seed = job
     return in_time(variant, load(seed, variant.replicas), seed)
 
 
@@ -165,11 +165,9 @@ class Found:
     cap: tuple[int, int]
 
 
-def _measured(setting: Setting, loads: Mapping[str, Load], seeds: int) -> dict[str, Found]:
-    variants: list[Variant] = [*VARIANTS.values(), *CAPS.values()]
-    jobs = [(variant, load, seed) for load in loads.values() for variant in variants for seed in range(seeds)]
-    shares = np.array(setting.each(_share, jobs)).reshape(len(loads), len(variants), seeds)
-    found = {}
+def _measured(setting: Setting, loads: Mapping[str, Load]) -> dict[str, Found]:
+    variants, found = [*VARIANTS.values(), *CAPS.values()], {}
+    shares = setting.grid(_share, list(loads.values()), variants)
     for name, each in zip(loads, shares.tolist(), strict=True):
         plain, capped = each[: len(VARIANTS)], dict(zip(CAPS, each[len(VARIANTS) :], strict=True))
         cap = max(capped, key=lambda key: mean(capped[key]))
@@ -188,8 +186,8 @@ def goodput(setting: Setting) -> list[str]:
         for rate in traffic.rates
     }
     files = _files(setting.data)
-    by_law = _measured(setting, laws, setting.runs)
-    by_file = _measured(setting, {path.name.split(".")[0]: partial(_of_file, path) for path in files}, 1)
+    by_law = _measured(setting, laws)
+    by_file = _measured(replace(setting, runs=1), {path.name.split(".")[0]: partial(_of_file, path) for path in files})
     if path := setting.figure("goodput"):
         plots.draw_panels(_panels(by_law), path, x="requests per second", y="share in time")
     lines = _law_table(by_law)
@@ -203,8 +201,7 @@ def leave_out(setting: Setting) -> list[str]:
         f"{name} {rate}/s": partial(_of_law, TRAFFIC[name], rate) for name, rates in loads.items() for rate in rates
     }
     variants = [VARIANTS["Sluice"], *LEAVE_OUT.values()]
-    jobs = [(variant, load, seed) for load in named.values() for variant in variants for seed in range(setting.runs)]
-    shares = np.array(setting.each(_share, jobs)).reshape(len(named), len(variants), setting.runs).mean(axis=2)
+    shares = setting.grid(_share, list(named.values()), variants).mean(axis=2)
     rows = [
         (name, float(whole), *(f"{less - whole:+.3f}" for less in rest))
         for name, (whole, *rest) in zip(named, shares, strict=True)
@@ -216,13 +213,8 @@ def long_prompts(setting: Setting) -> list[str]:
     """Chat at two rates beside a document of 100 000 tokens now and then: the share of the chat that is in time."""
     cases = [(rate, every) for rate in (10.0, 20.0) for every in (20.0, 10.0, 5.0)]
     variants = ("stock", "Sluice")
-    jobs = [
-        (VARIANTS[name], partial(_beside_long_prompts, rate, every), seed)
-        for rate, every in cases
-        for name in variants
-        for seed in range(setting.runs)
-    ]
-    shares = np.array(setting.each(_share, jobs)).reshape(len(cases), len(variants), setting.runs).mean(axis=2)
+    loads = [partial(_beside_long_prompts, *case) for case in cases]
+    shares = setting.grid(_share, loads, [VARIANTS[name] for name in variants]).mean(axis=2)
     named = [f"{rate:g}/s, one every {every:g} s" for rate, every in cases]
     rows = [(name, *(float(share) for share in row)) for name, row in zip(named, shares, strict=True)]
     return table(("chat and documents", *variants), rows)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,14 +17,12 @@ from policies.papers.bin_worth import (
 )
 from policies.router.bin_edges import equal_mass_edges, exponential_edges, optimal_edges, uniform_edges
 from policies.types import FloatArray
-from simulator import plots
 from simulator.cluster import ClusterConfig, GangRun, run, run_gang
-from simulator.engine import EngineConfig
-from simulator.engines import engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
 from simulator.reproduce.common import (
     Setting,
+    cluster,
     fixed_bins,
     mean,
     mean_ttft_s,
@@ -43,79 +40,57 @@ _TIMES = LengthTimes(s_per_token=1.0 / UNIT)
 _REQUESTS = 128_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    k: int
-    rate: float
-    seed: int
-    error: float = 0.0
-
-
 def _full(batch_size: int) -> GangConfig:
     return GangConfig(batch_size=batch_size, max_wait_s=math.inf)
 
 
-def _uniform(case: _Case) -> Workload:
-    rng = np.random.default_rng(case.seed)
+def _uniform(k: int, rate: float, seed: int, error: float = 0.0) -> GangRun:
+    rng = np.random.default_rng(seed)
     law = length_law(f"uniform:{UNIT}:{20 * UNIT}")
     drawn = synthetic("uniform", length_law("constant:1"), law, _REQUESTS, rng)
-    arriving = drawn.arriving(poisson(case.rate, _REQUESTS, rng))
-    named = f"neighbour:{case.k}:{case.error}" if case.error and case.k > 1 else "oracle"
-    return predicted(arriving, named, rng)
+    arriving = drawn.arriving(poisson(rate, _REQUESTS, rng))
+    work = predicted(arriving, f"neighbour:{k}:{error}" if error and k > 1 else "oracle", rng)
+    return run_gang(_full(128), fixed_bins(uniform_edges(k, UNIT, 20 * UNIT)), _TIMES, work)
 
 
-def _run_uniform(case: _Case) -> GangRun:
-    return run_gang(_full(128), fixed_bins(uniform_edges(case.k, UNIT, 20 * UNIT)), _TIMES, _uniform(case))
+def _throughput(job: tuple[int, float, int]) -> float:
+    return _uniform(*job).throughput
 
 
-def _by_rate(
-    setting: Setting, task: Callable[[_Case], object], bins: Sequence[int], rates: Sequence[float]
-) -> FloatArray:
-    """Means over the runs, shape (bins, rates), or (bins, rates, 2) where the task gives pairs."""
-    cases = [_Case(k=k, rate=rate, seed=seed) for k, rate, seed in product(bins, rates, range(setting.runs))]
-    found = np.array(setting.each(task, cases), dtype=np.float64)
-    return np.asarray(found.reshape(len(bins), len(rates), setting.runs, *found.shape[1:]).mean(axis=2))
+def _latency(job: tuple[int, float, int]) -> float:
+    return _uniform(*job).mean_latency_s
 
 
-def _throughput(case: _Case) -> float:
-    return _run_uniform(case).throughput
-
-
-def _latency(case: _Case) -> float:
-    return _run_uniform(case).mean_latency_s
+def _with_errors(job: tuple[int, float, int]) -> float:
+    """Throughput of all requests at once."""
+    k, error, seed = job
+    return _uniform(k, 1e6, seed, error).throughput
 
 
 # The paper's GPU by published step times, and another by kernel times that were measured one by one.
 _ENGINES = ("Llama-3.1-8B@a100_sxm", "kernels_rtxpro6000_llama-3.1-8b")
-_ROOMY_BLOCKS = 500_000 // 16
+_ROOMY_TOKENS = 500_000
 
 
 def _engine(name: str, slots: int, **changes: Any) -> ClusterConfig:
-    profile = engine_profile(name)
-    sizes = EngineConfig(slots=slots, total_blocks=_ROOMY_BLOCKS, max_batch_tokens=2048)
-    return ClusterConfig(times=profile.times, clock=profile.clock, engine=sizes, **changes)
+    return cluster(name, slots=slots, cache_tokens=_ROOMY_TOKENS, **changes)
 
 
 def figure_1a(setting: Setting) -> list[str]:
     """Tokens per second against the size of a batch: prompts of 100 tokens, answers of 250, an 8B model on two GPUs."""
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     rates = {name: [_batch_rate(name, size) for size in sizes] for name in _ENGINES}
-    if (path := setting.figure("000_figure_1a")) is not None:
-        series = {name: (sizes, found) for name, found in rates.items()}
-        plots.draw_lines(series, path, x="batch size", y="output tokens per second", title="000 figure 1a")
+    series = {name: (sizes, found) for name, found in rates.items()}
+    setting.draw("000_figure_1a", series, x="batch size", y="output tokens per second", title="000 figure 1a")
     rows = [
-        (
-            size,
-            *(
-                text
-                for name in _ENGINES
-                for text in (f"{rates[name][i]:.0f}", f"x{rates[name][i] / rates[name][0]:.1f}")
-            ),
-        )
-        for i, size in enumerate(sizes)
+        (size, *(text for name in _ENGINES for text in _rate_cells(rates[name], i))) for i, size in enumerate(sizes)
     ]
     heading = [column for name in _ENGINES for column in (f"tokens/s, {name}", "against 1")]
     return table(("batch size", *heading), rows)
+
+
+def _rate_cells(rates: Sequence[float], at: int) -> tuple[str, str]:
+    return f"{rates[at]:.0f}", f"x{rates[at] / rates[0]:.1f}"
 
 
 def _batch_rate(name: str, size: int) -> float:
@@ -135,8 +110,7 @@ def figure_5(setting: Setting) -> list[str]:
         largest = float(np.abs(times_s - line).max() / times_s.mean())
         rows.append((name, f"{1e3 * slope:.2f}", f"{1e3 * intercept:.1f}", f"{1 - unexplained:.6f}", f"{largest:.2%}"))
         series[name] = (tokens.tolist(), times_s.tolist())
-    if (path := setting.figure("000_figure_5")) is not None:
-        plots.draw_lines(series, path, x="tokens of the answer", y="seconds", title="000 figure 5")
+    setting.draw("000_figure_5", series, x="tokens of the answer", y="seconds", title="000 figure 5")
     return table(("engine", "ms per token", "intercept, ms", "R squared", "largest distance / mean time"), rows)
 
 
@@ -156,25 +130,17 @@ def dispatch(setting: Setting) -> list[str]:
     rng = np.random.default_rng(0)
     made_up = synthetic("made up", length_law("lognormal:600:1"), length_law("lognormal:250:0.8"), 8000, rng)
     sources = {"azure_conv": setting.workload("azure_conv"), "made up": made_up}
-    jobs = list(product(sources, ("oracle", "noise:0.44"), range(setting.runs)))
-    found = np.array(setting.each(partial(_dispatched, sources), jobs)).reshape(-1, setting.runs, 1 + len(_WAYS), 2)
+    known = {"known": "oracle", "predicted": "noise:0.44"}
+    found = setting.grid(partial(_dispatched, sources), list(sources), list(known.values()))
     rows = []
-    for (name, predictor), each in zip(product(sources, ("known", "predicted")), found, strict=True):
+    for (name, source), (kind, predictions) in product(zip(sources, found, strict=True), enumerate(known)):
+        single, *batched = np.moveaxis(source[kind], 1, 0)
         rows.append(
-            (name, predictor, "single requests", f"{mean(each[:, 0, 0]):.0f}", "", f"{mean(each[:, 0, 1]):.2f}")
+            (name, predictions, "single requests", f"{mean(single[:, 0]):.0f}", "", f"{mean(single[:, 1]):.2f}")
         )
-        for way, (label, _, _) in enumerate(_WAYS, start=1):
-            ratio = f"x{spread(each[:, way, 0] / each[:, 0, 0])}"
-            rows.append(
-                (
-                    name,
-                    predictor,
-                    f"batches, {label}",
-                    f"{mean(each[:, way, 0]):.0f}",
-                    ratio,
-                    f"{mean(each[:, way, 1]):.2f}",
-                )
-            )
+        for (label, _, _), each in zip(_WAYS, batched, strict=True):
+            shown = (f"{mean(each[:, 0]):.0f}", f"x{spread(each[:, 0] / single[:, 0])}", f"{mean(each[:, 1]):.2f}")
+            rows.append((name, predictions, f"batches, {label}", *shown))
     heading = (
         "lengths", "predictions", "dispatch", "output tokens/s, all at once", "against single",
         "mean first token at half that load, s",
@@ -202,7 +168,7 @@ def _dispatched(sources: Mapping[str, Workload], job: tuple[str, str, int]) -> l
 def figure_3(setting: Setting) -> list[str]:
     """Throughput against arrival rate; B = 128, lengths uniform on [1, 20], one server."""
     bins, rates = (1, 2, 3, 4, 5), (2.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0)
-    found = _by_rate(setting, _throughput, bins, rates)
+    found = setting.grid(_throughput, bins, rates).mean(axis=2)
     _draw(setting, "000_figure_3", bins, rates, found, "throughput", _throughput_line)
     rows = [
         (k, float(line.max()), _most(k), f"{line.max() / _most(k) - 1:+.2%}")
@@ -228,21 +194,18 @@ def _draw(
     y: str,
     formula: Callable[[int, float], float] | None,
 ) -> None:
-    path = setting.figure(name)
-    if path is None:
-        return
     series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for k, line in zip(bins, found, strict=True):
         series[f"k = {k}"] = (rates, line.tolist())
         if formula is not None:
             series[f"formula, k = {k}"] = (rates, [formula(k, rate) for rate in rates])
-    plots.draw_lines(series, path, x="arrival rate", y=y, title=name.replace("_", " "))
+    setting.draw(name, series, x="arrival rate", y=y, title=name.replace("_", " "))
 
 
 def figure_4(setting: Setting) -> list[str]:
     """Latency against arrival rate; B = 128, lengths uniform on [1, 20], one server, k = 1, 2, 3."""
     bins, rates = (1, 2, 3), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    found = _by_rate(setting, _latency, bins, rates)
+    found = setting.grid(_latency, bins, rates).mean(axis=2)
     _draw(setting, "000_figure_4", bins, rates, np.minimum(found, 300.0), "latency (cut at 300)", _latency_line)
     rows = [
         (k, rate, float(latency), _latency_line(k, rate), f"{latency / _latency_line(k, rate) - 1:+.1%}")
@@ -261,7 +224,7 @@ def figure_6(setting: Setting) -> list[str]:
     """Throughput and latency of 8 servers with B = 8 on answers to GSM8K, equiprobable bins, oracle lengths."""
     source = setting.workload("gsm8k")
     bins, rates = (1, 2, 4, 8, 16, 32), (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0)
-    throughput, latency = np.moveaxis(_by_rate(setting, partial(_gsm8k, source), bins, rates), 2, 0)
+    throughput, latency = np.moveaxis(setting.grid(partial(_gsm8k, source), bins, rates).mean(axis=2), 2, 0)
     _draw(setting, "000_figure_6_throughput", bins, rates, throughput, "requests per second", None)
     _draw(setting, "000_figure_6_latency", bins, rates, np.minimum(latency, 60.0), "latency, s (cut at 60)", None)
     best, most = latency.argmin(axis=1), throughput.max(axis=1)
@@ -272,11 +235,11 @@ def figure_6(setting: Setting) -> list[str]:
     return table(("k", "highest requests/s", "against k = 1", "least mean latency, s", "at rate"), rows)
 
 
-def _gsm8k(source: Workload, case: _Case) -> tuple[float, float]:
-    rng = np.random.default_rng(case.seed)
-    count = 16_000
-    work = predicted(source.sample(count, rng).arriving(poisson(case.rate, count, rng)), "oracle", rng)
-    bins = fixed_bins(equal_mass_edges(work.output_tokens, case.k))
+def _gsm8k(source: Workload, job: tuple[int, float, int]) -> tuple[float, float]:
+    (k, rate, seed), count = job, 16_000
+    rng = np.random.default_rng(seed)
+    work = predicted(source.sample(count, rng).arriving(poisson(rate, count, rng)), "oracle", rng)
+    bins = fixed_bins(equal_mass_edges(work.output_tokens, k))
     result = run_gang(_full(8), bins, LengthTimes(s_per_token=0.025), work, replicas=8)
     return result.throughput, result.mean_latency_s
 
@@ -284,10 +247,7 @@ def _gsm8k(source: Workload, case: _Case) -> tuple[float, float]:
 def figure_8(setting: Setting) -> list[str]:
     """Throughput against the error probability; B = 128, lengths uniform on [1, 20], all requests at once."""
     bins, errors = (1, 2, 3, 4, 5), (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
-    cases = [
-        _Case(k=k, rate=1e6, seed=seed, error=error) for k, error, seed in product(bins, errors, range(setting.runs))
-    ]
-    found = np.array(setting.each(_throughput, cases)).reshape(len(bins), len(errors), setting.runs).mean(axis=2)
+    found = setting.grid(_with_errors, bins, errors).mean(axis=2)
     _draw(setting, "000_figure_8", bins, errors, found, "throughput", _error_line)
     rows = []
     for k, line in zip(bins, found, strict=True):
@@ -303,7 +263,7 @@ def _error_line(k: int, error: float) -> float:
 def figure_9(setting: Setting) -> list[str]:
     """Throughput and latency for exponential lengths, mu = 0.1, B = 200, N = 200 000, edges of Lemma A.1."""
     bins, rates = (1, 2, 3, 4, 5), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
-    throughput, latency = np.moveaxis(_by_rate(setting, _exponential, bins, rates), 2, 0)
+    throughput, latency = np.moveaxis(setting.grid(_exponential, bins, rates).mean(axis=2), 2, 0)
     _draw(setting, "000_figure_9a", bins, rates, throughput, "throughput", _exponential_line)
     _draw(setting, "000_figure_9b", bins, rates, np.minimum(latency, 1500.0), "latency (cut at 1500)", None)
     rows = [
@@ -318,10 +278,10 @@ def _exponential_line(k: int, rate: float) -> float:
     return min(rate, 200.0 / exponential_service_bound(k, 0.1, 200))
 
 
-def _exponential(case: _Case) -> tuple[float, float]:
-    rng = np.random.default_rng(case.seed)
-    count = 200_000
+def _exponential(job: tuple[int, float, int]) -> tuple[float, float]:
+    (k, rate, seed), count = job, 200_000
+    rng = np.random.default_rng(seed)
     drawn = synthetic("exponential", length_law("constant:1"), length_law(f"exponential:{10 * UNIT}"), count, rng)
-    work = predicted(drawn.arriving(poisson(case.rate, count, rng)), "oracle", rng)
-    result = run_gang(_full(200), fixed_bins(exponential_edges(case.k, 0.1 / UNIT, 200)), _TIMES, work)
+    work = predicted(drawn.arriving(poisson(rate, count, rng)), "oracle", rng)
+    result = run_gang(_full(200), fixed_bins(exponential_edges(k, 0.1 / UNIT, 200)), _TIMES, work)
     return result.throughput, result.mean_latency_s

@@ -9,25 +9,22 @@ is vLLM's default of 256 slots; its dynamic counterpart may use 1024. The 38B an
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from simulator.cluster import ClusterConfig, run
-from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
-from simulator.plots import draw_lines
 from simulator.predictors import predicted
-from simulator.reproduce.common import Setting, mean, spread, steady_rate, table
+from simulator.reproduce.common import Setting, cluster, mean, output_rate, spread, steady_rate, table
 from simulator.router import RouterConfig
 from simulator.workload import Workload, arrival_law, length_law, synthetic
 
 _SLA_S = 0.050
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A line of a table: what the paper used, and what stands for it here."""
+class _Row(NamedTuple):
+    """A line of a table: what the paper used and found, and what stands for it here."""
 
     model: str
     prompts: str
@@ -40,38 +37,18 @@ class _Row:
 
 
 # Cache of a 65B model with all heads: (0.9 * 640 GB - 130 GB) / 2.62 MB; of PanGu-7B: (72 GB - 15 GB) / 0.52 MB.
+_A100S, _H100S = "llama2-70b@a100-80gb/8", "llama2-70b@h100-80gb/4"
 _TABLE_1 = (
-    _Row(
-        model="LLaMA-65B", prompts="lognormal:68.4:0.7", outputs="lognormal:344.5:0.7", requests=1319,
-        engine="llama2-70b@a100-80gb/8", cache_tokens=170_000, static="1983", dynamic="2146 (+8.2 %)",
-    ),
-    _Row(
-        model="LLaMA3-70B", prompts="lognormal:68.4:0.7", outputs="lognormal:454.4:0.7", requests=1319,
-        engine="llama2-70b@a100-80gb/8", cache_tokens=1_300_000, static="3153", dynamic="3357 (+6.5 %)",
-    ),
-    _Row(
-        model="LLaMA3-70B", prompts="lognormal:191:0.7", outputs="lognormal:381.9:0.7", requests=3000,
-        engine="llama2-70b@a100-80gb/8", cache_tokens=1_300_000, static="2296", dynamic="2575 (+12.2 %)",
-    ),
-    _Row(
-        model="PanGu-7B", prompts="constant:128", outputs="constant:128", requests=1000,
-        engine="Llama-3.1-8B@a100_sxm", cache_tokens=108_000, static="2305", dynamic="2956 (+28.2 %)",
-    ),
-)  # fmt: skip
+    _Row("LLaMA-65B", "lognormal:68.4:0.7", "lognormal:344.5:0.7", 1319, _A100S, 170_000, "1983", "2146 (+8.2 %)"),
+    _Row("LLaMA3-70B", "lognormal:68.4:0.7", "lognormal:454.4:0.7", 1319, _A100S, 1_300_000, "3153", "3357 (+6.5 %)"),
+    _Row("LLaMA3-70B", "lognormal:191:0.7", "lognormal:381.9:0.7", 3000, _A100S, 1_300_000, "2296", "2575 (+12.2 %)"),
+    _Row("PanGu-7B", "constant:128", "constant:128", 1000, "Llama-3.1-8B@a100_sxm", 108_000, "2305", "2956 (+28.2 %)"),
+)
 _TABLE_2 = (
-    _Row(
-        model="LLaMA-65B", prompts="lognormal:237.7:0.7", outputs="lognormal:416.2:0.7", requests=3000,
-        engine="llama2-70b@h100-80gb/4", cache_tokens=60_000, static="3.0", dynamic="3.3",
-    ),
-    _Row(
-        model="LLaMA3-70B", prompts="lognormal:256.6:0.7", outputs="lognormal:61.5:0.7", requests=3000,
-        engine="llama2-70b@h100-80gb/4", cache_tokens=457_000, static="5.4", dynamic="6.6",
-    ),
-    _Row(
-        model="LLaMA3-70B", prompts="lognormal:256.6:0.7", outputs="lognormal:447.5:0.7", requests=3000,
-        engine="llama2-70b@h100-80gb/4", cache_tokens=457_000, static="3.0", dynamic="3.8",
-    ),
-)  # fmt: skip
+    _Row("LLaMA-65B", "lognormal:237.7:0.7", "lognormal:416.2:0.7", 3000, _H100S, 60_000, "3.0", "3.3"),
+    _Row("LLaMA3-70B", "lognormal:256.6:0.7", "lognormal:61.5:0.7", 3000, _H100S, 457_000, "5.4", "6.6"),
+    _Row("LLaMA3-70B", "lognormal:256.6:0.7", "lognormal:447.5:0.7", 3000, _H100S, 457_000, "3.0", "3.8"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +58,15 @@ class _System:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, row: _Row) -> ClusterConfig:
-        profile = engine_profile(row.engine)
-        engine = EngineConfig(slots=self.slots, total_blocks=row.cache_tokens // 16)
-        router = RouterConfig(credit_lookahead=None)
-        return ClusterConfig(
-            times=profile.times, engine=engine, batch=self.batch, batch_settings=self.settings, router=router
+        return cluster(
+            row.engine,
+            slots=self.slots,
+            cache_tokens=row.cache_tokens,
+            max_batch_tokens=8192,
+            clock=None,
+            batch=self.batch,
+            batch_settings=self.settings,
+            router=RouterConfig(credit_lookahead=None),
         )
 
 
@@ -105,17 +86,14 @@ def _workload(row: _Row, seed: int, arrivals: str) -> Workload:
 
 def _tokens_per_s(job: tuple[_Row, _System, int]) -> float:
     row, system, seed = job
-    finished = run(system.config(row), _workload(row, seed, "all"))
-    return sum(request.output_tokens for request in finished.requests) / finished.makespan_s
+    return output_rate(run(system.config(row), _workload(row, seed, "all")))
 
 
 def table_1(setting: Setting) -> list[str]:
     """Output tokens per second, all requests at once: static batch of 256 against Algorithm 1."""
     systems = (_STATIC, _MEMORY, _FORECAST, _ALL_SLOTS)
-    jobs = [(row, system, seed) for row in _TABLE_1 for system in systems for seed in range(setting.runs)]
-    found = np.array(setting.each(_tokens_per_s, jobs)).reshape(len(_TABLE_1), len(systems), setting.runs)
     rows = []
-    for row, results in zip(_TABLE_1, found, strict=True):
+    for row, results in zip(_TABLE_1, setting.grid(_tokens_per_s, _TABLE_1, systems), strict=True):
         gains = [f"{spread(100 * (each / results[0] - 1))} %" for each in results[1:]]
         rows.append((row.model, row.static, row.dynamic, f"{mean(results[0]):.0f}", *gains))
     heading = (
@@ -136,7 +114,7 @@ def _full_batch(job: tuple[int, int]) -> tuple[float, float]:
     row = _TABLE_2[2]
     system = _System(batch="stock", slots=slots)
     config = replace(system.config(row), clients=2 * slots)
-    finished = run(config, _workload(replace(row, requests=max(200, 8 * slots)), seed, "all"))
+    finished = run(config, _workload(row._replace(requests=max(200, 8 * slots)), seed, "all"))
     tpot_s = mean([request.tpot_s for request in finished.requests if request.tpot_s is not None])
     return tpot_s, steady_rate(finished) * mean([request.output_tokens for request in finished.requests])
 
@@ -144,15 +122,13 @@ def _full_batch(job: tuple[int, int]) -> tuple[float, float]:
 def figure_3(setting: Setting) -> list[str]:
     """Decoding time and output tokens per second against the batch size, static batches of the 70B model."""
     sizes = _FIGURE_3_BATCHES
-    jobs = [(slots, seed) for slots in sizes for seed in range(setting.runs)]
-    tpot_s, rates = np.array(setting.each(_full_batch, jobs)).reshape(len(sizes), setting.runs, 2).mean(axis=1).T
+    tpot_s, rates = setting.grid(_full_batch, sizes).mean(axis=1).T
     paper_s = np.array([_PAPER_OVERHEAD_S + _PAPER_S_PER_REQUEST * slots for slots in sizes])
     paper_rates = np.array(sizes) / paper_s
     drawn = {"decoding_time": ("seconds per token", paper_s, tpot_s), "throughput": ("tokens/s", paper_rates, rates)}
     for name, (y, paper, ours) in drawn.items():
-        if path := setting.figure(f"001_figure_3_{name}"):
-            lines = {"formula: paper": (sizes, paper), "simulated": (sizes, ours)}
-            draw_lines(lines, path, x="batch size", y=y, title="001, figure 3")
+        lines = {"formula: paper": (sizes, paper), "simulated": (sizes, ours)}
+        setting.draw(f"001_figure_3_{name}", lines, x="batch size", y=y, title="001, figure 3")
     step = engine_profile(_TABLE_2[2].engine).times.decode
     heading = (
         "batch size", "paper: decoding time, ms", "decode step here, ms", "with prefills between, ms",
@@ -170,25 +146,19 @@ _FIGURE_4_RATES = (2.0, 4.0, 5.4, 6.6, 8.0, 9.0, 10.0, 11.0)
 _PAPER_CAPACITY = {"static": 5.4, "Algorithm 2 as printed": 6.6, "Algorithm 2, corrected": 6.6}
 
 
-def _pace(job: tuple[_System, int, float]) -> tuple[float, float]:
+def _pace(job: tuple[_System, float, int]) -> tuple[float, float]:
     """Mean seconds per token, and the median wait, at that rate of the second row of table II."""
-    system, seed, rate = job
+    system, rate, seed = job
     return _tpot_and_wait_s(_TABLE_2[1], system, seed, rate)
 
 
 def figure_4(setting: Setting) -> list[str]:
     """Mean time per token against the rate, SLA 50 ms: static batch against Algorithm 2; the 70B model, 256.6/61.5."""
     systems = {"static": _STATIC, "Algorithm 2 as printed": _LITERAL, "Algorithm 2, corrected": _CORRECTED}
-    jobs = [
-        (system, seed, rate) for system in systems.values() for rate in _FIGURE_4_RATES for seed in range(setting.runs)
-    ]
-    found = (
-        np.array(setting.each(_pace, jobs)).reshape(len(systems), len(_FIGURE_4_RATES), setting.runs, 2).mean(axis=2)
-    )
-    if path := setting.figure("001_figure_4"):
-        lines = {name: (_FIGURE_4_RATES, each[:, 0]) for name, each in zip(systems, found, strict=True)}
-        lines["formula: SLA"] = (_FIGURE_4_RATES, [_SLA_S] * len(_FIGURE_4_RATES))
-        draw_lines(lines, path, x="requests/s", y="mean seconds per token", title="001, figure 4")
+    found = setting.grid(_pace, list(systems.values()), _FIGURE_4_RATES).mean(axis=2)
+    lines = {name: (_FIGURE_4_RATES, each[:, 0]) for name, each in zip(systems, found, strict=True)}
+    lines["formula: SLA"] = (_FIGURE_4_RATES, [_SLA_S] * len(_FIGURE_4_RATES))
+    setting.draw("001_figure_4", lines, x="requests/s", y="mean seconds per token", title="001, figure 4")
     rows = [
         (name, _PAPER_CAPACITY[name], *(f"{1e3 * tpot_s:.0f} / {wait_s:.1f}" for tpot_s, wait_s in each))
         for name, each in zip(systems, found, strict=True)
@@ -226,10 +196,8 @@ def _capacity(job: tuple[_Row, _System, int]) -> float:
 def table_2(setting: Setting) -> list[str]:
     """Requests per second within 50 ms per token: static batch of 256 against Algorithm 2, printed and corrected."""
     systems = (_STATIC, _LITERAL, _CORRECTED)
-    jobs = [(row, system, seed) for row in _TABLE_2 for system in systems for seed in range(setting.runs)]
-    found = np.array(setting.each(_capacity, jobs)).reshape(len(_TABLE_2), len(systems), setting.runs)
     rows = []
-    for row, results in zip(_TABLE_2, found, strict=True):
+    for row, results in zip(_TABLE_2, setting.grid(_capacity, _TABLE_2, systems), strict=True):
         ours = [spread(each) for each in results]
         lengths = f"{row.prompts.split(':')[1]} / {row.outputs.split(':')[1]}"
         rows.append((row.model, lengths, row.static, row.dynamic, *ours))

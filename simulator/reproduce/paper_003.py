@@ -12,16 +12,15 @@ further token of context, scaled by the model's bytes per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from policies.engine.step_time import StepTimeConfig
 from policies.types import StepCoefficients, StepTimes
-from simulator.cluster import ClusterConfig, Run, run
-from simulator.engine import EngineConfig
+from simulator.cluster import Run, run
 from simulator.engines import engine_profile, kv_bytes_of
-from simulator.reproduce.common import Setting, mean, spread, table
+from simulator.reproduce.common import Setting, cluster, mean, spread, table
 from simulator.router import RouterConfig
 from simulator.workload import Workload, length_law, mixed, synthetic
 
@@ -75,10 +74,12 @@ def _run(case: _Case) -> Run:
     times = _with_context(case.engine, times) if case.any_context else times
     settings: dict[str, Any] = {"step_times": StepTimeConfig(prior=times)}
     batch, mode = ("stock", None) if case.scheduler == "v1" else ("exclusive_mixed", case.scheduler)
-    cache = engine_profile(case.engine).cache_tokens or 0
-    config = ClusterConfig(
+    config = cluster(
+        case.engine,
+        slots=case.slots,
+        max_batch_tokens=case.max_batch_tokens,
         times=times,
-        engine=EngineConfig(slots=case.slots, total_blocks=cache // 16, max_batch_tokens=case.max_batch_tokens),
+        clock=None,
         batch=batch,
         batch_settings={**settings, "mode": mode} if mode else {},
         router=RouterConfig(credit_lookahead=None),
@@ -205,8 +206,7 @@ def drift(setting: Setting) -> list[str]:
     return table(heading, rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Published:
+class _Published(NamedTuple):
     """A cell of tables 2 and 3: requests per second of v1 and EB, with the (token budget, slots) of each."""
 
     v1: str
@@ -216,43 +216,20 @@ class _Published:
 
 
 # Sizes are those of the paper's appendix. Of the 30B model on the RTX PRO 6000 no single rate is printed.
+_RTX, _H200, _H200_MOE = "Qwen3-8B@RTX_PRO_6000", "Qwen3-8B@H200", "Qwen3-30B-A3B@H200"
 _TABLES = {
-    ("Qwen3-8B@RTX_PRO_6000", "ShareGPT"): _Published(
-        v1="17.07", eb="19.68 (+15.3 %)", v1_size=(16384, 1536), eb_size=(14336, 1536)
-    ),
-    ("Qwen3-8B@RTX_PRO_6000", "WildChat"): _Published(
-        v1="12.75", eb="14.19 (+11.3 %)", v1_size=(18432, 1024), eb_size=(10240, 1024)
-    ),
-    ("Qwen3-8B@RTX_PRO_6000", "LongBench"): _Published(
-        v1="8.35", eb="8.66 (+3.7 %)", v1_size=(10240, 1024), eb_size=(16384, 512)
-    ),
-    ("Qwen3-8B@RTX_PRO_6000", "NuminaMath"): _Published(
-        v1="0.73", eb="0.74 (+1.4 %)", v1_size=(14336, 256), eb_size=(4096, 256)
-    ),
-    ("Qwen3-8B@H200", "ShareGPT"): _Published(
-        v1="41.93/47.67", eb="42.88/48.65 (+2.3 % / +2.1 %)", v1_size=(10240, 1024), eb_size=(16384, 1536)
-    ),
-    ("Qwen3-8B@H200", "WildChat"): _Published(
-        v1="20.87/19.03", eb="21.50/21.98 (+3.0 % / +15.5 %)", v1_size=(4096, 2048), eb_size=(16384, 1024)
-    ),
-    ("Qwen3-8B@H200", "LongBench"): _Published(
-        v1="15.77/16.31", eb="15.81/15.78 (+0.3 % / -3.2 %)", v1_size=(14336, 256), eb_size=(14336, 2048)
-    ),
-    ("Qwen3-8B@H200", "NuminaMath"): _Published(
-        v1="1.99/1.95", eb="1.94/1.96 (-2.5 % / +0.5 %)", v1_size=(14336, 256), eb_size=(18432, 256)
-    ),
-    ("Qwen3-30B-A3B@H200", "ShareGPT"): _Published(
-        v1="48.81/48.96", eb="42.93/47.72 (-12.0 % / -2.5 %)", v1_size=(8192, 2048), eb_size=(4096, 1536)
-    ),
-    ("Qwen3-30B-A3B@H200", "WildChat"): _Published(
-        v1="26.46/25.21", eb="26.66/25.21 (+0.8 % / 0.0 %)", v1_size=(4096, 1536), eb_size=(14336, 1024)
-    ),
-    ("Qwen3-30B-A3B@H200", "LongBench"): _Published(
-        v1="24.43/24.45", eb="24.03/23.99 (-1.6 % / -1.9 %)", v1_size=(14336, 2048), eb_size=(16384, 1024)
-    ),
-    ("Qwen3-30B-A3B@H200", "NuminaMath"): _Published(
-        v1="1.93/1.83", eb="1.71/1.68 (-11.4 % / -8.2 %)", v1_size=(8192, 512), eb_size=(10240, 512)
-    ),
+    (_RTX, "ShareGPT"): _Published("17.07", "19.68 (+15.3 %)", (16384, 1536), (14336, 1536)),
+    (_RTX, "WildChat"): _Published("12.75", "14.19 (+11.3 %)", (18432, 1024), (10240, 1024)),
+    (_RTX, "LongBench"): _Published("8.35", "8.66 (+3.7 %)", (10240, 1024), (16384, 512)),
+    (_RTX, "NuminaMath"): _Published("0.73", "0.74 (+1.4 %)", (14336, 256), (4096, 256)),
+    (_H200, "ShareGPT"): _Published("41.93/47.67", "42.88/48.65 (+2.3 % / +2.1 %)", (10240, 1024), (16384, 1536)),
+    (_H200, "WildChat"): _Published("20.87/19.03", "21.50/21.98 (+3.0 % / +15.5 %)", (4096, 2048), (16384, 1024)),
+    (_H200, "LongBench"): _Published("15.77/16.31", "15.81/15.78 (+0.3 % / -3.2 %)", (14336, 256), (14336, 2048)),
+    (_H200, "NuminaMath"): _Published("1.99/1.95", "1.94/1.96 (-2.5 % / +0.5 %)", (14336, 256), (18432, 256)),
+    (_H200_MOE, "ShareGPT"): _Published("48.81/48.96", "42.93/47.72 (-12.0 % / -2.5 %)", (8192, 2048), (4096, 1536)),
+    (_H200_MOE, "WildChat"): _Published("26.46/25.21", "26.66/25.21 (+0.8 % / 0.0 %)", (4096, 1536), (14336, 1024)),
+    (_H200_MOE, "LongBench"): _Published("24.43/24.45", "24.03/23.99 (-1.6 % / -1.9 %)", (14336, 2048), (16384, 1024)),
+    (_H200_MOE, "NuminaMath"): _Published("1.93/1.83", "1.71/1.68 (-11.4 % / -8.2 %)", (8192, 512), (10240, 512)),
 }
 # Gains that the paper prints for all four sets together.
 _MEAN_GAINS = {

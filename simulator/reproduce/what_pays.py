@@ -7,10 +7,10 @@ count the middle 60 % of the requests.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -22,12 +22,12 @@ from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import IdleOrder
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
-from simulator.engine import EngineConfig
-from simulator.engines import EngineProfile, engine_profile
+from simulator.engines import engine_profile
 from simulator.gang import LengthTimes
 from simulator.predictors import predicted
 from simulator.reproduce.common import (
     Setting,
+    cluster,
     drawn,
     fixed_bins,
     saturated,
@@ -56,15 +56,12 @@ _TIGHT = (
 _AS_SERVED: tuple[str, dict[str, Any]] = ("auto", {"mode": "mixed"})
 
 
-@cache
-def _profile(name: str = _ENGINE) -> EngineProfile:
-    return engine_profile(name)
-
-
 def _config(cache_tokens: int = 500_000, slots: int = _SLOTS, engine: str = _ENGINE, **changes: Any) -> ClusterConfig:
-    profile = _profile(engine)
-    sizes = EngineConfig(slots=slots, total_blocks=cache_tokens // 16, max_batch_tokens=2048)
-    return ClusterConfig(times=profile.times, clock=profile.clock, engine=sizes, **changes)
+    return cluster(engine, slots=slots, cache_tokens=cache_tokens, **changes)
+
+
+def _sources(setting: Setting, *names: str) -> dict[str, Workload]:
+    return {name: setting.workload(name) for name in names}
 
 
 def _percent(ratios: FloatArray) -> str:
@@ -73,38 +70,25 @@ def _percent(ratios: FloatArray) -> str:
     return f"{np.median(changes):+.1f} % [{min(changes):+.1f}, {max(changes):+.1f}]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gang:
-    name: str
-    k: int
-    rule: str
-    predictor: str
-    part: int
-
-
 def gang_bins(setting: Setting) -> list[str]:
     """Gang batches of 8, saturated: throughput with bins against without, by edges cut before, on five later parts."""
-    sources = {name: setting.workload(name) for name in _SETS}
     kinds = [("oracle", "equal_mass"), ("oracle", "optimal"), ("noise:0.44", "equal_mass"), ("noise:0.44", "optimal")]
-    jobs = [
-        _Gang(name=name, k=k, rule=rule, predictor=predictor, part=part)
-        for name, k, (predictor, rule), part in product(_SETS, (2, 4, 8), kinds, range(_PARTS - 1))
-    ]
-    found = np.array(setting.each(partial(_gang_gain, sources), jobs)).reshape(len(_SETS), 3, 4, _PARTS - 1)
+    gain, bins = partial(_gang_gain, _sources(setting, *_SETS)), (2, 4, 8)
+    found = replace(setting, runs=_PARTS - 1).grid(gain, _SETS, bins, kinds)  # a run for each later part
     rows = [
-        (name, k, *(f"x{spread(found[i, j, m])}" for m in range(4)))
-        for i, name in enumerate(_SETS)
-        for j, k in enumerate((2, 4, 8))
+        (name, k, *(f"x{spread(each)}" for each in found[i, j]))
+        for (i, name), (j, k) in product(enumerate(_SETS), enumerate(bins))
     ]
     heading = ("lengths", "bins", "known, equal mass", "known, optimal", "predicted, equal mass", "predicted, optimal")
     return table(heading, rows)
 
 
-def _gang_gain(sources: Mapping[str, Workload], job: _Gang) -> float:
-    past, served = walk_forward(sources[job.name], _PARTS)[job.part]
+def _gang_gain(sources: Mapping[str, Workload], job: tuple[str, int, tuple[str, str], int]) -> float:
+    name, k, (predictor, rule), part = job
+    past, served = walk_forward(sources[name], _PARTS)[part]
     at_once = replace(served, arrival_s=np.zeros(len(served))).head(12_000)
-    work = predicted(at_once, job.predictor, np.random.default_rng(job.part))
-    plain, binned = (_gang_rate(work, past, k, job.rule) for k in (1, job.k))
+    work = predicted(at_once, predictor, np.random.default_rng(part))
+    plain, binned = (_gang_rate(work, past, each, rule) for each in (1, k))
     return binned / plain
 
 
@@ -120,13 +104,9 @@ def gang_low_load(setting: Setting) -> list[str]:
     lengths = source.output_tokens * 0.025
     critical = 7.0 / (expected_batch_max(lengths, 8) - float(lengths.mean()))
     factors = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-    jobs = [(k, critical * factor, seed) for k, factor, seed in product((1, 2, 4), factors, range(setting.runs))]
-    found = np.array(setting.each(partial(_gang_latency, source), jobs)).reshape(3, len(factors), setting.runs)
+    found = setting.grid(partial(_gang_latency, source), (1, 2, 4), [critical * factor for factor in factors])
     rows = [
-        (
-            f"{factor} x critical ({factor * critical:.2f}/s)",
-            *(_percent(found[i, j] / found[0, j]) for i in (1, 2)),
-        )
+        (f"{factor} x critical ({factor * critical:.2f}/s)", *(_percent(found[i, j] / found[0, j]) for i in (1, 2)))
         for j, factor in enumerate(factors)
     ]
     return table(("arrival rate", "latency, 2 bins", "latency, 4 bins"), rows)
@@ -140,14 +120,13 @@ def _gang_latency(source: Workload, job: tuple[int, float, int]) -> float:
     return run_gang(_FULL, bins, LengthTimes(s_per_token=0.025), work, replicas=64).mean_latency_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class _Batch(NamedTuple):
     """A batch policy on one engine, saturated."""
 
     name: str
     cache_tokens: int
     batch: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
     classes: int = 1
     seed: int = 0
     slots: int = _SLOTS
@@ -172,15 +151,15 @@ def _saturated(sources: Mapping[str, Workload], job: _Batch) -> tuple[float, int
 
 def _tight(setting: Setting, kinds: Sequence[tuple[str, dict[str, Any]]]) -> FloatArray:
     """Rate and preemptions under each kind of policy; shape (tight caches, kinds, runs, 2)."""
-    sources = {name: setting.workload(name) for name in dict(_TIGHT)}
-    jobs = [
-        _Batch(
-            name=name, cache_tokens=size, batch=batch, settings=settings, classes=settings.get("classes", 1), seed=seed
-        )
-        for (name, size), (batch, settings), seed in product(_TIGHT, kinds, range(setting.runs))
-    ]  # fmt: skip
-    found = np.array(setting.each(partial(_saturated, sources), jobs), dtype=np.float64)
-    return found.reshape(len(_TIGHT), len(kinds), setting.runs, 2)
+    return setting.grid(partial(_in_a_tight_cache, _sources(setting, *dict(_TIGHT))), _TIGHT, kinds)
+
+
+def _in_a_tight_cache(
+    sources: Mapping[str, Workload], job: tuple[tuple[str, int], tuple[str, dict[str, Any]], int]
+) -> tuple[float, int]:
+    (name, cache_tokens), (batch, settings), seed = job
+    classes = settings.get("classes", 1)
+    return _saturated(sources, _Batch(name, cache_tokens, batch, settings, classes=classes, seed=seed))
 
 
 def continuous_bins(setting: Setting) -> list[str]:
@@ -222,13 +201,7 @@ def phases(setting: Setting) -> list[str]:
         _ENGINE, "Qwen3-8B@H200", "Qwen3-8B@RTX_PRO_6000", "Qwen3-30B-A3B@H200", "Qwen3-30B-A3B@RTX_PRO_6000",
     )  # fmt: skip
     names = ("azure_conv", "lmsys")
-    sources = {name: setting.workload(name) for name in names}
-    jobs = [
-        _Batch(name=name, cache_tokens=500_000, batch=batch, settings=settings, seed=seed, engine=engine)
-        for engine in engines
-        for name, (batch, settings), seed in product(names, _phase_kinds(engine), range(setting.runs))
-    ]
-    found = np.array(setting.each(partial(_saturated, sources), jobs)).reshape(len(engines), len(names), 4, -1, 2)
+    found = setting.grid(partial(_in_phases, _sources(setting, *names)), engines, names, range(4))
     rows = []
     for (i, engine), (j, name) in product(enumerate(engines), enumerate(names)):
         rate = found[i, j, :, :, 0]
@@ -238,8 +211,14 @@ def phases(setting: Setting) -> list[str]:
     return table(heading, rows)
 
 
+def _in_phases(sources: Mapping[str, Workload], job: tuple[str, str, int, int]) -> tuple[float, int]:
+    engine, name, kind, seed = job
+    batch, settings = _phase_kinds(engine)[kind]
+    return _saturated(sources, _Batch(name, 500_000, batch, settings, seed=seed, engine=engine))
+
+
 def _phase_kinds(engine: str) -> list[tuple[str, dict[str, Any]]]:
-    prior = {"step_times": StepTimeConfig(prior=_profile(engine).times)}
+    prior = {"step_times": StepTimeConfig(prior=engine_profile(engine).times)}
     return [
         ("stock", {}),
         ("exclusive_mixed_literal", {"mode": "exclusive", "phase_rule": "fixed", "refill": 1}),
@@ -252,8 +231,7 @@ def equal_lengths(setting: Setting) -> list[str]:
     """A tight cache and answers of equal length: cache in use and throughput against answers with a spread."""
     laws = {"equal": "constant:300", "uniform 200-400": "uniform:200:400", "exponential": "exponential:300"}
     kinds = {"stock": ("stock", {}), "forecast": ("forecast_admission", {}), "as served": _AS_SERVED}
-    jobs = list(product(laws.values(), kinds.values(), range(setting.runs)))
-    found = np.array(setting.each(_equal, jobs)).reshape(len(laws), len(kinds), setting.runs, 2)
+    found = setting.grid(_equal, list(laws.values()), list(kinds.values()))
     rows = [
         (name, kind, f"{found[i, j, :, 0].mean():.0%}", f"{found[i, j, :, 1].mean():.2f}")
         for (i, name), (j, kind) in product(enumerate(laws), enumerate(kinds))
@@ -279,9 +257,7 @@ def _load(config: ClusterConfig, work: Workload) -> float:
 def dedicated_replicas(setting: Setting) -> list[str]:
     """Four replicas, one for each bin of predicted length, against four for all: requests per second, saturated."""
     names = ("azure_conv", "lmsys", "deepseek_r1")
-    sources = {name: setting.workload(name) for name in names}
-    jobs = list(product(names, range(setting.runs)))
-    found = np.array(setting.each(partial(_dedicated, sources), jobs)).reshape(len(names), setting.runs)
+    found = setting.grid(partial(_dedicated, _sources(setting, *names)), names)
     return table(
         ("lengths", "throughput, dedicated against shared"),
         [(name, _percent(ratios)) for name, ratios in zip(names, found, strict=True)],
@@ -304,10 +280,8 @@ def _dedicated(sources: Mapping[str, Workload], job: tuple[str, int]) -> float:
 
 def class_replicas(setting: Setting) -> list[str]:
     """Chat beside long summaries on 4 replicas: goodput when chat has 1 or 2 replicas of its own against none."""
-    sources = {name: setting.workload(name) for name in ("lmsys", "arxiv")}
     rates = (12.0, 16.0, 20.0, 24.0, 28.0)
-    jobs = list(product(rates, range(setting.runs)))
-    found = np.array(setting.each(partial(_classes, sources), jobs)).reshape(len(rates), setting.runs, 3)
+    found = setting.grid(partial(_classes, _sources(setting, "lmsys", "arxiv")), rates)
     rows = [
         (rate, f"{found[i, :, 0].mean():.2f}", *(_percent(found[i, :, m] / found[i, :, 0]) for m in (1, 2)))
         for i, rate in enumerate(rates)
@@ -340,15 +314,14 @@ def _goodput(finished: Run) -> float:
 
 def queue_order(setting: Setting) -> list[str]:
     """Bursts (gaps with a cv of 3) at 80 and 95 % load, 64 slots: latency by the order of the queue against FCFS."""
-    source = {"azure_conv": setting.workload("azure_conv")}
+    source = setting.workload("azure_conv")
     orders: tuple[tuple[str, dict[str, Any]], ...] = (
         ("fcfs", {}),
         ("simulator.comparisons:LeastWork", {}),
         ("sjf", {}),
     )
     loads = (0.8, 0.95)
-    jobs = list(product(loads, range(setting.runs)))
-    found = np.array(setting.each(partial(_orders, source, orders), jobs)).reshape(len(loads), setting.runs, -1, 3)
+    found = setting.grid(partial(_orders, source, orders), loads)
     rows = []
     for (i, load), (j, (kind, settings)) in product(enumerate(loads), enumerate(orders)):
         order = ", ".join([kind, *(f"{name} {value:g}" for name, value in settings.items())])
@@ -358,11 +331,11 @@ def queue_order(setting: Setting) -> list[str]:
 
 
 def _orders(
-    sources: Mapping[str, Workload], orders: Sequence[tuple[str, Mapping[str, Any]]], job: tuple[float, int]
+    source: Workload, orders: Sequence[tuple[str, Mapping[str, Any]]], job: tuple[float, int]
 ) -> list[list[float]]:
     load, seed = job
     rng = np.random.default_rng(seed)
-    work = drawn(sources["azure_conv"], 6000, seed)
+    work = drawn(source, 6000, seed)
     rate = load * _load(_config(slots=64), work.head(2500))
     arriving = work.arriving(gamma_bursts(rate, 3.0, len(work), rng))
     return [
@@ -379,13 +352,14 @@ def _latencies(finished: Run) -> list[float]:
 def idle_order(setting: Setting) -> list[str]:
     """Offline work that is there all at once, 64 slots: by prompt length against as it came."""
     source, orders = setting.workload("azure_conv"), get_args(IdleOrder)
-    found = np.array(setting.each(partial(_idle_orders, source), range(setting.runs)))
+    found = setting.grid(partial(_idle_orders, source))
     changes = [[_percent(found[:, i, m] / found[:, 0, m]) for m in range(3)] for i in range(len(orders))]
     rows = [(order, *each) for order, each in zip(orders, changes, strict=True)]
     return table(("order", "all done", "mean latency", "99th percentile"), rows)
 
 
-def _idle_orders(source: Workload, seed: int) -> list[list[float]]:
+def _idle_orders(source: Workload, job: tuple[int]) -> list[list[float]]:
+    (seed,) = job
     drawn_work = drawn(source, 1500, seed)
     work = replace(drawn_work, slo_class=("nightly",) * len(drawn_work))
     config = _config(slots=64, promises={"nightly": (36_000.0, 1.0)})
@@ -399,11 +373,10 @@ def _idle_orders(source: Workload, seed: int) -> list[list[float]]:
 def placement(setting: Setting) -> list[str]:
     """Eight replicas of 32 slots, 90 % load: latency by predicted work against by count, at once or by free slots."""
     names, ways = ("azure_conv", "lmsys"), {"at once": None, "by free slots": 0}
-    sources = {name: setting.workload(name) for name in names}
-    jobs = list(product(names, ways.values(), range(setting.runs)))
-    found = np.array(setting.each(partial(_placements, sources), jobs)).reshape(-1, setting.runs, 2, 3)
+    found = setting.grid(partial(_placements, _sources(setting, *names)), names, list(ways.values()))
     rows = []
-    for (name, way), each in zip(product(names, ways), found, strict=True):
+    for (i, name), (j, way) in product(enumerate(names), enumerate(ways)):
+        each = found[i, j]
         changes = [_percent(each[:, 1, m] / each[:, 0, m]) for m in range(3)]
         rows.append((name, way, *changes))
     return table(("lengths", "handed out", "mean latency", "99th percentile", "mean time to first token"), rows)
