@@ -9,6 +9,9 @@ from typing import get_args, get_type_hints
 
 from policies.errors import ConfigError, InputError
 
+# What a float that stands for a whole number may be off by after a few operations.
+ROUNDING = 1e-9
+
 
 def require_at_least(minimum: float, config: object, *names: str) -> None:
     """Every named field is finite and at least ``minimum``."""
@@ -31,14 +34,6 @@ def _is_none(value: object, config: object, name: str) -> bool:
     if value is None and type(None) not in get_args(get_type_hints(type(config))[name]):
         raise ConfigError(f"{name} must be set")
     return value is None
-
-
-def require_each_positive(config: object, *names: str) -> None:
-    """Every named field holds numbers that are finite and above 0, or None for those that are not set."""
-    for name in names:
-        values = getattr(config, name)
-        if not all(value is None or 0.0 < value < inf for value in values):
-            raise ConfigError(f"{name} must hold positive numbers or None, got {values}")
 
 
 def require_probability(config: object, *names: str) -> None:

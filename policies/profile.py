@@ -27,7 +27,6 @@ from policies.engine.step_time import joined
 from policies.errors import ConfigError, InputError
 from policies.types import StepCoefficients, StepTimes
 
-MAX_ROWS = 100_000
 COLUMNS = (
     "source",
     "model",
@@ -69,12 +68,10 @@ def parse_profile(lines: Iterable[str], name: str) -> list[ProfileRow]:
     """All rows of a profile; `name` is what errors call it.
 
     Raises:
-        InputError: a column is missing, a number cannot be read, or there are more than MAX_ROWS rows.
+        InputError: a column is missing, or a number cannot be read.
     """
     rows = []
     for number, line in enumerate(csv.DictReader(lines), start=2):
-        if number > MAX_ROWS:
-            raise InputError(f"{name} has more than {MAX_ROWS} rows")
         try:
             rows.append(_row(line))
         except (KeyError, TypeError, ValueError) as error:

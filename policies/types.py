@@ -27,7 +27,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-_LEAST_STEP_S = 1e-6
+# No step is shorter, and no part of one: a clock's rounding is.
+LEAST_STEP_S = 1e-6
 
 
 class Phase(Enum):
@@ -324,7 +325,7 @@ class StepResult(NamedTuple):
     def tells_time(self) -> bool:
         """Whether step times can be learned from it: it computed tokens and took a finite time, at least a microsecond.
         Anything shorter is a clock's rounding; NaN and infinity would stay in a fit for good."""
-        return self.scheduled_tokens > 0 and _LEAST_STEP_S <= self.step_s < inf
+        return self.scheduled_tokens > 0 and LEAST_STEP_S <= self.step_s < inf
 
 
 class BatchPolicy(Protocol):

@@ -27,7 +27,6 @@ from predictor.base import LengthPrediction
 
 DAY_0 = Path(__file__).with_name("day_0")
 CALIBRATION_FILE = "calibration.json"
-MIN_MEAN_TOKENS = 1e-6
 LOW, _, HIGH = FRACTIONS = (0.1, 0.5, 0.9)  # of the answers, whose quantiles a curve keeps
 
 
@@ -212,4 +211,4 @@ class Calibrator:
         if self.has_own_curve:
             return fit_curve(scores, tokens, is_cut, self._config)
         mean, *_ = _mean_and_quantiles(np.array(tokens, dtype=np.float64), np.array(is_cut))
-        return self._prior.scaled(mean / max(float(self._prior.mean_tokens(scores).mean()), MIN_MEAN_TOKENS))
+        return self._prior.scaled(mean / max(float(self._prior.mean_tokens(scores).mean()), 1e-6))

@@ -24,7 +24,6 @@ from predictor.tokens import PromptTokenizer
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 KEPT_EXACT = ("features.mean", "features.scale", "head.bias")
-MAX_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class Ranker:
         """One score for each prompt."""
         return self.outputs(self.tokenizer.encode(prompts))[:, 0]
 
-    def outputs(self, prompts: Sequence[list[int]], max_batch_tokens: int = MAX_BATCH_TOKENS) -> FloatArray:
+    def outputs(self, prompts: Sequence[list[int]], max_batch_tokens: int = 4096) -> FloatArray:
         """Scores of tokenized prompts, shape (n, 1)."""
         outputs = np.empty((len(prompts), 1))
         with torch.inference_mode():

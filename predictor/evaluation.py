@@ -32,7 +32,6 @@ from predictor.samples import Sample
 BIN_COUNTS = (2, 4, 8)
 RESAMPLES = 1000
 RANGE = (0.025, 0.975)  # the middle 95 % of the resamples
-NAMED_MODELS = 5  # in an error
 NO_PRIOR = CalibratorConfig(own_from_requests=1)  # the baselines ship no curve: theirs begins with the first answer
 Score = Callable[[Sequence[str]], FloatArray]
 Key = tuple[str, str]  # model and set
@@ -196,9 +195,7 @@ def _models(samples: Iterable[Sample]) -> set[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    first, *rest = (repr(name) for name in sorted(names))
-    shown = ", ".join([first, *rest[: NAMED_MODELS - 1]])
-    return shown if len(rest) < NAMED_MODELS else f"{shown} and {len(rest) - NAMED_MODELS + 1} more"
+    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _sets(judged: Sequence[Sample]) -> dict[str, IntArray]:

@@ -27,7 +27,7 @@ from predictor.calibration import HIGH, LOW, Calibrator, Curve
 Source = Literal["learned", "hint", "limit"]
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-MAX_MODELS, MAX_SYSTEM_PROMPTS, MAX_SWITCHES = 64, 64, 1024  # whose curves and trust are kept
+MAX_CURVES, MAX_SWITCHES = 64, 1024  # of models and of system prompts each, and of what is believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,8 @@ class LearnedPredictor:
         self.asking = asking
         self._scale = blake2b(repr(prior).encode(), digest_size=8).hexdigest()
         # Apart, so that many system prompts cannot push a model's own curve out.
-        self._of_model: Kept[str, Calibrator] = Kept(MAX_MODELS, lambda: Calibrator(prior))
-        self._of_system_prompt: Kept[tuple[str, str], Calibrator] = Kept(MAX_SYSTEM_PROMPTS, lambda: Calibrator(prior))
+        self._of_model: Kept[str, Calibrator] = Kept(MAX_CURVES, lambda: Calibrator(prior))
+        self._of_system_prompt: Kept[tuple[str, str], Calibrator] = Kept(MAX_CURVES, lambda: Calibrator(prior))
         self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.drift))
         self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.hints))
 

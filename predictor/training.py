@@ -34,15 +34,10 @@ from predictor.samples import Sample, split_by_prompt
 from predictor.tokens import PromptTokenizer
 
 STATE_FILE = "training.pt"
-STATE_EVERY_STEPS = 50
 FROZEN = ("features.mean", "features.scale")
-SCALED_PROMPTS = 1024
-WARMUP_FRACTION = 0.05
-MIN_SCALE = 1e-3
 # What both prompts and models could explain is left to the prompts: where each model answered prompts of its own, a
 # free offset would take the difference between the prompts away from the score.
 OFFSET_PENALTY = 0.02
-OFFSET_LEARNING_RATE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +122,11 @@ class Training:
         )
 
     def _start_from(self, answers: Answers) -> None:
-        """Scale features by some prompts, and let the first score be the median."""
-        stride = max(1, len(answers.prompts) // SCALED_PROMPTS)
+        """Scale features by about a thousand prompts, and let the first score be the median."""
+        stride = max(1, len(answers.prompts) // 1024)
         features = torch.cat([features for _, features in self._features(answers.prompts[::stride])])
         self.weights["features.mean"] = features.mean(0)
-        self.weights["features.scale"] = features.std(0).clamp(min=MIN_SCALE)
+        self.weights["features.scale"] = features.std(0).clamp(min=1e-3)
         self.weights["head.bias"] += answers.target.median()
 
     def _features(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
@@ -160,7 +155,7 @@ class Training:
         rate = self.config.head_learning_rate
         groups = [
             {"params": linear, "lr": rate},
-            {"params": [self._offsets], "lr": OFFSET_LEARNING_RATE, "weight_decay": 0.0},
+            {"params": [self._offsets], "lr": 0.03, "weight_decay": 0.0},
         ]
         if adapter:
             groups.append({"params": adapter, "lr": self.config.adapter_learning_rate})
@@ -186,7 +181,7 @@ class Training:
             state["step"] = step + 1
             progress.set_postfix(loss=f"{state['loss']:.4f}", refresh=False)
             progress.update()
-            if state["step"] % STATE_EVERY_STEPS == 0:
+            if state["step"] % 50 == 0:
                 self._save(state, optimizer, out)
         self._end_epoch(state, progress)
         self._save(state, optimizer, out)
@@ -218,7 +213,8 @@ class Training:
         return batches
 
     def _set_rates(self, optimizer: Any, progress: float) -> None:
-        factor = min(1.0, progress / WARMUP_FRACTION + 0.01) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        """A twentieth of the run warms up, then a cosine ends it."""
+        factor = min(1.0, 20.0 * progress + 0.01) * 0.5 * (1.0 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import expm1, floor, inf
 from typing import Literal
 
-from policies.checks import require_at_least, require_one_of, require_positive, require_probability
+from policies.checks import ROUNDING, require_at_least, require_one_of, require_positive, require_probability
 from policies.engine.phases import (
     PhaseLength,
     RefillLimits,
@@ -35,18 +35,12 @@ from policies.engine.phases import (
 from policies.engine.plans import STANDING_SHARE, STANDING_STEPS, capped_plan
 from policies.engine.step_time import StepTimeConfig, StepTimeModel
 from policies.errors import ConfigError
-from policies.lengths.statistics import LengthMoments, LengthStatistics, LifeTable, SurvivalLaw
-from policies.types import BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
+from policies.lengths.statistics import MAX_HAZARD, LengthMoments, LengthStatistics, LifeTable, SurvivalLaw
+from policies.types import LEAST_STEP_S, BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
 
-# A fitted overhead may come out as 0, and the phase length needs a ratio: a microsecond is below any step's.
-_LEAST_OVERHEAD_S = 1e-6
-# A geometric law needs a hazard below 1, also where every answer was of one token.
-MOST_HAZARD = 0.999
 # A refill is due at the latest when nine times as many could start as still decode: a tail of a few would keep slots
 # empty for as long as it lives.
 MOST_SHARE = 0.9
-# Shares of slots are not exact: a refill of 3 of 10 must not wait for a fourth.
-_ROUNDING = 1e-9
 # A phase longer than this many times its length ends with whatever can start: none waits for a k-th arrival.
 _PATIENCE = 1.5
 # Weight of the newest step with a prefill in the smoothed number of running requests: some ten refills are remembered.
@@ -129,13 +123,13 @@ class Workload:
         """Ends per token at risk: the hazard of a geometric length."""
         hazard = self.table.constant_hazard()
         assert hazard is not None
-        return min(hazard, MOST_HAZARD)
+        return min(hazard, MAX_HAZARD)
 
     @property
     def overheads_s(self) -> tuple[float, float]:
-        """Of a prefill step and of a decode step."""
+        """Of a prefill step and of a decode step; a fit may find 0, and the phase length needs a ratio."""
         times = self.times
-        return max(times.prefill.overhead_s, _LEAST_OVERHEAD_S), max(times.decode.overhead_s, _LEAST_OVERHEAD_S)
+        return max(times.prefill.overhead_s, LEAST_STEP_S), max(times.decode.overhead_s, LEAST_STEP_S)
 
     @property
     def limits(self) -> RefillLimits:
@@ -295,7 +289,7 @@ class ExclusiveMixed:
         if self.config.max_wait_s is not None:
             return 1, 0
         share = self._refill_share(state)
-        departures = state.running_count - floor(state.slots * (1.0 - share) + _ROUNDING) - 1
+        departures = state.running_count - floor(state.slots * (1.0 - share) + ROUNDING) - 1
         if departures < 0:  # slots are free, and blocks are not
             departures = floor(STANDING_SHARE * state.running_count)
         steps = min(float(STANDING_STEPS), self._steps_to_look, self._most_phase_steps - self._phase_steps)
@@ -314,7 +308,7 @@ class ExclusiveMixed:
         # Slots that no request waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
         free = state.free_slots if startable == state.waiting_count else startable
         share = self._refill_share(state)
-        return free >= max(1.0, decoding * share / (1.0 - share) - _ROUNDING)
+        return free >= max(1.0, decoding * share / (1.0 - share) - ROUNDING)
 
     @property
     def _most_phase_steps(self) -> float:

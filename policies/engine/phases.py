@@ -18,7 +18,7 @@ from math import ceil, expm1, floor, inf
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.checks import check_positive
+from policies.checks import ROUNDING, check_positive
 from policies.lengths.statistics import length_grid
 from policies.types import BoolArray, FloatArray, IntArray, StepTimes
 
@@ -63,7 +63,7 @@ class RefillLimits:
     def prefill_steps(self, requests: ArrayLike) -> FloatArray:
         """Steps that a refill of so many requests takes, for any shape."""
         tokens = np.asarray(requests, dtype=np.float64) * self.mean_prompt_tokens
-        return np.asarray(np.maximum(1.0, np.ceil(tokens / self.max_batch_tokens - 1e-9)))
+        return np.asarray(np.maximum(1.0, np.ceil(tokens / self.max_batch_tokens - ROUNDING)))
 
 
 def best_phase_of_survival(

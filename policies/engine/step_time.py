@@ -31,11 +31,10 @@ _BLOCK = 8
 _LATER_BLOCK = 128
 _SHORT_BLOCKS = 16
 _PASSES = 3
-_MAD_TO_SIGMA = 1.4826
 # How many steps of typical size a prior weighs.
 _PRIOR_STEPS = 4.0
-# Residuals are clipped at this many robust standard deviations.
-_CLIP_SIGMAS = 3.0
+# Residuals are clipped at this many median absolute deviations: three standard deviations of a normal law.
+_CLIP_MADS = 3.0 * 1.4826
 # Least clipping bound, relative: a noiseless past must not make the fit deaf.
 _FLOOR = 0.05
 # Keeps a fit without a prior solvable while its steps are all alike; relative to what was seen.
@@ -157,12 +156,12 @@ class _Form:
         self._become(row.T @ row, row.sum(axis=0))
 
     def _clipped(self, residual: FloatArray) -> FloatArray:
-        bound = max(_CLIP_SIGMAS * self._blended_spread(residual), _FLOOR)
+        bound = max(_CLIP_MADS * self._blended_spread(residual), _FLOOR)
         return np.asarray(np.minimum(np.maximum(residual, -bound), bound))
 
     def _blended_spread(self, residual: FloatArray) -> float:
-        """Robust standard deviation of the relative residuals: this block's, blended into what was seen before."""
-        now = _MAD_TO_SIGMA * _median(np.abs(residual))
+        """Median absolute deviation of the relative residuals: this block's, blended into what was seen before."""
+        now = _median(np.abs(residual))
         return now if self._spread is None else 0.8 * self._spread + 0.2 * now
 
     def _solve(self, information: FloatArray, moment: FloatArray) -> FloatArray:

@@ -20,8 +20,6 @@ from math import log, nan
 
 from policies.checks import require_at_least, require_positive
 
-MIN_TOKENS = 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftConfig:
@@ -132,7 +130,7 @@ def _outcome(judged: Judged) -> _Outcome:
 
 
 def _log_ratio(predicted_tokens: float, actual_tokens: float) -> float:
-    return log(max(predicted_tokens, MIN_TOKENS) / max(actual_tokens, MIN_TOKENS))
+    return log(max(predicted_tokens, 1.0) / max(actual_tokens, 1.0))
 
 
 def _mean(values: list[bool] | list[float]) -> float:

@@ -32,7 +32,7 @@ from policies.types import FinishedRequest, FloatArray, IntArray, StepResult
 # Longer answers are not told apart.
 _MAX_OUTPUT_TOKENS = 32768
 # A hazard of exactly 1 would make everything conditional on living longer undefined.
-_MAX_HAZARD = 1.0 - 1e-9
+MAX_HAZARD = 1.0 - 1e-9
 # The last tenth of the deaths speaks for ages beyond all that was seen.
 _TAIL_FRACTION = 0.1
 
@@ -189,7 +189,7 @@ class LifeTable:
         tail = float(-np.log1p(-self._tail_hazard()))
         steps = tail * np.diff(self.edges)
         seen = self.at_risk > 0
-        steps[seen] = -np.log1p(-np.minimum(self.ended[seen] / (self.at_risk[seen] + unseen), _MAX_HAZARD))
+        steps[seen] = -np.log1p(-np.minimum(self.ended[seen] / (self.at_risk[seen] + unseen), MAX_HAZARD))
         cumulative = np.concatenate(([0.0], np.cumsum(steps)))
         return SurvivalLaw(self.edges.astype(np.float64), cumulative, tail)
 
@@ -197,7 +197,7 @@ class LifeTable:
         """Hazard pooled over the cells that hold the last tenth of the ends."""
         from_here = np.cumsum(self.ended[::-1])[::-1]
         first = int(np.count_nonzero(from_here >= _TAIL_FRACTION * from_here[0])) - 1
-        return min(float(self.ended[first:].sum() / self.exposure[first:].sum()), _MAX_HAZARD)
+        return min(float(self.ended[first:].sum() / self.exposure[first:].sum()), MAX_HAZARD)
 
 
 def _weighted_line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:

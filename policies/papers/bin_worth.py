@@ -21,14 +21,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.checks import check_counts, check_positive, check_range
+from policies.checks import ROUNDING, check_counts, check_positive, check_range
 from policies.errors import InputError
 from policies.gang.partition import checked_lengths
 from policies.router.bin_edges import exponential_edges, harmonic
 from policies.types import FloatArray
-
-# Relative: an epsilon computed as c_max - throughput carries about k * 1e-16, and must not cost one more bin.
-_CEILING_GUARD = 1e-9
 
 
 def expected_batch_max(lengths: ArrayLike, batch_size: int) -> float:
@@ -117,7 +114,7 @@ def min_bins_uniform_relative(shortfall_fraction: float, batch_size: int, l_min:
         raise InputError(f"the shortfall from the capacity must be positive, got {shortfall_fraction}")
     mean, excess = _uniform_moments(batch_size, l_min, l_max)
     bins = (1.0 / shortfall_fraction - 1.0) * excess / mean
-    return max(1, math.ceil(bins * (1.0 - _CEILING_GUARD)))
+    return max(1, math.ceil(bins * (1.0 - ROUNDING)))
 
 
 def latency_uniform(k: int, batch_size: int, l_min: float, l_max: float, arrival_rate: float) -> float:

@@ -22,9 +22,6 @@ from policies.types import FloatArray
 
 PaddingMeasure = Literal["tokens", "ratio"]
 
-# Distinct lengths up to which the optimal edges are exact: the table has as many cells as their square.
-_RESOLUTION = 1024
-
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_element: int) -> int:
     """KV cache of one token, keys and values: 2 * layers * kv_heads * head_dim * bytes_per_element (equation 1).
@@ -76,7 +73,7 @@ def optimal_bucket_edges(lengths: ArrayLike, k: int, *, measure: PaddingMeasure 
         InputError: k < 1, or lengths as `policies.gang.partition.checked_lengths` refuses them.
     """
     check_counts(k=k)
-    atoms = Atoms.of(lengths, _RESOLUTION)
+    atoms = Atoms.of(lengths, resolution=1024)
     return atoms.edges(least_cost_cuts(_padding_cost(atoms, measure), min(k, len(atoms))), k)
 
 

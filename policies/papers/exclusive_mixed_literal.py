@@ -9,9 +9,10 @@ from math import floor, inf, log1p, sqrt
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_probability
-from policies.engine.exclusive import MOST_HAZARD, MOST_SHARE, ExclusiveMixed, ExclusiveMixedConfig, Workload
+from policies.engine.exclusive import MOST_SHARE, ExclusiveMixed, ExclusiveMixedConfig, Workload
 from policies.engine.phases import PhaseLength
 from policies.errors import ConfigError
+from policies.lengths.statistics import MAX_HAZARD
 from policies.papers.phases import (
     crossover_margin,
     max_batch_size_exclusive,
@@ -111,7 +112,7 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
         line = workload.table.linear_hazard()
         assert line is not None
         corrected = self.config.phase_rule == "ifr"
-        hazard = min(line.p0, MOST_HAZARD) if corrected else workload.hazard
+        hazard = min(line.p0, MAX_HAZARD) if corrected else workload.hazard
         prefill_s, decode_s = workload.overheads_s
         share = phase_threshold(overhead_ratio(hazard=hazard, prefill_overhead_s=prefill_s, decode_overhead_s=decode_s))
         if not corrected:

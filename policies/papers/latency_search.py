@@ -14,12 +14,10 @@ little, and the value stays.
 from dataclasses import dataclass
 from math import ceil, floor
 
-from policies.types import StepResult
+from policies.types import LEAST_STEP_S, StepResult
 
 # epsilon_D / D_SLA: a latency so near its target is on it.
 _TOLERANCE_FRACTION = 0.04
-# Shorter is a clock's rounding; the bound must stay finite.
-_LEAST_LATENCY_S = 1e-9
 
 
 class LatencySearch:
@@ -45,7 +43,7 @@ class LatencySearch:
             binding: whether ``value`` kept more from being used; when it did not, a fast system proves no more than
                 what lies between ``used`` and its bound.
         """
-        bound = used * self._target_s / max(latency_s, _LEAST_LATENCY_S)
+        bound = used * self._target_s / max(latency_s, LEAST_STEP_S)
         if latency_s > self._target_s + self._tolerance_s:
             self._too_slow(bound, draining=used > self.value)
         elif latency_s >= self._target_s - self._tolerance_s:

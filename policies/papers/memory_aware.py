@@ -15,14 +15,18 @@ from math import floor, inf, sqrt
 from statistics import NormalDist
 from typing import Literal
 
-from policies.checks import require_at_least, require_one_of, require_order, require_positive, require_probability
+from policies.checks import (
+    ROUNDING,
+    require_at_least,
+    require_one_of,
+    require_order,
+    require_positive,
+    require_probability,
+)
 from policies.engine.plans import capped_plan
 from policies.errors import InputError
 from policies.lengths.statistics import LengthStatistics
 from policies.types import BatchState, Limit, StepPlan, StepResult
-
-# Rounding that an exact integer may lose on its way through square roots.
-_EPSILON = 1e-9
 
 
 def memory_safe_batch_size(
@@ -48,7 +52,7 @@ def memory_safe_batch_size(
     _check_moments(capacity_tokens, mean_tokens, std_tokens)
     margin = _safety_factor(overflow_probability) * std_tokens
     root = (sqrt(margin * margin + 4.0 * mean_tokens * capacity_tokens) - margin) / (2.0 * mean_tokens)
-    return floor(root * root + _EPSILON)
+    return floor(root * root + ROUNDING)
 
 
 def safety_buffer_tokens(std_tokens: float, overflow_probability: float, batch_size: float) -> float:
@@ -163,7 +167,7 @@ class MemoryAware:
         self._buffer_age += 1
         if self._buffer_age >= self.config.buffer_refresh_steps:
             self._buffer_tokens, self._buffer_age = safety_buffer_tokens(std, overflow, exact), 0
-        return floor(linear_batch_size(capacity, mean, self._buffer_tokens) + _EPSILON)
+        return floor(linear_batch_size(capacity, mean, self._buffer_tokens) + ROUNDING)
 
     def _request_moments(self, state: BatchState) -> tuple[float, float]:
         """Mean and standard deviation of what one request needs, tokens, half a block of rounding included."""

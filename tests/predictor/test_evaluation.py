@@ -114,7 +114,7 @@ def test_answers_that_learn_from_other_sets_or_not_at_all_are_named() -> None:
 
 def test_files_without_a_model_in_common_are_refused() -> None:
     learn = [one for number in range(7) for one in traffic(10 * number, 10, f"m{number}")]
-    with pytest.raises(InputError, match="judged are answers of model 'other', to learn from .* and 2 more; give"):
+    with pytest.raises(InputError, match="judged are answers of model 'other', to learn from .*'m6'; give"):
         evaluate(traffic(5000, 10, "other"), learn, score, FLAT)
 
 

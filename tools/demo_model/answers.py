@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tools.demo_model.dialogues import Example, chat_prompt_ids
 
-MAX_ANSWER_TOKENS = 400
 LOOP_TOKENS = 8
-BATCH_SIZE = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ def answer(
 ) -> list[Answer]:
     """Greedy, at most max_tokens each; ordered by prompt length, which saves padding."""
     ordered = sorted(examples, key=lambda example: len(example.prompt))
-    batches = [ordered[start : start + BATCH_SIZE] for start in range(0, len(ordered), BATCH_SIZE)]
+    batches = [ordered[start : start + 50] for start in range(0, len(ordered), 50)]
     return [one for batch in batches for one in _answer_batch(model, tokenizer, batch, max_tokens)]
 
 

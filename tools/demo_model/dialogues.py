@@ -21,7 +21,6 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 2048
 PROMPT_LOSS_WEIGHT = 0.5
-MAX_TURNS = 4
 CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 
 SYSTEM_PROMPTS = (
@@ -148,7 +147,7 @@ def documents(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], r
     while True:
         shuffled = rng.sample(examples, len(examples))
         while shuffled:
-            turns = min(rng.choice((1, 1, 1, 2, MAX_TURNS)), len(shuffled))
+            turns = min(rng.choice((1, 1, 1, 2, 4)), len(shuffled))
             yield _random_document(tokenizer, [shuffled.pop() for _ in range(turns)], rng)
 
 

@@ -19,9 +19,8 @@ from tools.demo_model.dialogues import Example, Row, chat_prompt_ids, pack
 from tools.demo_model.training import ROW_TOKENS, Training, batches, logits_of, loss_of
 
 RUN_TOKENS = 6
-WRITTEN_ANSWERS = 96
-WRITTEN_TOKENS = 192
-ANSWERS_PER_STEP = 16
+# The model as it then stands writes the answers of several steps at a time.
+ANSWERS_PER_STEP, STEPS_WRITTEN_AHEAD = 16, 6
 
 
 def unlearn_loops(
@@ -44,7 +43,9 @@ def _written_rows(
     """Endless; the answers of several steps are written at a time by the model as it then stands."""
     while True:
         writer = copy.deepcopy(model).to(torch.bfloat16)
-        answers = answer(writer, tokenizer, rng.sample(examples, WRITTEN_ANSWERS), WRITTEN_TOKENS)
+        answers = answer(
+            writer, tokenizer, rng.sample(examples, STEPS_WRITTEN_AHEAD * ANSWERS_PER_STEP), max_tokens=192
+        )
         rng.shuffle(answers)
         for start in range(0, len(answers), ANSWERS_PER_STEP):
             some = answers[start : start + ANSWERS_PER_STEP]

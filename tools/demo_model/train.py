@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from tools.demo_model.answers import MAX_ANSWER_TOKENS, answer, summary
+from tools.demo_model.answers import answer, summary
 from tools.demo_model.dialogues import (
     TEXT_SETS,
     Example,
@@ -33,9 +33,6 @@ from tools.demo_model.dialogues import (
 )
 from tools.demo_model.loops import unlearn_loops
 from tools.demo_model.training import ROW_TOKENS, Training, fit, mean_answer_loss, new_model
-
-LOOP_RATE_FRACTION = 0.3
-MEASURED_ANSWERS = 200
 
 
 def write_files(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -72,7 +69,7 @@ def trained(material: Material, args: argparse.Namespace) -> Qwen3ForCausalLM:
     torch.manual_seed(args.seed)
     training = Training(new_model(material.tokenizer), args.steps)
     fit(training, material.rows(args.seed))
-    training = Training(training.model, args.loop_steps, rate_fraction=LOOP_RATE_FRACTION)
+    training = Training(training.model, args.loop_steps, rate_fraction=0.3)
     seed = args.seed + 1
     unlearn_loops(training, material.tokenizer, material.train, material.rows(seed), random.Random(seed))
     return training.model.to(torch.bfloat16)
@@ -81,8 +78,8 @@ def trained(material: Material, args: argparse.Namespace) -> Qwen3ForCausalLM:
 def measured(model: Qwen3ForCausalLM, material: Material, seed: int) -> dict[str, Any]:
     train, test = material.dialogues(material.train), material.dialogues(material.test)
     answer_tokens = sum(weight == 1.0 for dialogue in train for weight in dialogue.weights)
-    prompts = random.Random(seed).sample(material.test, MEASURED_ANSWERS)
-    answers = answer(model, material.tokenizer, prompts, MAX_ANSWER_TOKENS)
+    prompts = random.Random(seed).sample(material.test, 200)
+    answers = answer(model, material.tokenizer, prompts, max_tokens=400)
     return {
         "parameters": model.num_parameters(),
         "train_examples": Counter(example.text_set for example in material.train),

@@ -22,9 +22,6 @@ from transformers import (
 from tools.demo_model.dialogues import CONTEXT_TOKENS, END_OF_TEXT, TURN_END, VOCABULARY_SIZE, Row
 
 ROW_TOKENS = 1024
-ROWS_PER_STEP = 2
-MUON_LEARNING_RATE = 0.01
-ADAMW_LEARNING_RATE = 5e-3
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -92,8 +89,8 @@ def optimizers_of(model: Qwen3ForCausalLM, rate_fraction: float) -> list[torch.o
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return [
-        torch.optim.Muon(matrices, lr=rate_fraction * MUON_LEARNING_RATE, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate_fraction * ADAMW_LEARNING_RATE, betas=(0.9, 0.95)),
+        torch.optim.Muon(matrices, lr=rate_fraction * 0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate_fraction * 5e-3, betas=(0.9, 0.95)),
     ]
 
 
@@ -107,7 +104,7 @@ def fit(training: Training, rows: Iterator[Row]) -> None:
 
 
 def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while batch := list(itertools.islice(rows, ROWS_PER_STEP)):
+    while batch := list(itertools.islice(rows, 2)):
         yield batch
 
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from deployments.engines.vllm.frames import RelayedRequest, RequestFields
 from deployments.engines.vllm.request_metadata import RequestMetadata
+from policies.engine.step_time import StepTimeConfig
 
-# Prompts of each load: a form counts as measured with 16 steps.
-_PROMPTS = 16
+# Prompts of each load: as many steps as a form needs to count as measured.
+_PROMPTS = StepTimeConfig().min_steps
 # Of requests that decode: enough of a context to start from, and steps that they take alone before prompts come.
 _SHORT_PROMPT, _ALONE_STEPS = 16, 12
 # Of the cache and of the budget of a step, what is used: nothing may be preempted, and no prompt be cut.
