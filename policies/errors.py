@@ -70,7 +70,7 @@ class StateStoreError(SluiceError):
 
 
 class StateStoreAccessError(StateStoreError):
-    """The shared state answers, and refuses whoever asks; the message names the setting to look at."""
+    """The shared state answers, and refuses its client; the message names the setting to look at."""
 
 
 class ProtocolError(SluiceError):

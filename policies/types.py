@@ -189,7 +189,7 @@ class BatchState(NamedTuple):
         total_blocks: KV blocks of the engine.
         block_size: tokens per KV block.
         max_batch_tokens: most tokens that the engine computes in one step.
-        departed: requests that have left the batch since the engine started, for whatever reason. Policies use the
+        departed: requests that have left the batch since the engine started, for any reason. Policies use the
             difference between two states.
         max_model_len: most tokens of one request, prompt and answer together; None when the driver does not know.
         cuts_prompts: whether a step may compute a part of a prompt (chunked prefill).
@@ -329,7 +329,7 @@ class StepResult(NamedTuple):
 
 
 class BatchPolicy(Protocol):
-    """Decides step by step what an engine runs; owns whatever state its decisions need and nothing else."""
+    """Decides step by step what an engine runs; owns the state that its decisions need and nothing else."""
 
     def plan(self, state: BatchState) -> StepPlan:
         """Decide the next step. Changes nothing in ``state``; equal histories of calls give equal answers."""

@@ -159,7 +159,7 @@ class Batcher:
             self._cache.popitem(last=False)
 
     async def close(self) -> None:
-        """Ends the work; whoever still waits is told."""
+        """Ends the work; prompts that still wait are cancelled."""
         unscored = [*(entry.score for entry in self._waiting.values()), *self._running.values()]
         if self._worker is not None:
             self._worker.cancel()

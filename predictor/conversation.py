@@ -22,7 +22,7 @@ class Asked:
 
 
 def asked_in(messages: Iterable[Mapping[str, Any]]) -> Asked | None:
-    """Of messages in OpenAI's form; None when no user says anything in words."""
+    """What messages in OpenAI's form ask; None when no user says anything in words."""
     prompt = ""
     instructions = blake2b(digest_size=8)
     instructed = False
@@ -37,7 +37,7 @@ def asked_in(messages: Iterable[Mapping[str, Any]]) -> Asked | None:
 
 
 def _text(content: Any) -> str:
-    """Of a message's content, which is a text or a list of parts."""
+    """The text of a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -63,7 +63,7 @@ def inner_edges(lengths: FloatArray, count: int) -> FloatArray:
 
 
 def confusion(judgement: Judgement, count: int) -> FloatArray:
-    """Of each actual bin (row) the fraction predicted into each bin (column); rows of empty bins are 0."""
+    """The fraction of each actual bin (row) that is predicted into each bin (column); rows of empty bins are 0."""
     edges = inner_edges(judgement.actual, count)
     table = np.zeros((count, count))
     np.add.at(table, (bins_of(judgement.actual, edges), bins_of(judgement.middle, edges)), 1.0)

@@ -91,7 +91,7 @@ class LearnedConfig:
 
 
 class Kept(Generic[Key, Value]):
-    """At most so many values by key, made when first asked for; the one used least lately goes first."""
+    """A bounded number of values by key, made when first asked for; the least recently used goes first."""
 
     def __init__(self, limit: int, make: Callable[[], Value]) -> None:
         self._limit, self._make = limit, make
@@ -160,7 +160,7 @@ class LearnedPredictor:
         Args:
             is_cut: it ended at its limit and would have been longer.
             histogram: what its class's histogram says, None before it says anything.
-            bin_of: the bin of so many predicted tokens.
+            bin_of: the bin of a number of predicted tokens.
         """
         question = foresight.question
         reference = histogram

@@ -1,7 +1,7 @@
 """Training data from one's own traffic: Sluice's request log joined with the prompts that one has kept oneself.
 
 Routers log one JSON line a request, with its id, output tokens and how its answers ended; prompts are not logged, for
-they are the users'. Whoever keeps prompts (a gateway, an application) keeps them under the X-Request-Id that Sluice
+they are the users'. A gateway or an application that keeps prompts keeps them under the X-Request-Id that Sluice
 answers with. A request of several answers, or one that broke off, says nothing of how long an answer is.
 """
 

@@ -22,7 +22,7 @@ class Waiting:
 
 
 def choose(waiting: Sequence[Waiting], in_flight: Mapping[str, int]) -> Waiting:
-    """Of the key with the fewest requests in flight, the batch that expires first.
+    """Returns the batch that expires first among those of the key with the fewest requests in flight.
 
     Args:
         waiting: not empty.

@@ -41,7 +41,7 @@ from policies.types import LEAST_STEP_S, BatchState, Limit, Phase, StepPlan, Ste
 # A refill is due at the latest when nine times as many could start as still decode: a tail of a few would keep slots
 # empty for as long as it lives.
 MOST_SHARE = 0.9
-# A phase longer than this many times its length ends with whatever can start: none waits for a k-th arrival.
+# A phase that lasts longer than this many times its length ends as soon as any request can start.
 _PATIENCE = 1.5
 # Weight of the newest step with a prefill in the smoothed number of running requests: some ten refills are remembered.
 _OCCUPANCY_SMOOTHING = 0.1
@@ -127,7 +127,7 @@ class Workload:
 
     @property
     def overheads_s(self) -> tuple[float, float]:
-        """Of a prefill step and of a decode step; a fit may find 0, and the phase length needs a ratio."""
+        """Overheads of a prefill step and of a decode step; a fit may find 0, and the phase length needs a ratio."""
         times = self.times
         return max(times.prefill.overhead_s, LEAST_STEP_S), max(times.decode.overhead_s, LEAST_STEP_S)
 
@@ -217,7 +217,7 @@ class ExclusiveMixed:
         return self._phase_plan(state)
 
     def exclusive_slots(self, slots: int) -> int:
-        """Most requests that run at once in exclusive batching on an engine with so many slots."""
+        """Most requests that run at once in exclusive batching, given the engine's slots."""
         return slots
 
     def _phase_plan(self, state: BatchState) -> StepPlan:
@@ -315,7 +315,7 @@ class ExclusiveMixed:
         return _PATIENCE * self.phase_length.steps
 
     def _refill_share(self, state: BatchState) -> float:
-        """Of the slots, to be free before they are filled."""
+        """The share of the slots that must be free before they are filled."""
         return min(self.phase_length.slots_fraction, MOST_SHARE)
 
     def _startable(self, state: BatchState) -> int:

@@ -26,10 +26,10 @@ the tokens it then holds. The sum runs over the batch and over the candidates, i
   batch's own is no capacity, but for what a candidate holds already.
 * A cap that binds stands for twelve steps, or until one in 24 has left the batch, and slots that come free stay empty
   so long: that loses next to nothing (docs/measurements/scheduler.md).
-* That no cap binds stands for as many steps as the cache has room for, whoever comes.
+* A plan without a cap stands for as many steps as the cache has room for, even if every slot is filled.
 
 Limits: requests admitted later are not foreseen (each is checked when its turn comes), lengths are taken for
-independent, and a cap that is not filled at once is for whoever is at the head of the queue while it stands.
+independent, and a cap that is not filled at once serves the head of the queue while it stands.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,9 +64,9 @@ from policies.types import (
 
 # Cells of ages: an age is told within some 3 %, less than a law is known by.
 _AGE_CELLS = 64
-# A cap that binds stands for so many steps: less than others, for slots of those that leave stay empty meanwhile.
+# Steps for which a cap that binds stands: fewer than other plans, for slots of those that leave stay empty meanwhile.
 _REVIEW_STEPS = 12
-# While nothing is known of lengths everybody is taken to live so many steps longer: admitting all that fits preempts at
+# Steps that every request is taken to live on while nothing is known of lengths: admitting all that fits preempts at
 # once, and a prior of whole answers leaves half of a small cache empty.
 _UNKNOWN_STEPS = 24
 # The horizons end where a law has ended but for this share: later horizons never bind.
@@ -164,7 +164,7 @@ class ForecastAdmission:
         return capped_plan(state, cap, Limit.MEMORY, steps=_REVIEW_STEPS, departures=departures)
 
     def _steps_of_room(self, state: BatchState, elsewhere: int) -> int:
-        """Steps in which everybody could be started, whoever comes: a step computes no more tokens than its budget, as
+        """Steps in which any request could start: a step computes no more tokens than its budget, as
         many come from the cache, and one prompt may be begun that is computed later."""
         if state.max_model_len is None or not self.uses_forecast:
             return 0
@@ -218,8 +218,8 @@ class ForecastAdmission:
             self._survival.learn(class_index, coming.stretched(bias), longest)
 
     def _fitting(self, state: BatchState, candidates: Sequence[RequestView], elsewhere: int) -> tuple[int, bool]:
-        """How many candidates, from the head of the queue, are within the capacity at every horizon, beside so many
-        tokens that no request of the batch holds; and whether the next one would fit now."""
+        """How many candidates, from the head of the queue, are within the capacity at every horizon, and whether the
+        next one would fit now. elsewhere: tokens in blocks that no request of the batch holds."""
         unshared = unshared_fraction(state)
         alone = self._survival.loads(*_columns(candidates), self._held(candidates, unshared, state.block_size))
         load = self._load(state, unshared).plus(alone.added_up())
@@ -231,7 +231,7 @@ class ForecastAdmission:
         return safe, safe < len(candidates) and bool(load.mean[safe, 0] <= capacity[safe])
 
     def _load(self, state: BatchState, unshared: float) -> "_Load":
-        """Of the batch; half a block of each request is not filled."""
+        """What the batch holds; half a block of each request is not filled."""
         running = state.running
         held = unshared * running.prompt_tokens + (running.output_tokens + 0.5 * state.block_size)
         return self._survival.load(running.class_index, running.output_tokens, held)
@@ -287,11 +287,11 @@ class _Load(NamedTuple):
         return _Load(count * self.mean, count * self.variance, count * self.requests)
 
     def added_up(self) -> "_Load":
-        """Of the first group, of the first two, of the first three, and so on."""
+        """Cumulative sums over the groups: the first, the first two, and so on."""
         return _Load(*(np.cumsum(part, axis=0) for part in self))
 
     def at_most(self, steps: FloatArray) -> FloatArray:
-        """What they hold after so many steps, if none ends."""
+        """Tokens that they hold after these steps if no request ends."""
         return np.asarray(self.mean[:, :1] + self.requests * steps)
 
 
@@ -347,7 +347,7 @@ class _SurvivalTable:
         self._table[first : first + len(self._ages)] = np.hstack((alive, alive * (1.0 - alive)))
 
     def load(self, class_index: IntArray, ages: IntArray, held: FloatArray) -> _Load:
-        """Of a batch.
+        """Tokens that a batch holds at each horizon.
 
         Args:
             class_index, ages, held: of each request, shape (n,); held: tokens it holds now.

@@ -76,8 +76,8 @@ def in_the_way(
 ) -> list[int]:
     """Prompts in progress that, read to their end first, would make a waiting request late that is due earlier.
 
-    A prompt of a hundred thousand tokens takes seconds, and whoever comes meanwhile may have half a second. Where all
-    can be in time in either order none is held back: a cache that is half filled serves none.
+    A prompt of a hundred thousand tokens takes seconds, and a request that comes meanwhile may have half a second.
+    Where all can be in time in either order none is held back: a cache that is half filled serves none.
 
     Args:
         deadline_s, unread_tokens, now_s, seconds_per_token, tokens_ahead: as in ``split``.

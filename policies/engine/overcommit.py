@@ -92,5 +92,5 @@ class Overcommit:
         return min(1.0, times.decode.overhead_s * self._decode_steps / self._busy_s)
 
     def _price(self, times: StepTimes) -> float:
-        """Of one preemption, as a share of the window's time."""
+        """What one preemption costs, as a share of the window's time."""
         return self._kv_tokens / self._decodes * times.prefill.prefill_s / self._busy_s

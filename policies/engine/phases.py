@@ -61,7 +61,7 @@ class RefillLimits:
         )
 
     def prefill_steps(self, requests: ArrayLike) -> FloatArray:
-        """Steps that a refill of so many requests takes, for any shape."""
+        """Prefill steps that refills of these sizes take, for any shape."""
         tokens = np.asarray(requests, dtype=np.float64) * self.mean_prompt_tokens
         return np.asarray(np.maximum(1.0, np.ceil(tokens / self.max_batch_tokens - ROUNDING)))
 

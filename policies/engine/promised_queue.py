@@ -70,7 +70,7 @@ class Waiting(Generic[T]):
 
 
 class PromisedQueue(Generic[T]):
-    """Of requests, each once; an engine's whole queue."""
+    """An engine's whole queue; every request stands in it once."""
 
     def __init__(self, late_patience_s: float = 60.0) -> None:
         self._late_patience_s = late_patience_s

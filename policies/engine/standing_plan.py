@@ -50,7 +50,7 @@ class StandingPlan(Generic[T]):
         return True
 
     def cap(self, running: int) -> int:
-        """Most requests that may run in the next step, where so many do now."""
+        """Most requests that may run in the next step, given how many run now."""
         if self.plan.phase is Phase.DECODE:
             return 0
         return int(min(self.plan.max_batch_size, running + self._starts_left))

@@ -28,7 +28,7 @@ _ERROR_QUANTILE, _MOST_MARGIN = 0.75, 0.25
 # A promise that decodes alone break by more than this binds no step until they keep it again: to read nothing for its
 # sake would help no request. The band keeps it from coming and going.
 _BROKEN = 1.05
-# While a prompt is in progress a step reads at least so many of its tokens: its blocks are held in vain meanwhile.
+# Least tokens that a step reads of a prompt in progress: its blocks are held in vain until it has been read.
 _LEAST_PROMPT_TOKENS = 16
 
 
@@ -46,8 +46,8 @@ class StepBudget:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of reading prompts: as the last plan lets steps read, or as they lately did behind a queue, whichever is
-        slower, for slots and memory hold prompts back too. None while step times are not known."""
+        """Seconds to read a prompt token: as the last plan lets steps read, or as they lately did behind a queue where
+        that is slower, for slots and memory hold prompts back too. None while step times are not known."""
         planned = self._planned_token_s
         if planned is None or len(self._read) < _PACE_STEPS // 2:
             return planned
@@ -75,14 +75,14 @@ class StepBudget:
         promises = self._promises_s(state, decoding, alone_s)
         self.strictest_s = self._kept(promises, alone_s)
         promised = bool(np.isfinite(running.tpot_s).any()) or any(one.tpot_s < inf for one in state.waiting[:1])
-        # Whoever gets its first token in this step binds the next one.
+        # A request that gets its first token in this step binds the next one.
         steps = 1 if promised and (state.prefilling_count or state.waiting_count) else STANDING_STEPS
         head_s = state.waiting[0].tpot_s if state.waiting else inf
         size = self._size(times, state, min(float(promises.min(initial=inf)), head_s) / longer)
         left, computed = _next_prompt(state)
 
         def step_s(tokens: int) -> float:
-            """With so many tokens of prompts; those behind the end of the next one are taken to read no context."""
+            """Seconds of a step with these prompt tokens; those beyond the next prompt are taken to read no context."""
             return times.step_s(
                 prefill_tokens=tokens,
                 decode_requests=decodes,
@@ -115,9 +115,11 @@ class StepBudget:
         return float(promises_s[~broken].min(initial=inf))
 
     def _size(self, times: StepTimes, state: BatchState, target_s: float) -> int:
-        """Requests that may run, as many as keep a step of decodes within the target: also while decodes alone break a
-        promise, and for whoever is next, so that a batch that grew without one drains to where it can be kept. What not
-        even one could keep bounds nothing."""
+        """Most requests whose step of decodes stays within the target.
+
+        It holds while decodes alone break a promise, and for the next request, so that a batch that grew without a
+        promise drains to where one can be kept. A target that not even one request could keep bounds nothing.
+        """
         running = state.running
         context = running.computed_tokens / len(running) if len(running) else 0.0
         each_s = times.decode.decode_s + times.decode.kv_s * context
@@ -144,7 +146,7 @@ class StepBudget:
 
 
 def _next_prompt(state: BatchState) -> tuple[int, int]:
-    """Of the prompt that is read next, the tokens that are left and those that have been computed."""
+    """Tokens of the prompt that is read next: those left to read, and those computed."""
     running = state.running
     if state.prefilling_count:
         row = int((running.prefill_tokens_left > 0).argmax())

@@ -91,7 +91,7 @@ class StepTimeConfig:
 
 
 def _median(values: FloatArray) -> float:
-    """Of a block: numpy's own takes ten times as long on so few, within the step."""
+    """Median of a block of steps: numpy's own takes ten times as long on so few, within the step."""
     return float(statistics.median(values.tolist()))
 
 
@@ -184,7 +184,7 @@ class _Form:
         return self._solution
 
     def _regular(self, information: FloatArray) -> FloatArray:
-        """With the prior, and a trace of ridge that keeps the sums invertible whatever their magnitude."""
+        """The sums with the prior and a trace of ridge, which keeps them invertible at any magnitude."""
         faint = _FAINT * float(information.trace()) / len(information)
         return np.asarray(information + self._ridge + faint * self._unit)
 

@@ -85,8 +85,8 @@ def formed_key(lane: LaneView, config: GangConfig) -> float | None:
 def next_batch(lanes: Iterable[LaneView], config: GangConfig) -> LaneView | None:
     """The lane whose batch goes next, None when no batch is formed.
 
-    Within a band of the order: whoever has no patience left, first formed first, then the shortest bin. What is equal
-    goes by key, bin, bucket and class.
+    Within a band of the order, lanes that have no patience left come first, by the time of formation, then the lane of
+    the shortest bin. Ties go by key, bin, bucket and class.
     """
     keys = ((lane, formed_key(lane, config)) for lane in lanes)
     formed = [(_turn(lane, key, config), lane) for lane, key in keys if key is not None]

@@ -29,7 +29,7 @@ class PrefillConfig:
 
     Attributes:
         max_pass_tokens: of a forward pass, padding included.
-        row_tokens: at least so many tokens make a packed row; None is the longest prompt. With max_pass_tokens every
+        row_tokens: least tokens of a packed row; None is the longest prompt. With max_pass_tokens every
             pass of a `prepacked` batch is a single row without padding.
         packing: what fills the rows of a `prepacked` batch, while requests share rows of the cache as well.
         pack_decode_from: requests of a `prepacked` batch share rows while they generate as well when the saving is so

@@ -233,8 +233,8 @@ def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at
 
 
 def _passed(ages: IntArray, edges: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Of requests of these ages, sorted, in each cell: the tokens that they have inside it, and how many are older than
-    its start; shape (cells,) each."""
+    """For each cell, the tokens that requests of these ages (sorted) have inside it, and how many requests are older
+    than its start; shape (cells,) each."""
     not_older = ages.searchsorted(edges, side="right")
     older = len(ages) - not_older
     tokens = np.concatenate(([0], ages.cumsum()))[not_older] + edges * older
@@ -264,7 +264,7 @@ class MomentSums(NamedTuple):
 
     @classmethod
     def of(cls, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> "MomentSums":
-        """Of completed requests, shape (n,) each."""
+        """Sums over completed requests; both arrays have shape (n,)."""
         p = np.asarray(prompt_tokens, dtype=np.float64)
         o = np.asarray(output_tokens, dtype=np.float64)
         triangle = 0.5 * o * (o + 1.0)

@@ -82,7 +82,7 @@ class GangRunner:
     counts: GangCounts = field(default_factory=GangCounts)
 
     def run(self, rows: Sequence[Row]) -> None:
-        """Until every row has ended. Raises whatever the model does, but for a lack of memory."""
+        """Runs until every row has ended. What the model raises is passed on, but for a lack of memory."""
         parts = [list(rows)] if rows else []
         self.counts.batches += len(parts)
         while parts:

@@ -281,7 +281,8 @@ def _max_model_len(config: Any, asked: int | None) -> int:
 
 
 def _positions(config: Any) -> int | None:
-    """Of the model; of one with LongRoPE those before it stretches, for Transformers stretches the whole batch then."""
+    """Positions that the model has. With LongRoPE only those before it stretches: Transformers would stretch the whole
+    batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     own: int | None = getattr(config, "max_position_embeddings", None)

@@ -190,7 +190,7 @@ class GangModel:
         return logits
 
     def _positions(self, held: GangCache) -> torch.Tensor:
-        """Of each request's next token, shape (requests,)."""
+        """Position of each request's next token, shape (requests,)."""
         return held.lengths.clamp(max=self._last_position)
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -276,7 +276,7 @@ class GangModel:
 
 
 def _places(passes: Sequence[PrefillPass], caches: Sequence[DynamicCache]) -> list[Place]:
-    """Of every prompt, in the batch's order."""
+    """Places of all prompts, in the batch's order."""
     places = {
         prompt: Place(cache, span.row, span.start)
         for each, cache in zip(passes, caches, strict=True)

@@ -158,7 +158,7 @@ def _exponential(like: torch.Tensor, generators: Sequence[torch.Generator | None
 
 
 def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampling], token_ids: torch.Tensor) -> dict[int, Logprobs]:
-    """Of the model's own distribution, before any processor, as vLLM reports it by default."""
+    """Log-probabilities of the model's own distribution, before any processor, as vLLM reports them by default."""
     asked = [index for index, row in enumerate(rows) if row.logprobs is not None]
     if not asked:
         return {}

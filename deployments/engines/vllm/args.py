@@ -35,7 +35,7 @@ class _Refusing(FlexibleArgumentParser):
         raise ConfigError(f"vllm_args: {message}{self._meant(message)}")
 
     def _meant(self, message: str) -> str:
-        """Of an option that there is not, the one that is most like it."""
+        """The option that is most like an unknown one."""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         meant = difflib.get_close_matches(unknown[1], self._options(), n=1) if unknown else ()
         return f"; did you mean {meant[0]}?" if meant else ""
@@ -92,7 +92,7 @@ def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:
 
 
 def generating_config(args: Namespace) -> VllmConfig:
-    """Of an engine: `engine_config` of a model that generates.
+    """`engine_config` of a model that generates text.
 
     Raises:
         ConfigError: it embeds, classifies or scores.

@@ -32,7 +32,7 @@ _END_S = 5.0  # before a process that was told to end is killed
 
 
 class Ready(msgspec.Struct):
-    """Of vLLM's EngineCoreReadyResponse: how the engine has loaded."""
+    """What this process reads of vLLM's EngineCoreReadyResponse: how the engine has loaded."""
 
     max_model_len: int
     block_size: int
@@ -41,7 +41,7 @@ class Ready(msgspec.Struct):
 
 
 def _ray_place() -> RayPlace | None:
-    """Of this replica; None outside of Ray."""
+    """Where this replica runs; None outside of Ray."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()

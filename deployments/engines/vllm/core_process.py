@@ -32,7 +32,7 @@ class RayPlace(msgspec.Struct):
     """Where a replica runs, for an engine whose workers Ray places.
 
     Attributes:
-        environment_and_group: the runtime environment and the placement group of the replica, pickled: whoever reads
+        environment_and_group: the runtime environment and the placement group of the replica, pickled: reading
             them imports Ray.
     """
 

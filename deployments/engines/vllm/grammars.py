@@ -53,7 +53,7 @@ class Compiled(msgspec.Struct):
 
 
 class Grammars:
-    """Of one model's front end."""
+    """Compiles the grammars of one model's front end."""
 
     def __init__(self, config: Any, timeout_s: Live[float], background: BackgroundTasks) -> None:
         """Args:
@@ -78,7 +78,7 @@ class Grammars:
         return found
 
     async def _made(self, key: bytes, fields: Mapping[str, Any]) -> Compiled:
-        """Whoever asks for the same meanwhile waits for the same."""
+        """Requests for the same grammar wait for the same compilation."""
         making = self._compiling.get(key)
         if making is None:
             making = self._compiling[key] = asyncio.create_task(self._make(key, fields))

@@ -1,6 +1,6 @@
 """What Sluice tells an engine about a request: one mapping under `sluice` in SamplingParams.extra_args.
 
-A router writes it over whatever its client put there: no client can claim a class or a deadline. Under plain
+A router writes it over what its client put there, so no client can claim a class or a deadline. Under plain
 `vllm serve` with the plug-in, clients can by /inference/v1/generate, which takes extra_args as they are; vLLM's other
 routes take flat values only (`vllm_xargs`), never a mapping. Everything is optional, and what cannot be read counts as
 missing: a request is served all the same, only later or with a wider guess.
@@ -65,7 +65,7 @@ def without_metadata(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | N
 
 
 def unread_tokens(extra_args: Mapping[str, Any] | None, prompt_tokens: int, replica_id: str) -> int:
-    """Of a prompt of so many tokens, those that this replica would read; all where nothing is said."""
+    """Prompt tokens that this replica would read; all of them where nothing is said."""
     said = metadata_of(extra_args)
     everywhere = prompt_tokens if said.unread_tokens is None else said.unread_tokens
     return said.unread_at.get(replica_id, everywhere)
