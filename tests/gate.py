@@ -24,6 +24,10 @@ class Gate:
     def lead_to(self, url: str) -> None:
         self._address = url.rpartition("@")[2].partition("/")[0]
 
+    @property
+    def is_open(self) -> bool:
+        return self._server is not None and self._server.is_serving()
+
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
 

@@ -23,7 +23,7 @@ from router.timing import HttpContext, RequestTiming, current
 from router.trail import KVTransfer, Trail
 from tests.deployments.bodies import asking, behind_middleware, key_ring
 from tests.otlp_receiver import Received, Receiver, receiving
-from tests.router.test_routed_client import TARGETS_S, Answer, FrontEnd, Replica, Service, request
+from tests.router.service import TARGETS_S, Answer, FrontEnd, Replica, Service, request
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
