@@ -18,7 +18,7 @@ from policies.types import StepCoefficients, StepTimes
 from predictor.asking import Asking, AskingConfig
 from predictor.calibration import Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
-from predictor.learned import LearnedConfig, LearnedPredictor, Question
+from predictor.learned import Foresight, LearnedConfig, LearnedPredictor, Question
 from router.classifier import MAX_UNSENT_LENGTHS, Classifier, Mode
 from router.codec import RequestSize
 from router.memory_store import MemoryStateStore
@@ -100,32 +100,36 @@ async def teach(taught: Classifier, **lengths: int) -> None:
     await taught.exchange(MemoryStateStore(time.monotonic), time.monotonic())
 
 
-def test_without_a_prediction_the_default_length_is_assumed_and_the_fallback_counted() -> None:
+async def foreseen(taught: Classifier, prompt: str | None) -> Foresight | None:
+    return None if prompt is None else await taught.foresee(question(prompt))
+
+
+@pytest.mark.parametrize(
+    ("learnt", "asked", "limit", "tokens"),
+    [
+        pytest.param(None, None, None, 100, id="the default"),
+        pytest.param(None, None, 10, 10, id="the limit caps the default"),
+        pytest.param(200, None, None, 200, id="by the histogram"),
+        pytest.param(200, None, 10, 10, id="the limit caps the histogram"),
+        pytest.param(20, "200", None, 200, id="as foreseen, and not by the histogram"),
+        pytest.param(None, "200", 10, 10, id="the limit caps what is foreseen"),
+    ],
+)
+async def test_the_predicted_length_sets_bin_and_work(
+    learnt: int | None, asked: str | None, limit: int | None, tokens: int
+) -> None:
     metrics = RouterMetrics()
-    ticket = classifier(metrics).ticket(size(), "fast", "a", 100.0).ticket
-    assert ticket.work_s == pytest.approx(1.0 + 100 * 0.0025)
-    assert metrics.registry.get_sample_value("sluice_predictor_fallbacks_total", {"slo_class": "fast"}) == 1
-
-
-def test_a_ticket_names_its_request_and_its_router() -> None:
-    ticket = classifier().ticket(size(), "fast", "a", 100.0).ticket
+    taught = classifier(metrics, learned())
+    if learnt is not None:
+        await teach(taught, fast=learnt)
+    foresight = await foreseen(taught, asked)
+    ticket = taught.ticket(size(max_output_tokens=limit), "fast", "a", 0.0, foresight=foresight).ticket
     assert (ticket.request_id, ticket.router_id) == ("x", "a")
-
-
-async def test_a_prediction_sets_bin_and_work() -> None:
-    taught = classifier()
-    await teach(taught, fast=20, slow=200)
-    short, long = [taught.ticket(size(), slo_class, "a", 0.0).ticket for slo_class in ("fast", "slow")]
-    assert [short.bin_index, long.bin_index] == [0, 1]
-    assert [short.work_s, long.work_s] == pytest.approx([1.0 + 20 * 0.0025, 1.0 + 200 * 0.0025])
-
-
-async def test_the_callers_limit_caps_the_prediction() -> None:
-    taught = classifier()
-    await teach(taught, fast=200)
-    ticket = taught.ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket
-    assert ticket.bin_index == 0
-    assert ticket.work_s == pytest.approx(1.0 + 10 * 0.0025)
+    assert ticket.work_s == pytest.approx(1.0 + tokens * 0.0025)
+    is_predicted = learnt is not None or asked is not None
+    assert ticket.bin_index == (is_predicted and tokens >= 50)
+    fallbacks = metrics.registry.get_sample_value("sluice_predictor_fallbacks_total", {"slo_class": "fast"})
+    assert (fallbacks or 0) == (not is_predicted)
 
 
 async def test_an_answer_that_nothing_ends_earlier_counts_whole() -> None:
@@ -138,31 +142,12 @@ async def test_an_answer_that_nothing_ends_earlier_counts_whole() -> None:
     assert known.ticket.work_s == pytest.approx(1.0 + 400 * 0.0025)
 
 
-async def test_what_is_foreseen_goes_before_the_histogram() -> None:
-    taught = classifier(predictor=learned())
-    await teach(taught, fast=20)
-    foresight = await taught.foresee(question("200"))
-    ticket = taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket
-    assert ticket.bin_index == 1
-    assert ticket.work_s == pytest.approx(1.0 + 200 * 0.0025)
-
-
-async def test_the_callers_limit_caps_what_is_foreseen() -> None:
-    taught = classifier(predictor=learned())
-    foresight = await taught.foresee(question("200"))
-    assert taught.ticket(
-        size(max_output_tokens=10), "fast", "a", 0.0, foresight=foresight
-    ).ticket.work_s == pytest.approx(1.025)
-
-
 async def test_a_stalled_predictor_leaves_the_word_to_the_histogram_and_is_counted() -> None:
     metrics = RouterMetrics()
     taught = classifier(metrics, learned(deadline_s=0.01))
     await teach(taught, fast=20)
     foresight = await asyncio.wait_for(taught.foresee(question("stalled")), timeout=30.0)
-    assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(
-        1.0 + 20 * 0.0025
-    )
+    assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(1.05)
     assert metrics.registry.get_sample_value("sluice_predictor_questions_total", {"outcome": "late"}) == 1
 
 
@@ -182,10 +167,6 @@ async def test_a_predictor_that_does_worse_than_the_histogram_is_left_and_the_pa
     labels = {"model": "m", "slo_class": "fast"}
     assert metrics.registry.get_sample_value("sluice_predictor_believed", labels) == 0
     assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(1.05)
-
-
-def test_the_callers_limit_caps_the_default() -> None:
-    assert classifier().ticket(size(max_output_tokens=10), "fast", "a", 0.0).ticket.work_s == pytest.approx(1.025)
 
 
 def test_the_deadline_key_grows_with_arrival_and_target() -> None:
@@ -209,11 +190,8 @@ async def test_a_length_counts_after_the_exchange_and_once() -> None:
 
 
 async def test_a_router_predicts_by_what_another_one_learnt() -> None:
-    store, busy, idle = (
-        MemoryStateStore(time.monotonic),
-        classifier(predictor=learned()),
-        classifier(predictor=learned()),
-    )
+    store = MemoryStateStore(time.monotonic)
+    busy, idle = (classifier(predictor=learned()) for _ in range(2))
     for _ in range(64):
         busy.observe("fast", 700, await busy.foresee(question("200")))
     for taught in (busy, idle):
@@ -298,12 +276,9 @@ async def test_lengths_wait_while_the_store_is_away_and_the_newest_are_kept() ->
 async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: IdleOrder, started: list[int]) -> None:
     store, sorter = MemoryStateStore(lambda: 1.8e9), classifier(terms=Live(TicketTerms(fills_idle={"offline": order})))
     for number, prompt_tokens in enumerate((30, 900, 5, 7)):
-        asked, slo_class = (
-            replace(size(prompt_tokens), request_id=str(prompt_tokens)),
-            "fast" if number == 3 else "offline",
-        )
-        ticket = sorter.ticket(asked, slo_class, "a", 1.8e9 + number, promise=Promise(ttft_s=600.0)).ticket
-        await store.enqueue(ticket)
+        asked = replace(size(prompt_tokens), request_id=str(prompt_tokens))
+        slo_class, promise = "fast" if number == 3 else "offline", Promise(ttft_s=600.0)
+        await store.enqueue(sorter.ticket(asked, slo_class, "a", 1.8e9 + number, promise=promise).ticket)
     info = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, max_model_len=2048)
     await store.register_replica(info, slots=1)
     seen = []
@@ -339,12 +314,6 @@ def test_what_a_replica_has_of_a_prompt_is_no_work() -> None:
     assert ticket.work_at_s("q") == pytest.approx(1.0 + 100 * 0.0025)
 
 
-def test_the_last_token_of_a_prompt_is_always_read() -> None:
-    made = classifier()
-    made.prefixes.placed("r", prompt(640))
-    assert made.prefixes.hits(prompt(640), ["r"]) == (("r", 639),)
-
-
 def test_a_ticket_names_the_replicas_alone_that_have_most() -> None:
     made = classifier()
     replica_ids = [f"r{n:02}" for n in range(MOST_HITS + 3)]
@@ -357,7 +326,7 @@ def test_prompts_of_unlike_salt_have_nothing_in_common() -> None:
     made = classifier()
     made.prefixes.placed("r", prompt(640, "m"))
     assert made.prefixes.hits(prompt(640, "n"), ["r"]) == made.prefixes.hits(prompt(640), ["r"]) == ()
-    assert made.prefixes.hits(prompt(640, "m"), ["r"]) == (("r", 639),)
+    assert made.prefixes.hits(prompt(640, "m"), ["r"]) == (("r", 639),), "the last token is always read"
 
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])
