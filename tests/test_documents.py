@@ -23,7 +23,7 @@ NO_KEYS = {"metadata.sluice_expected_end", "state.now_s", "state.waiting"}  # of
 UPGRADE = ROOT / "docs/guides/upgrade.md"
 OF_SPANS = ("sluice.", "gen_ai.")
 NAMES_OF_CODE = {ROOT / "docs/concepts/papers.md", ROOT / "docs/reference/workarounds.md"}  # which have no folder there
-_NO_METRICS = {"sluice_engine", "sluice_prefill", "sluice_control"}  # Ray's resources, and the call of live control
+_NO_METRICS = {"sluice_engine", "sluice_prefill", "sluice_control"}  # Ray's resources, and a utility call of engines
 
 
 @cache

@@ -20,9 +20,9 @@ from deployments.process.stages import note_stage
 from deployments.process.tracing import started_tracing
 from deployments.process.vllm_env import nixl_env, set_up_gpu_engine
 from deployments.serving.autoscaling import Stats, fleet_stats
+from deployments.serving.engine_settings import EngineSettings
 from deployments.serving.engine_start import ENGINE, started_engine
 from deployments.serving.lifetime import Lifetime
-from deployments.serving.live_control import LiveControl
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.redis_server import embedded_redis_url
 from policies.errors import ConfigError, ReplicaLostError
@@ -111,16 +111,15 @@ class EngineReplica:
         self._engine = await started_engine(self._config, self._role)
         self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
         self._connect(redis_url)
-        settings = self._config.scheduler_settings(self._role)
-        self._live_control = LiveControl(self._store, settings, self._engine.control)
         self._live_settings = LiveSettings(self._store, self._config)
         self._terms = Live(EngineTerms.of(self._config, self._config, self._role))
+        self._engine_settings = EngineSettings(self._terms.now.scheduler, self._engine.control)
         self._relay = self._relay_at(host, classes)
         self._resources.push_async_callback(self._relay.close)
         check = None if self._config.engine.prefill is None else self._check_pairs
         # A loaded model is not thrown away for a moment without Redis.
         await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
-        self._relay.repeat(self._follow, "live control")
+        self._relay.repeat(self._follow, "live settings")
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
 
     def _connect(self, redis_url: str) -> None:
@@ -133,7 +132,7 @@ class EngineReplica:
         self._store, self._others = (prefill, decode) if self._role == "prefill" else (decode, prefill)
 
     async def _follow(self) -> None:
-        """What routers were told of this model, and what schedulers were.
+        """Go by what routers tell of this model's settings.
 
         Raises:
             StateStoreError: the shared state does not answer.
@@ -143,7 +142,7 @@ class EngineReplica:
         if terms != self._terms.now:
             self._terms.replace(terms)
             log_by(terms.logs)
-        await self._live_control.follow(terms.scheduler or {})
+        await self._engine_settings.follow(terms.scheduler)
 
     def _credit(self, terms: EngineTerms) -> Credit:
         is_decode = self._role == "decode"
@@ -200,10 +199,6 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
         return fleet_stats(await self._store.snapshot())
-
-    async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change settings of the engines' schedulers between two steps; see `LiveControl.change`."""
-        return await self._live_control.change(changes)
 
     def check_health(self) -> None:
         if not self._relay.healthy:

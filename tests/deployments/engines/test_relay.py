@@ -422,10 +422,10 @@ async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fai
         calls.append(len(calls))
         raise ConfigError("this engine knows no such class")
 
-    replica.relay.repeat(fail, "live control")
+    replica.relay.repeat(fail, "live settings")
     await until(lambda: len(calls) > 2)
     reader = await replica.reader()
-    assert (await reader.status())["background_failures"]["live control"] > 2
+    assert (await reader.status())["background_failures"]["live settings"] > 2
 
 
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
@@ -462,9 +462,9 @@ async def test_status_counts_failures_also_of_an_engine_that_does_not_answer(
     async def fail() -> None:
         raise ConfigError("this engine knows no such class")
 
-    replica.relay.repeat(fail, "live control")
+    replica.relay.repeat(fail, "live settings")
     reader = await replica.reader()
-    await until(lambda: replica.relay._failures["live control"] > 0)
+    await until(lambda: replica.relay._failures["live settings"] > 0)
 
     async def refuse() -> dict[str, float]:
         raise EngineCallError("not now")
@@ -472,10 +472,10 @@ async def test_status_counts_failures_also_of_an_engine_that_does_not_answer(
     with monkeypatch.context() as refusing:
         refusing.setattr(replica.engine, "status", refuse)
         status = await reader.status(STATUS_TIMEOUT_S)
-    assert (status["error"], status["background_failures"]["live control"] > 0) == ("not now", True)
+    assert (status["error"], status["background_failures"]["live settings"] > 0) == ("not now", True)
     replica.engine.hang()
     status = await reader.status(STATUS_TIMEOUT_S)
-    assert "does not answer" in status["error"] and status["background_failures"]["live control"] > 0
+    assert "does not answer" in status["error"] and status["background_failures"]["live settings"] > 0
 
 
 async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:

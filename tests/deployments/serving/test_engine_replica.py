@@ -5,9 +5,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -62,6 +62,7 @@ class Engine(FakeEngine):
 
     max_model_len, max_batch_tokens, adapts, ended = 64, 64, True, False
     kv_layout = "block_size=16"
+    controlled: Mapping[str, Any] = MappingProxyType({})
 
     async def load_adapters(self) -> None:
         if not self.adapts:
@@ -71,6 +72,7 @@ class Engine(FakeEngine):
         """It takes no time."""
 
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
+        self.controlled = changes
         return changes
 
     def shutdown(self) -> None:
@@ -325,7 +327,7 @@ async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fl
         },
     )
     await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
-    await until(lambda: replica._live_control._begun_with["mode"] == "mixed")
+    await until(lambda: fleet.engine.controlled.get("mode") == "mixed")
     assert (replica._terms.now.max_wait_s, replica._relay._board.prompts.max_unread_tokens) == (7, 50)
     assert fleet.logs_by == [LogSettings(), LogSettings(level="DEBUG")]
     await fleet.store._redis.flushall()
