@@ -16,6 +16,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from policies.engine.lateness import in_the_way, split
+from policies.live import Live
 from policies.router.order import Band
 
 T = TypeVar("T")
@@ -72,8 +73,11 @@ class Waiting(Generic[T]):
 class PromisedQueue(Generic[T]):
     """An engine's whole queue; every request stands in it once."""
 
-    def __init__(self, late_patience_s: float = 60.0) -> None:
-        self._late_patience_s = late_patience_s
+    def __init__(self, late_patience_s: Live[float] | None = None) -> None:
+        """Args:
+        late_patience_s: None is 60 for good.
+        """
+        self._late_patience_s = late_patience_s or Live(60.0)
         self._sorted: list[Waiting[T]] = []  # the head at the end
         self._numbers = count(1)
         self._yielded: set[Waiting[T]] = set()
@@ -204,7 +208,7 @@ class PromisedQueue(Generic[T]):
             self._insert(oldest)
 
     def _has_lost_patience(self, waiting: Waiting[T], now_s: float) -> bool:
-        return waiting.band is Band.LATE and now_s - waiting.arrival_s > self._late_patience_s
+        return waiting.band is Band.LATE and now_s - waiting.arrival_s > self._late_patience_s.now
 
 
 def _backwards(waiting: Waiting[T]) -> tuple[float, ...]:

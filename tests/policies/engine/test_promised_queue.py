@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from math import inf
 
+import pytest
+
 from policies.engine.promised_queue import PromisedQueue, Waiting
+from policies.live import Live
 from policies.router.order import Band
 
 
@@ -11,8 +14,8 @@ def entry(name: str, *, arrival: float = 0.0, due: float = inf, tokens: int = 10
     return Waiting(name, arrival_s=arrival, deadline_s=due, unread_tokens=tokens, fills_idle=idle)
 
 
-def queue(*entries: Waiting[str]) -> PromisedQueue[str]:
-    made: PromisedQueue[str] = PromisedQueue(late_patience_s=60.0)
+def queue(*entries: Waiting[str], late_patience_s: Live[float] | None = None) -> PromisedQueue[str]:
+    made: PromisedQueue[str] = PromisedQueue(late_patience_s)
     for one in entries:
         made.add(one)
     return made
@@ -56,16 +59,18 @@ def test_who_yielded_may_come_back_and_who_is_late_stays_late() -> None:
     assert names(made) == "yl"
 
 
-def test_late_ones_get_a_tenth_once_they_have_lost_their_patience() -> None:
-    made = queue(entry("l", arrival=0.0, due=1.0, tokens=100))
+@pytest.mark.parametrize("patience_s", [60.0, 55.0])
+def test_late_ones_get_a_tenth_once_they_have_lost_the_patience_that_is_in_force(patience_s: float) -> None:
+    made = queue(entry("l", arrival=0.0, due=1.0, tokens=100), late_patience_s=(in_force := Live(600.0)))
+    in_force.replace(patience_s)
     started = ""
     for number in range(30):
         now = 50.0 + number
         made.add(entry("a", arrival=now, due=now + 5.0, tokens=100))
         made.split(now, 0.001)
         started += made.pop().item
-    # Eleven seconds until its patience is over, and ten prompts of others for its share.
-    assert started.index("l") in range(20, 23)
+    # Of the seconds from 50 on, those until its patience is over, and then ten prompts of others for its share.
+    assert started.index("l") - (patience_s - 50.0) in range(10, 13)
     assert started.count("l") == 1
 
 
