@@ -27,13 +27,6 @@ from policies.router.order import (
     Deadline,
     DeadlineConfig,
 )
-from policies.router.placement import (
-    LeastOutstandingWork,
-    LeastOutstandingWorkConfig,
-    MostCredit,
-    RoundRobin,
-    SoonestFirstToken,
-)
 
 
 class Family(Enum):
@@ -41,7 +34,6 @@ class Family(Enum):
 
     BATCH = "batch"
     ORDER = "order"
-    PLACEMENT = "placement"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +59,6 @@ REGISTRY: dict[str, Entry] = {
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),
     "deadline": Entry(Family.ORDER, DeadlineConfig, Deadline),
-    "least_outstanding_work": Entry(Family.PLACEMENT, LeastOutstandingWorkConfig, LeastOutstandingWork),
-    "soonest_first_token": Entry(Family.PLACEMENT, None, SoonestFirstToken),
-    "round_robin": Entry(Family.PLACEMENT, None, RoundRobin),
-    "most_credit": Entry(Family.PLACEMENT, None, MostCredit),
 }
 
 
@@ -79,8 +67,6 @@ def kinds(family: Family) -> tuple[str, ...]:
     return tuple(kind for kind, entry in REGISTRY.items() if entry.family is family)
 
 
-# Of placements there is none. Which replica takes a request is decided inside one Lua call, by tables that all routers
-# change: a class in Python would go by what they were before it.
 _OWN = {Family.BATCH: CheckedBatchPolicy, Family.ORDER: CheckedOrder}
 
 
@@ -90,12 +76,11 @@ def build_of(family: Family, name: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: there is no such policy, or it refuses the settings.
     """
-    own = _OWN.get(family)
-    if own is not None and ":" in name:
-        return own(name, settings)
+    if ":" in name:
+        return _OWN[family](name, settings)
     if name not in kinds(family):
-        other = ", or a class of your own as package.module:Class" if own else ""
-        raise ConfigError(f"{family.value} policy must be one of {', '.join(kinds(family))}{other}, got {name!r}")
+        known = ", ".join((*kinds(family), "or a class of your own as package.module:Class"))
+        raise ConfigError(f"{family.value} policy must be one of {known}, got {name!r}")
     return build(name, **settings)
 
 

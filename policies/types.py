@@ -437,32 +437,3 @@ class StepTimes:
             prefill_kv_tokens=prefill_kv_tokens,
         )
         return max(alone_s, mixed_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
-    """One engine replica as a router sees it.
-
-    Attributes:
-        replica_id: unique within the application.
-        credit: slots that it still offers to routers.
-        step_times: seconds of its steps, as fitted to measurements.
-        outstanding_s: predicted seconds of work of the requests that it was given.
-        unread_tokens: prompt tokens of these requests that are neither computed nor cached.
-        unread_prompts: of these requests, those whose prompt is not read to its end.
-        prompt_token_s: seconds in which it reads a prompt token, with the decodes of the same steps; None while it is
-            not known.
-        slo_classes: the service classes that it is reserved for, or None when it takes all.
-    """
-
-    replica_id: str
-    credit: int
-    step_times: StepTimes
-    outstanding_s: float = 0.0
-    unread_tokens: int = 0
-    unread_prompts: int = 0
-    prompt_token_s: float | None = None
-    slo_classes: frozenset[str] | None = None
-
-    def serves(self, slo_class: str | None) -> bool:
-        return self.slo_classes is None or slo_class in self.slo_classes

@@ -5,35 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from policies.checks import require_at_least, require_positive
-from policies.errors import ConfigError
-from policies.router.admission import Limits, Quota
+from policies.checks import require_positive
+from policies.router.admission import ClassLimits, Limits, Quota
 
 SECONDS_PER_MINUTE = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassLimits:
-    """How much of a class may wait.
-
-    Attributes:
-        max_waiting: requests.
-        refuses_late: a request whose first token is predicted to come too late; else it is served all the same.
-        max_key_share: of max_waiting, how much one API key may have.
-
-    Raises:
-        ConfigError: max_waiting is below 1, or the share not above 0 and at most 1.
-    """
-
-    max_waiting: int = 4096
-    refuses_late: bool = False
-    max_key_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "max_waiting")
-        require_positive(self, "max_key_share")
-        if self.max_key_share > 1.0:
-            raise ConfigError(f"max_key_share must be at most 1, got {self.max_key_share}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +76,4 @@ class Door:
             spare_s: what its first token can wait and be in time.
         """
         limits = self._classes.get(slo_class, _DEFAULTS)
-        shares = tenant is not None and limits.max_key_share < 1.0
-        return Limits(
-            max_waiting=limits.max_waiting,
-            max_wait_s=spare_s if limits.refuses_late else math.inf,
-            max_of_key=max(1, int(limits.max_key_share * limits.max_waiting)) if shares else math.inf,
-            quotas=tenant.quotas(tokens) if tenant else (),
-        )
+        return limits.of(spare_s, has_key=tenant is not None, quotas=tenant.quotas(tokens) if tenant else ())

@@ -128,13 +128,22 @@ class Batch:
     def preempt(self) -> Request:
         """Take the youngest out, with all that was computed of it."""
         row = len(self.requests) - 1
-        request = self.requests.pop()
+        self._stop(row)
+        return self.requests.pop()
+
+    def take(self, request: Request) -> None:
+        """Take one out, with all that was computed of it."""
+        row = self.requests.index(request)
+        self._stop(row)
+        self._keep(np.arange(len(self.requests)) != row)
+
+    def _stop(self, row: int) -> None:
+        request = self.requests[row]
         self._release(row)
         request.generated_tokens = int(self._counts[_GENERATED, row])
         if request.generated_tokens:
             request.last_token_s = float(self._times[_LAST_TOKEN, row])
         request.cached_tokens = 0
-        return request
 
     def _release(self, row: int) -> None:
         self.free_blocks += blocks_for(int(self._counts[_COMPUTED, row]), self.block_size)

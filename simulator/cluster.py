@@ -6,7 +6,6 @@ configuration.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from policies.batches.in_flight import InFlightConfig
@@ -20,12 +19,13 @@ from policies.router.order import Order
 from policies.router.placement import Placement
 from policies.types import BatchPolicy, StepTimes
 from simulator.backlog import Backlog
+from simulator.comparisons import PLACEMENTS
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
 from simulator.gang import GangCluster, GangTimes
 from simulator.requests import Request
-from simulator.router import BatchRouter, Router, RouterConfig
+from simulator.router import Router, RouterConfig
 from simulator.workload import Workload
 
 
@@ -35,8 +35,9 @@ class ClusterConfig:
 
     Attributes:
         times: what policies and router take a step to cost; engines too, unless ``clock`` is finer.
-        batch, order, placement: kinds of the registry, or ``package.module:Class`` of the first two; ``*_settings``
-            their settings.
+        batch, order: kinds of the registry, or ``package.module:Class``; ``*_settings`` their settings. Without an
+            order requests go by what they are promised, as they do live by default.
+        placement: a name in `simulator.comparisons.PLACEMENTS`; the default is the one that serves.
         bins: how lengths are binned, or None.
         promises: seconds to the first token and of a token on the mean, by class, "*" for every one not named.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
@@ -53,10 +54,9 @@ class ClusterConfig:
     replicas: int = 1
     batch: str = "stock"
     batch_settings: Mapping[str, Any] = field(default_factory=dict)
-    order: str = "fcfs"
+    order: str | None = None
     order_settings: Mapping[str, Any] = field(default_factory=dict)
-    placement: str = "least_outstanding_work"
-    placement_settings: Mapping[str, Any] = field(default_factory=dict)
+    placement: str = "soonest_first_token"
     router: RouterConfig = field(default_factory=RouterConfig)
     bins: MultiBinConfig | None = None
     promises: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -82,13 +82,17 @@ class ClusterConfig:
         policy: BatchPolicy = build_of(Family.BATCH, self.batch, self.batch_settings)
         return policy
 
-    def order_policy(self) -> Order:
+    def order_policy(self) -> Order | None:
+        if self.order is None:
+            return None
         order: Order = build_of(Family.ORDER, self.order, self.order_settings)
         return order
 
     def placement_policy(self) -> Placement:
-        placement: Placement = build_of(Family.PLACEMENT, self.placement, self.placement_settings)
-        return placement
+        """A new one for one router."""
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
+        return PLACEMENTS[self.placement]()
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +101,7 @@ class Run:
 
     Attributes:
         requests: those that were served.
-        refused: those that no engine's cache could hold, and those that an engine had no room for when they came.
+        refused: those that no engine's cache could hold, and those that an engine or the router had no room for.
         backlog: requests of batches that were begun, whether they ended before the last of the others or after.
     """
 
@@ -156,9 +160,7 @@ def new_router(
     on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
 ) -> Router:
     """``order`` in the place of the configured one."""
-    batches = config.router.batches
-    make = Router if batches is None else partial(BatchRouter, batches=batches)
-    return make(
+    return Router(
         config.router,
         order=order or config.order_policy(),
         placement=config.placement_policy(),

@@ -1,8 +1,50 @@
 """Policies that are simulated in order to compare with them, and never serve."""
 
+from collections.abc import Callable, Mapping
+
+from policies.router.placement import Offer, Placement, soonest_first_token
+from policies.router.tickets import Ticket
+
 
 class LeastWork:
     """Order by predicted seconds of engine time, least first. Nothing bounds how long a long request waits."""
 
     def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
         return estimated_work_s
+
+
+class RoundRobin:
+    """To each replica in turn."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+        ids = sorted(offers)
+        self._last = next((each for each in ids if each > self._last), ids[0])
+        return self._last
+
+
+def most_credit(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+    """Where most slots are free: a plain balancer by count of requests."""
+    return min(offers, key=lambda each: (-offers[each].free_slots, each))
+
+
+def least_work(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+    """Where the least predicted work is outstanding, this request included."""
+    return min(offers, key=lambda each: (offers[each].work_s, each))
+
+
+def session_affinity(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+    """Where most of the prompt is cached, whatever waits there; where nothing is, the least work."""
+    return min(offers, key=lambda each: (ticket.unread_at(each), offers[each].work_s, each))
+
+
+PLACEMENTS: Mapping[str, Callable[[], Placement]] = {
+    "soonest_first_token": lambda: soonest_first_token,
+    "most_credit": lambda: most_credit,
+    "least_work": lambda: least_work,
+    "session_affinity": lambda: session_affinity,
+    "round_robin": RoundRobin,
+}
+"""By name, with the one that serves; each call makes a new one."""

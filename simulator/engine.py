@@ -124,6 +124,9 @@ class Engine:
         self._awake = False
         self._stopped = False
         self._unread_tokens = 0  # prompts of all that it holds without a first token
+        self._read: list[Request] = []
+        self._called_back: list[Request] = []
+        self._recalled: list[Request] = []
 
     @property
     def holds(self) -> int:
@@ -187,6 +190,20 @@ class Engine:
             return []
         self._awake = True
         return [Event(now_s, Kind.STEP, self._on_step)]
+
+    def recall(self, request: Request) -> None:
+        """It is to give its slot back at the end of the step under way, with the tokens that it has by then."""
+        self._called_back.append(request)
+
+    def take_read(self) -> list[Request]:
+        """Requests whose first token has come since this was asked last."""
+        read, self._read = self._read, []
+        return read
+
+    def take_recalled(self) -> list[Request]:
+        """Requests that have given their slots back since this was asked last."""
+        recalled, self._recalled = self._recalled, []
+        return recalled
 
     def stop(self) -> list[Request]:
         """Fail: everything it held, oldest first, keeps its tokens, those of the step under way too, but no KV."""
@@ -261,7 +278,17 @@ class Engine:
         )
         finished = self._scheduler.finish(now_s)
         self.policy.observe(_result(step, now_s, batch_size, waiting, finished))
-        return self._on_finished(now_s, self, finished) if finished or step.completed else ()
+        self._give_back()
+        return self._on_finished(now_s, self, finished) if finished or step.completed or self._recalled else ()
+
+    def _give_back(self) -> None:
+        """Take out what was called back and has not ended."""
+        for request in filter(self._scheduler.take, self._called_back):
+            if request.first_token_s is None:
+                self._unread_tokens -= request.prompt_tokens
+            request.entered_s = None
+            self._recalled.append(request)
+        self._called_back.clear()
 
     def _note_tokens(self, step: Step, now_s: float) -> None:
         if step.decodes:
@@ -272,6 +299,7 @@ class Engine:
             if request.first_token_s is None:
                 request.first_token_s = now_s
                 self._unread_tokens -= request.prompt_tokens
+                self._read.append(request)
             else:
                 self.totals.gaps.add(gap_s)
 

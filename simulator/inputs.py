@@ -82,7 +82,7 @@ def served(options: argparse.Namespace, config: ClusterConfig) -> Group:
         "system": options.system,
         "replicas": str(config.replicas),
         "batch": config.batch,
-        "order": config.order,
+        "order": config.order or "by promises",
         "placement": config.placement,
         **{name: str(value) for name, value in given.items() if value is not None},
     }

@@ -23,7 +23,6 @@ from simulator.engines import EngineProfile
 from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
-NO_HURRY_S = 3600.0  # what the order takes for a class that was promised no first token in time
 SYSTEMS = ("stock", "sluice", "papers")
 PAPERS_BATCH_SIZE = 32
 
@@ -46,7 +45,11 @@ def system(
         ConfigError: there is no such system, or it does not refuse by vLLM's limits as the engine is to do.
     """
     if name == "stock":
-        defaults: dict[str, Any] = {"placement": "most_credit", "router": RouterConfig(credit_lookahead=None)}
+        defaults: dict[str, Any] = {
+            "order": "fcfs",
+            "placement": "most_credit",
+            "router": RouterConfig(credit_lookahead=None),
+        }
     elif name in SYSTEMS:
         if engine.refuses:
             raise ConfigError(
@@ -54,7 +57,7 @@ def system(
             )
         engine = replace(engine, ordered=True)
         defaults = _told(targets or {}, profile)
-        defaults |= {"batch": "auto", "order": "deadline", "placement": "soonest_first_token"}
+        defaults |= {"batch": "auto"}
         if name == "papers":
             defaults |= _of_papers(defaults)
     else:
@@ -67,17 +70,13 @@ def system(
 
 
 def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, Any]:
-    """Order, batch and router as the live system sets them up for what is promised."""
+    """Engine and router as the live system sets them up for what is promised."""
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
-    order: dict[str, Any] = {"class_targets_s": {name: min(targets[name].ttft_s, NO_HURRY_S) for name in names}}
-    if EVERY_CLASS in targets:
-        order["default_target_s"] = min(targets[EVERY_CLASS].ttft_s, NO_HURRY_S)
     credit_s = longest_promise_s(target.ttft_s for target in targets.values())
     return {
         # A live engine measures them when it starts.
         "batch_settings": {"classes": len(names) + 1, "step_times": profile.times},
-        "order_settings": order,
-        "router": RouterConfig(credit_s=credit_s, class_names=names, promises=True),
+        "router": RouterConfig(credit_s=credit_s, class_names=names),
         "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},
     }
 
@@ -106,7 +105,7 @@ def _batch(**settings: Any) -> Callable[[ClusterConfig], ClusterConfig]:
 
 
 def _in_order_of_arrival(config: ClusterConfig) -> ClusterConfig:
-    return replace(config, order="fcfs", order_settings={}, engine=replace(config.engine, ordered=False))
+    return replace(config, order="fcfs", engine=replace(config.engine, ordered=False))
 
 
 # What takes each feature out.

@@ -17,12 +17,12 @@ class Request:
         reusable_tokens: leading prompt tokens that its session has had.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
+        api_key: whose request it is, for turns and shares of keys; "" without a key.
         fills_idle: its class takes what others leave.
-        work_s, key: what the router took it to cost, and ordered it by.
         entered_s: when it came to the engine that holds it.
         promised_ttft_s, promised_tpot_s: what it was promised, first token and mean of a token; inf is nothing.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
-        refused: an engine took it for one too many; it never ends.
+        refused: its engine or its router took it for one too many; it never ends.
     """
 
     request_id: str
@@ -35,9 +35,8 @@ class Request:
     cached_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None
+    api_key: str = ""
     fills_idle: bool = False
-    work_s: float = 0.0
-    key: float = 0.0
     entered_s: float | None = None
     promised_ttft_s: float = inf
     promised_tpot_s: float = inf

@@ -1,29 +1,36 @@
-"""A router: bins, order and placement by the policies, credit by the engines' slots.
+"""A router of the simulator: a translator to the dispatcher that serves.
 
-It does what the live router's dispatch does: while something waits and a replica has credit, the request with the
-lowest key goes where the placement says. Requests whose class no replica with credit serves stay, and do not hold up
-the others. `BatchRouter` gives replicas that are idle whole batches.
+Requests become tickets as `router.classifier` writes them, and what an engine holds becomes the credit and the reading
+that its relay would tell. `policies.router.dispatcher` decides. Departures from the live system: replicas tell whenever
+something is to be decided, not at heartbeats, and what they tell is true at once.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
-from typing import Any
+from itertools import count
 
 from policies.checks import require_at_least, require_positive
-from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
+from policies.router.admission import ClassLimits
 from policies.router.autoscale import FleetState
-from policies.router.credit import late_uncounted, lookahead
+from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
+from policies.router.dispatcher import Dispatcher
+from policies.router.ledger import Place
 from policies.router.multi_bin import MultiBin
-from policies.router.order import Band, IdleOrder, Order, deadline_keys
-from policies.router.placement import LeastOutstandingWork, LeastOutstandingWorkConfig, Placement
-from policies.types import ReplicaView, StepTimes
+from policies.router.order import Band, IdleOrder, Order, banded, deadline_keys
+from policies.router.placement import Placement, soonest_first_token, work_s
+from policies.router.tickets import Reading, ReplicaTerms, Ticket
+from policies.types import StepTimes
 from simulator.core import Event, Kind
 from simulator.engine import Engine
-from simulator.gang import Lanes
 from simulator.requests import Request
+
+_UNLIMITED_SLOTS = 1 << 40
+# As live routers take by default for the work of a request (`work` in the configuration).
+_DEFAULT_OUTPUT_TOKENS = 256.0
+_SHARED_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +44,10 @@ class RouterConfig:
             is any number.
         class_by_bin: whether the engines' policies tell requests apart by their bin.
         class_names: service classes that they tell apart otherwise, from index 1; 0 is for all others.
-        fills_idle: the classes that take what others leave, and their orders; what runs goes on, for no slot is called
-            back here.
-        promises: whether requests go by their promises, those that cannot be in time behind; else by the order's key.
+        fills_idle: the classes that take what others leave, and their orders.
+        max_recalls: how often one request of these may lose its slot to a more urgent one.
+        late_patience_s: after which a request behind those in time is owed a start.
+        limits: how much of a class may wait; without any, all of it.
         batches: idle replicas take whole batches of one bin and class, formed in this way (paper 000); None gives out
             single requests.
 
@@ -52,235 +60,268 @@ class RouterConfig:
     class_by_bin: bool = False
     class_names: tuple[str, ...] = ()
     fills_idle: Mapping[str, IdleOrder] = field(default_factory=dict)
-    promises: bool = False
+    max_recalls: int = 3
+    late_patience_s: float = 60.0
+    limits: Mapping[str, ClassLimits] = field(default_factory=dict)
     batches: GangConfig | None = None
 
     def __post_init__(self) -> None:
-        require_at_least(0, self, "credit_lookahead")
+        require_at_least(0, self, "credit_lookahead", "max_recalls", "late_patience_s")
         require_positive(self, "credit_s")
         if self.batches is None:
             return
-        if self.batches.max_wait_s == inf:
+        if self.batches.max_wait_s == math.inf:
             raise ConfigError("batches.max_wait_s must be finite: the last requests would wait for ever")
-        if self.promises or self.credit_s is not None or self.credit_lookahead != 0:
-            raise ConfigError("promises, credit_s and credit_lookahead are of single requests, and batches is set")
+        if self.credit_s is not None or self.credit_lookahead != 0:
+            raise ConfigError("credit_s and credit_lookahead are of single requests, and batches is set")
+
+    def terms(self, slo_classes: frozenset[str] | None) -> ReplicaTerms:
+        """Of a replica that is reserved for these classes."""
+        classes = tuple(sorted(slo_classes or ()))
+        if self.batches is None:
+            return ReplicaTerms(classes=classes)
+        max_wait_s, patience_s = self.batches.max_wait_s, self.batches.patience_s
+        return ReplicaTerms(classes=classes, gang_max_wait_s=max_wait_s, gang_patience_s=patience_s)
 
 
 class Router:
-    """Queues and hands out requests, and keeps the books of what each replica holds."""
+    """Queues and hands out requests.
+
+    Args:
+        order: None goes by what each request is promised.
+        on_refused: is told of a request that no engine had room for, or that might not wait.
+    """
 
     def __init__(
         self,
         config: RouterConfig,
         *,
-        order: Order,
-        placement: Placement,
+        order: Order | None,
         step_times: StepTimes,
+        placement: Placement = soonest_first_token,
         bins: MultiBin | None = None,
         on_refused: Callable[[Request, float], Iterable[Event]] = lambda request, now_s: (),
     ) -> None:
         self.config = config
-        self.waiting = 0
-        self._order, self._placement, self._bins = order, placement, bins
+        self._order, self._step_times, self._bins = order, step_times, bins
         self._on_refused = on_refused
-        self._work = LeastOutstandingWork(LeastOutstandingWorkConfig())
-        self._empty_view = ReplicaView(replica_id="", credit=0, step_times=step_times)
+        self._dispatcher = Dispatcher(placement)
+        self._lanes = self._dispatcher.lanes
         self._engines: dict[str, Engine] = {}
-        self._views: dict[str, ReplicaView] = {}
-        self._queues: dict[str | None, PromisedQueue[Request]] = {}
+        self._leaving: set[str] = set()
+        self._numbers = count()
+        self._ids: dict[Request, str] = {}  # of tickets, in order of arrival
+        self._requests: dict[str, Request] = {}
+        self._recalls: dict[Request, int] = {}
+        self._edges = () if bins is None else bins.edges
+        self._timers: list[Event] = []
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
 
     def state(self) -> FleetState:
         """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
-        here = [self._engines[replica_id] for replica_id in self._views]
+        here = [engine for engine in self._engines.values() if engine.replica_id not in self._leaving]
         return FleetState(
             replicas=len(here),
             slots=sum(engine.config.slots for engine in here),
             running=sum(engine.holds for engine in here),
             waiting=self.waiting,
-            waiting_s=sum(request.work_s for request in self._that_wait()),
+            waiting_s=sum(self._lanes.ahead_s.values()),
         )
 
-    def _that_wait(self) -> Iterable[Request]:
-        return (one.item for queue in self._queues.values() for one in queue)
+    @property
+    def waiting(self) -> int:
+        return sum(self._lanes.waiting.values())
 
     def waiting_of(self, slo_class: str) -> int:
-        return len(self._queues.get(slo_class, ()))
+        return self._lanes.waiting[slo_class]
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
-        ahead = self.config.credit_lookahead
         self._engines[engine.replica_id] = engine
-        self._views[engine.replica_id] = replace(
-            self._empty_view,
-            replica_id=engine.replica_id,
-            credit=1 << 40 if ahead is None else engine.config.slots + ahead,
-            slo_classes=slo_classes,
-        )
+        self._dispatcher.register(engine.replica_id, self.config.terms(slo_classes), self._slots(engine), now_s)
         return self._dispatch(now_s)
 
     def leave(self, replica_id: str) -> None:
         """Give a replica nothing more; what it holds it ends."""
-        self._views.pop(replica_id, None)
+        self._leaving.add(replica_id)
+        self._dispatcher.offer(replica_id, 0)
 
     def lose(self, replica_id: str, now_s: float) -> list[Event]:
         """A replica is gone; what it held waits again, with the tokens that were sent."""
-        self.leave(replica_id)
+        self._dispatcher.drop(replica_id)
         for request in self._engines.pop(replica_id).stop():
             request.moves += 1
-            self._enqueue(request, now_s)
+            self._queue_again(request, now_s)
         return self._dispatch(now_s)
 
     def arrive(self, request: Request, now_s: float) -> list[Event]:
+        self._ids[request] = ticket_id = f"{next(self._numbers):09}"
+        self._requests[ticket_id] = request
+        ticket = self._ticket(request)
+        if self.config.class_by_bin:
+            request.class_index = ticket.bin_index
+        if self._class_index:
+            request.class_index = self._class_index.get(ticket.slo_class, 0)
+        limits = self.config.limits.get(ticket.slo_class)
+        if limits is not None:
+            self._tell_offers()
+            spare_s = (
+                math.inf if ticket.deadline_s is None else ticket.deadline_s - now_s - self._least_reading_s(ticket)
+            )
+            if self._dispatcher.refusal(ticket, limits.of(spare_s, has_key=bool(ticket.api_key))) is not None:
+                return [*self._refuse(request, now_s)]
+        self._dispatcher.queue(ticket, now_s)
+        if self.config.batches is not None:
+            # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
+            due_s = math.nextafter(now_s + self.config.batches.max_wait_s, math.inf)
+            self._timers.append(Event(due_s, Kind.TIMER, self._dispatch))
+        return self._dispatch(now_s)
+
+    def _least_reading_s(self, ticket: Ticket) -> float:
+        replicas = self._dispatcher.ledger.replicas.values()
+        return min((replica.reading_s(ticket) for replica in replicas), default=0.0)
+
+    def _queue_again(self, request: Request, now_s: float) -> None:
+        """Under its old key, or before all others if its client has a part of the answer."""
+        ticket = replace(self._ticket(request), arrival_s=None)
+        if request.generated_tokens and ticket.late_key is not None and not ticket.fills_idle:
+            ticket = replace(ticket, deadline_key=banded(Band.RESUMED, request.arrival_s), late_key=None)
+        self._dispatcher.queue(ticket, now_s)
+
+    def _ticket(self, request: Request) -> Ticket:
+        slo_class, view, times = request.slo_class or "", request.view(), self._step_times
+        order = self.config.fills_idle.get(slo_class)
+        request.fills_idle = order is not None
+        bin_index = 0
         if self._bins is not None:
             bin_index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
-            if self.config.class_by_bin:
-                request.class_index = bin_index
-        if self._class_index:
-            request.class_index = self._class_index.get(request.slo_class or "", 0)
-        self._enqueue(request, now_s)
-        return self._dispatch(now_s)
-
-    def _enqueue(self, request: Request, now_s: float) -> None:
-        request.work_s = self._work.request_work_s(self._empty_view, request.view())
-        request.key = self._key(request)
-        self.waiting += 1
-        self._wait(request, now_s)
-
-    def _wait(self, request: Request, now_s: float) -> None:
-        queue = self._queues.setdefault(request.slo_class, PromisedQueue())
-        queue.add(
-            Waiting(
-                request,
-                arrival_s=request.key,
-                deadline_s=request.deadline_s if self.config.promises else inf,
-                unread_tokens=request.view().prefill_tokens,
-                fills_idle=request.fills_idle,
-            )
+        prefixes = self._prefixes(request)
+        unread_tokens = view.prompt_tokens + view.output_tokens - (0 if request.session else request.prefix_tokens)
+        seen = view._replace(cached_tokens=max((tokens for _, tokens in prefixes), default=view.cached_tokens))
+        answer = request.predicted_output_tokens
+        answer = _DEFAULT_OUTPUT_TOKENS if answer is None else answer
+        work = work_s(
+            seen,
+            times,
+            output_tokens=max(1.0, answer - request.generated_tokens),
+            shared_batch_size=_SHARED_BATCH_SIZE,
+        )
+        key, late_key = self._keys(request, order, work)
+        return Ticket(
+            request_id=self._ids[request],
+            bin_index=bin_index,
+            deadline_key=key,
+            late_key=late_key,
+            work_s=work,
+            router_id="",
+            slo_class=slo_class,
+            arrival_s=request.arrival_s,
+            deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
+            unread_tokens=unread_tokens,
+            prefixes=prefixes,
+            prompt_token_s=times.prefill.prefill_s,
+            step_s=times.decode.overhead_s,
+            predicted_output_tokens=request.predicted_output_tokens,
+            fills_idle=request.fills_idle,
+            recallable=request.fills_idle and self._recalls.get(request, 0) < self.config.max_recalls,
+            api_key=request.api_key,
         )
 
-    def _key(self, request: Request) -> float:
-        order = self.config.fills_idle.get(request.slo_class or "")
-        request.fills_idle = order is not None
-        if order is None:
-            return self._order.key(request.arrival_s, request.slo_class, request.work_s, request.prompt_tokens)
-        ttft_s = request.promised_ttft_s if isfinite(request.promised_ttft_s) else None
-        return deadline_keys(request.arrival_s, ttft_s, fills_idle=order, prompt_tokens=request.prompt_tokens).key
-
-    def _dispatch(self, now_s: float) -> list[Event]:
-        events: list[Event] = []
-        while self.waiting and (placed := self._place(now_s)):
-            events += self._submit(*placed, now_s)
-        return events
-
-    def _submit(self, request: Request, replica_id: str, now_s: float) -> Iterable[Event]:
-        self._put_on(request, replica_id)
-        self.waiting -= 1
-        engine = self._engines[replica_id]
-        return engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
-
-    def _refuse(self, request: Request, now_s: float) -> Iterable[Event]:
-        """The engine that it was given to has too many: the client is told so, and the slot is free again."""
-        request.refused = True
-        self._give_back(str(request.replica_id), 1, request.work_s)
-        return self._on_refused(request, now_s)
-
-    def _place(self, now_s: float) -> tuple[Request, str] | None:
-        """Take the first that some replica with credit serves."""
-        if self.config.promises:
-            self._put_late_behind(now_s)
-        for queue in sorted((queue for queue in self._queues.values() if queue), key=lambda queue: queue.head().order):
-            head = queue.head()
-            replica_id = self._placement.choose(self._offering(head), head.item.view(), self._hits(head.item))
-            if replica_id is not None:
-                queue.pop()
-                return head.item, replica_id
-        return None
-
-    def _put_late_behind(self, now_s: float) -> None:
-        """Heads that no replica could read in time."""
-        paces = [pace for each in self._views if (pace := self._engines[each].seconds_per_prompt_token)]
-        for queue in self._queues.values():
-            while queue and (head := queue.head()).band is Band.IN_TIME:
-                held = max(self._hits(head.item).values(), default=0)
-                if now_s + (head.unread_tokens - held) * min(paces, default=0.0) <= head.deadline_s:
-                    break
-                queue.put_behind()
-
-    def _offering(self, head: Waiting[Request]) -> list[ReplicaView]:
-        """Replicas with what they offer to this request."""
-        late = head.band is Band.LATE
-        return [self._offer(self._engines[each], view, late) for each, view in self._views.items()]
-
-    def _offer(self, engine: Engine, view: ReplicaView, late: bool) -> ReplicaView:
-        credit = view.credit if self.config.credit_s is None else self._credit(engine, late)
-        return replace(
-            view,
-            credit=credit,
-            unread_tokens=engine.unread_tokens,
-            unread_prompts=engine.unread_prompts,
-            prompt_token_s=engine.seconds_per_prompt_token,
+    def _keys(self, request: Request, fills_idle: IdleOrder | None, work: float) -> tuple[float, float | None]:
+        if self._order is not None:
+            return self._order.key(request.arrival_s, request.slo_class, work, request.prompt_tokens), None
+        return deadline_keys(
+            request.arrival_s,
+            request.promised_ttft_s if math.isfinite(request.promised_ttft_s) else None,
+            fills_idle=fills_idle,
+            prompt_tokens=request.prompt_tokens,
+            late_patience_s=self.config.late_patience_s,
         )
 
-    def _hits(self, request: Request) -> dict[str, int]:
-        """Leading tokens of its prompt that replicas hold, by replica."""
-        return {each: self._engines[each].known_tokens(request) for each in self._views}
+    def _prefixes(self, request: Request) -> tuple[tuple[str, int], ...]:
+        """Leading tokens of its prompt that replicas hold; the last token is read in any case."""
+        if request.session is None:
+            return ()
+        known = ((each, engine.known_tokens(request)) for each, engine in self._engines.items())
+        return tuple((each, min(tokens, request.prompt_tokens - 1)) for each, tokens in known if tokens)
 
-    def _credit(self, engine: Engine, late: bool) -> int:
-        """Requests that an engine takes beside those that it holds. A late one only where nothing is to be read; those
-        that wait there stand in no other's way."""
-        pace, slots, unread = engine.seconds_per_prompt_token, engine.config.slots, engine.in_time_tokens
-        has_enough = pace is not None and pace * unread >= (self.config.credit_s or 0.0)
-        if has_enough or (late and unread):
-            return 0
-        offered = int(min(slots, engine.memory.requests)) + lookahead(slots)
-        return offered + late_uncounted(engine.late, slots) - engine.holds
-
-    def _put_on(self, request: Request, replica_id: str) -> None:
-        view = self._views[replica_id]
-        request.replica_id = replica_id
-        outstanding_s = view.outstanding_s + request.work_s
-        self._views[replica_id] = replace(view, credit=view.credit - 1, outstanding_s=outstanding_s)
-
-    def finished(self, now_s: float, engine: Engine, requests: Iterable[Request]) -> list[Event]:
-        """A replica ended requests: their slots and work are free again."""
-        work_s, count = 0.0, 0
-        for request in requests:
-            work_s += request.work_s
-            count += 1
-            if self._bins is not None:
-                self._bins.observe(request.output_tokens, slo_class=request.slo_class)
-        self._give_back(engine.replica_id, count, work_s)
-        return self._dispatch(now_s)
-
-    def _give_back(self, replica_id: str, count: int, work_s: float) -> None:
-        view = self._views.get(replica_id)
-        if view is not None:
-            left_s = max(0.0, view.outstanding_s - work_s)
-            self._views[replica_id] = replace(view, credit=view.credit + count, outstanding_s=left_s)
-
-
-class BatchRouter(Router):
-    """Gives every idle replica a whole batch of one bin and class, when one is formed (`policies.gang.batches`)."""
-
-    def __init__(self, config: RouterConfig, batches: GangConfig, **others: Any) -> None:
-        super().__init__(config, **others)
-        self._lanes = Lanes(batches)
-        self._timers: list[Event] = []
-
-    def _that_wait(self) -> Iterable[Request]:
-        return self._lanes
-
-    def _wait(self, request: Request, now_s: float) -> None:
-        bins, slo_class = self._bins, request.slo_class
-        index = 0 if bins is None else bins.assign(request.predicted_output_tokens, slo_class=slo_class)
-        due_s = self._lanes.add(request, index, request.key, now_s, slo_class or "")
-        self._timers.append(Event(due_s, Kind.TIMER, self._dispatch))
+    # Carrying out what is decided
 
     def _dispatch(self, now_s: float) -> list[Event]:
         events, self._timers = self._timers, []
-        for replica_id, view in self._views.items():
-            if not self._engines[replica_id].holds:
-                for request in self._lanes.take(now_s, view.slo_classes):
-                    events += self._submit(request, replica_id, now_s)
+        self._dispatcher.turns.note_time(now_s)
+        if not self._lanes:
+            return events
+        self._tell_offers()
+        started, recalled = self._dispatcher.dispatch(now_s)
+        for ticket in recalled:
+            self._engines[self._dispatcher.places[ticket.request_id].replica_id].recall(
+                self._requests[ticket.request_id]
+            )
+        for place in started:
+            events += self._submit(place, now_s)
         return events
+
+    def _submit(self, place: Place, now_s: float) -> Iterable[Event]:
+        request, engine = self._requests[place.ticket.request_id], self._engines[place.replica_id]
+        request.replica_id = engine.replica_id
+        return engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
+
+    def _refuse(self, request: Request, now_s: float) -> Iterable[Event]:
+        """Its client is told so; if it had a slot, that is free again."""
+        request.refused = True
+        self._forget(request)
+        return self._on_refused(request, now_s)
+
+    def _forget(self, request: Request) -> None:
+        ticket_id = self._ids.pop(request)
+        del self._requests[ticket_id]
+        self._recalls.pop(request, None)
+        self._dispatcher.forget(ticket_id)
+
+    def _tell_offers(self) -> None:
+        """As relays do."""
+        for replica_id, engine in self._engines.items():
+            if replica_id not in self._leaving:
+                self._dispatcher.offer(replica_id, self._slots(engine), self._reading(engine))
+
+    def _slots(self, engine: Engine) -> int:
+        """Requests that an engine takes in all. Late ones that wait there stand in no other's way."""
+        slots, ahead = engine.config.slots, self.config.credit_lookahead
+        if self.config.batches is not None:
+            return self.config.batches.batch_size
+        if ahead is None:
+            return _UNLIMITED_SLOTS
+        if self.config.credit_s is None:
+            return slots + ahead
+        return int(min(slots, engine.memory.requests)) + lookahead(slots) + late_uncounted(engine.late, slots)
+
+    def _reading(self, engine: Engine) -> Reading:
+        given_tokens, pace_s = (
+            self._dispatcher.ledger.replicas[engine.replica_id].given_tokens,
+            engine.seconds_per_prompt_token,
+        )
+        return Reading(
+            known_tokens=given_tokens - engine.in_time_tokens,
+            max_unread_tokens=max_unread_tokens(self.config.credit_s, pace_s),
+            prompt_token_s=pace_s,
+        )
+
+    def finished(self, now_s: float, engine: Engine, requests: Iterable[Request]) -> list[Event]:
+        """A replica ended requests, read prompts, or gave slots back that were called back."""
+        replica = self._dispatcher.ledger.replicas.get(engine.replica_id)
+        for request in engine.take_read():
+            if replica is not None and request in self._ids:
+                replica.note_read(self._ids[request])
+        for request in requests:
+            self._forget(request)
+            if self._bins is not None:
+                self._bins.observe(request.output_tokens, slo_class=request.slo_class)
+        for request in engine.take_recalled():
+            self._recalls[request] = self._recalls.get(request, 0) + 1
+            self._dispatcher.forget(self._ids[request])
+            self._queue_again(request, now_s)
+        if self._bins is not None and self._bins.edges != self._edges:
+            self._edges = self._bins.edges
+            self._dispatcher.rebin(self._edges, ())
+        return self._dispatch(now_s)

@@ -43,7 +43,7 @@ class Scheduler:
     """The running batch, the queue behind it, and the prefixes kept from requests that ended.
 
     Attributes:
-        departed: requests that have left the batch, ended or preempted.
+        departed: requests that have left the batch: ended, preempted or called back.
     """
 
     def __init__(
@@ -122,6 +122,20 @@ class Scheduler:
         held = running + [one.item for one in self.waiting]
         self.waiting, self._head = PromisedQueue(), ()
         return held
+
+    def take(self, request: Request) -> bool:
+        """Take one request out, with its tokens; whether it was here."""
+        waiting = next((one for one in self.waiting if one.item is request), None)
+        if request in self.batch.requests:
+            self.batch.take(request)
+            self._note_lost([request])
+            self.departed += 1
+        elif waiting is not None:
+            self.waiting.remove(waiting)
+        else:
+            return False
+        self._head = None
+        return True
 
     def schedule(self, standing: StandingPlan[Request], now_s: float) -> Step:
         plan = standing.plan

@@ -42,6 +42,7 @@ class Workload:
         predicted_output_tokens: float64, NaN where there is no prediction.
         slo_class: labels, or None.
         session: labels of requests that begin with what those before them had, or None.
+        api_key: whose requests they are, or None.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Workload:
     predicted_output_tokens: FloatArray
     slo_class: tuple[str, ...] | None = None
     session: tuple[str, ...] | None = None
+    api_key: tuple[str, ...] | None = None
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class Workload:
         predicted_output_tokens: FloatArray | None = None,
         slo_class: Sequence[str] | None = None,
         session: Sequence[str] | None = None,
+        api_key: Sequence[str] | None = None,
     ) -> Self:
         """Sorted by arrival, from 0, with lengths of at least 1.
 
@@ -86,6 +89,7 @@ class Workload:
             predicted_output_tokens=np.asarray(predicted, dtype=np.float64)[order],
             slo_class=None if slo_class is None else tuple(np.asarray(slo_class)[order].tolist()),
             session=None if session is None else tuple(np.asarray(session)[order].tolist()),
+            api_key=None if api_key is None else tuple(np.asarray(api_key)[order].tolist()),
         )
 
     def __len__(self) -> int:
@@ -101,6 +105,7 @@ class Workload:
         """Fresh requests, one per row."""
         labels = self.slo_class or (None,) * len(self)
         sessions = self.session or (None,) * len(self)
+        keys = self.api_key or ("",) * len(self)
         predicted = self.predicted_output_tokens.tolist()
         columns = zip(
             self.arrival_s.tolist(),
@@ -110,6 +115,7 @@ class Workload:
             predicted,
             labels,
             sessions,
+            keys,
             strict=True,
         )
         return [
@@ -123,8 +129,9 @@ class Workload:
                 cached_tokens=cached if session is None else 0,
                 predicted_output_tokens=prediction if prediction == prediction else None,
                 slo_class=label,
+                api_key=key,
             )
-            for index, (arrival_s, prompt, output, cached, prediction, label, session) in enumerate(columns)
+            for index, (arrival_s, prompt, output, cached, prediction, label, session, key) in enumerate(columns)
         ]
 
     def arriving(self, arrival_s: FloatArray) -> "Workload":
@@ -149,6 +156,7 @@ class Workload:
             predicted_output_tokens=self.predicted_output_tokens[chosen],
             slo_class=labels,
             session=None if self.session is None else [self.session[row] for row in chosen.tolist()],
+            api_key=None if self.api_key is None else [self.api_key[row] for row in chosen.tolist()],
         )
 
     def sample(self, count: int, rng: Generator) -> "Workload":
@@ -240,6 +248,7 @@ def _of_rows(name: str, rows: Iterable[Mapping[str, str]], rng: Generator, promp
         predicted_output_tokens=_column(table, "predicted_output_tokens", missing=math.nan),
         slo_class=table[label] if label else None,
         session=_sessions(table),
+        api_key=table.get("api_key"),
     )
 
 

@@ -3,7 +3,9 @@
 Not collected by default; run with `pytest bench/policies_router`.
 """
 
+from collections import deque
 from collections.abc import Callable
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,12 +15,44 @@ from policies.gang.buckets import AdaptiveBuckets, AdaptiveBucketsConfig, Bucket
 from policies.gang.packing import best_fit_decreasing, first_fit_decreasing
 from policies.papers.bucket_serve import BucketServeBuckets, BucketServeConfig, optimal_bucket_edges
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
+from policies.router.dispatcher import Dispatcher
+from policies.router.order import deadline_keys
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.tickets import Reading, ReplicaTerms, Ticket
 
 MAKERS: dict[str, Callable[[], BucketPolicy]] = {
     "adaptive": lambda: AdaptiveBuckets(AdaptiveBucketsConfig()),
     "bucketserve": lambda: BucketServeBuckets(BucketServeConfig(l_max=8192)),
 }
+
+
+def ticket(request_id: str, arrival_s: float) -> Ticket:
+    key, late_key = deadline_keys(arrival_s, 1.0)
+    return Ticket(
+        request_id=request_id,
+        bin_index=0,
+        deadline_key=key,
+        late_key=late_key,
+        deadline_s=arrival_s + 1.0,
+        work_s=0.1,
+        router_id="a",
+        unread_tokens=900,
+        prefixes=(("r0", 64),),
+        prompt_token_s=1e-4,
+        step_s=0.02,
+    )
+
+
+def make_dispatcher(replica_count: int, waiting: int) -> Dispatcher:
+    """All slots are taken; each replica has prompts to read."""
+    dispatcher = Dispatcher()
+    for number in range(replica_count):
+        dispatcher.register(f"r{number}", ReplicaTerms(), 8, 0.0)
+        dispatcher.offer(f"r{number}", 8, Reading(max_unread_tokens=100_000, prompt_token_s=1e-4))
+    for number in range(8 * replica_count + waiting):
+        dispatcher.queue(ticket(f"{number:06}", float(number)), 0.0)
+        dispatcher.dispatch(0.0)
+    return dispatcher
 
 
 def draw_lengths(count: int) -> list[int]:
@@ -32,6 +66,23 @@ def test_optimal_edges_of_20_000_lengths(benchmark: BenchmarkFixture) -> None:
 
 def test_equal_mass_edges_of_20_000_lengths(benchmark: BenchmarkFixture) -> None:
     assert len(benchmark(equal_mass_edges, draw_lengths(20_000), 8)) == 9
+
+
+@pytest.mark.parametrize("replica_count", [8, 64])
+@pytest.mark.parametrize("waiting", [0, 1000])
+def test_a_request_ends_and_another_comes(benchmark: BenchmarkFixture, replica_count: int, waiting: int) -> None:
+    dispatcher, names = make_dispatcher(replica_count, waiting), count(1_000_000)
+    running = deque(name for name, place in dispatcher.places.items() if place.replica_id)
+
+    def end_and_come() -> int:
+        dispatcher.forget(running.popleft())
+        name = next(names)
+        dispatcher.queue(ticket(str(name), float(name)), 0.0)
+        started = dispatcher.dispatch(0.0).started
+        running.extend(place.ticket.request_id for place in started)
+        return len(started)
+
+    assert benchmark(end_and_come) == 1
 
 
 def test_look_up_a_prefix_of_100_000_tokens_and_record_it(benchmark: BenchmarkFixture) -> None:

@@ -6,9 +6,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from deployments.config.section import Live, Seconds, Section
 from policies.registry import Family, build_of
+from policies.router.admission import ClassLimits
 from policies.router.order import IdleOrder, Order
 from policies.router.promise import Promise
-from router.admission import ClassLimits
 
 
 class ClassSection(Section):

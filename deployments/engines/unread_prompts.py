@@ -5,6 +5,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from policies.live import Live
+from policies.router.credit import max_unread_tokens
 from router.state_store import Reading
 
 # Prompts that took so long to read are told at once, and shorter ones when they add up to it: until then they drive
@@ -85,11 +86,7 @@ class UnreadPrompts:
     @property
     def max_unread_tokens(self) -> int | None:
         """Where the engine has enough; None where nothing says so."""
-        credit_s = self._credit_s.now
-        if credit_s is None or not self._token_s:
-            return None
-        most = credit_s / self._token_s
-        return max(1, math.floor(most)) if math.isfinite(most) else None
+        return max_unread_tokens(self._credit_s.now, self._token_s)
 
     def report(self) -> Reading:
         """For the shared state; `not_heard` when it does not answer."""

@@ -8,10 +8,11 @@ The quota is the generic cell rate algorithm (ITU-T I.371, a leaky bucket): what
 spent takes to come back. What a request will take can only be predicted, so that it is settled by what it took.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from policies.checks import require_at_least, require_positive
+from policies.errors import ConfigError
 
 UNLIMITED = float("inf")
 QUEUE_REASONS = ("max_waiting", "late", "max_key_share")
@@ -80,6 +81,44 @@ class Limits:
     quotas: tuple[Quota, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLimits:
+    """How much of a class may wait.
+
+    Attributes:
+        max_waiting: requests.
+        refuses_late: whether a request is refused whose first token is predicted to come too late.
+        max_key_share: of max_waiting, how much one API key may have.
+
+    Raises:
+        ConfigError: max_waiting is below 1, or the share not above 0 and at most 1.
+    """
+
+    max_waiting: int = 4096
+    refuses_late: bool = False
+    max_key_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_waiting")
+        require_positive(self, "max_key_share")
+        if self.max_key_share > 1.0:
+            raise ConfigError(f"max_key_share must be at most 1, got {self.max_key_share}")
+
+    def of(self, spare_s: float, *, has_key: bool, quotas: tuple[Quota, ...] = ()) -> Limits:
+        """For one request. Without an API key it has the whole queue: nothing tells its client from others.
+
+        Args:
+            spare_s: how long its first token can wait and be in time.
+        """
+        shares = has_key and self.max_key_share < 1.0
+        return Limits(
+            max_waiting=self.max_waiting,
+            max_wait_s=spare_s if self.refuses_late else UNLIMITED,
+            max_of_key=max(1, int(self.max_key_share * self.max_waiting)) if shares else UNLIMITED,
+            quotas=quotas,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Spent:
     """An allowance that is whole again owed_s after at_s."""
@@ -120,6 +159,34 @@ def spend(quota: Quota, rested: Spent) -> tuple[Spent, float]:
 def settle(settlement: Settlement, rested: Spent) -> Spent:
     """Take it, allowed or not: what is owed beyond the burst delays what comes next. Nobody is owed anything."""
     return Spent(max(0.0, rested.owed_s + settlement.cost / settlement.per_s), rested.at_s)
+
+
+class Allowances:
+    """What has been spent of every quota, by its name."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, Spent] = {}
+
+    def allow(self, quotas: Iterable[Quota], now_s: float) -> "dict[str, Spent] | Refusal":
+        """What each quota owes once `spend` has taken it; the refusal of the first that does not allow it."""
+        spent: dict[str, Spent] = {}
+        for quota in quotas:
+            rested = self._rested(quota.name, now_s)
+            spent[quota.name], late_s = spend(quota, rested)
+            if late_s > 0.0:
+                self._spent[quota.name] = rested
+                return Refusal(quota.name, late_s)
+        return spent
+
+    def spend(self, spent: Mapping[str, Spent]) -> None:
+        self._spent.update(spent)
+
+    def settle(self, settlements: Iterable[Settlement], now_s: float) -> None:
+        for settlement in settlements:
+            self._spent[settlement.name] = settle(settlement, self._rested(settlement.name, now_s))
+
+    def _rested(self, name: str, now_s: float) -> Spent:
+        return self._spent.get(name, Spent()).rested(now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

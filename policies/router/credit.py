@@ -6,7 +6,7 @@ reading takes. Late requests that wait in an engine stand in no other's way, and
 """
 
 from collections.abc import Iterable
-from math import inf
+from math import floor, inf, isfinite
 
 _LOOKAHEAD = 8
 # Late requests take memory all the same: no more of them than so many times the slots are left out of the count.
@@ -29,6 +29,19 @@ def longest_promise_s(ttft_s: Iterable[float]) -> float | None:
     """Seconds that reading may take: what takes longer than the longest promise of a first token is late in any case.
     None where there is no promise."""
     return max((each for each in ttft_s if each < inf), default=None)
+
+
+def max_unread_tokens(credit_s: float | None, token_s: float | None) -> int | None:
+    """Prompt tokens with which a replica has enough to read; None where nothing says so.
+
+    Args:
+        credit_s: enough is what takes so long to read; None sets no bound.
+        token_s: seconds in which it reads a prompt token; None or 0 while that is not known.
+    """
+    if credit_s is None or not token_s:
+        return None
+    most = credit_s / token_s
+    return max(1, floor(most)) if isfinite(most) else None
 
 
 class MemoryBound:

@@ -6,83 +6,24 @@ that come after it. Where that makes no difference, the least predicted work dec
 placement.
 
 The decision is split so that a Redis script can take it: the `Offer` of each replica makes a small table, and `soonest`
-is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order. What else
-stands here is there to compare with.
+is arithmetic on that table alone. Replica ids compare by code point, which for UTF-8 is the byte order.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from policies.checks import require_at_least, require_positive
-from policies.types import ReplicaView, RequestView, StepTimes
+from policies.checks import require_at_least
+from policies.router.tickets import Ticket
+from policies.types import RequestView, StepTimes
 
 # Seconds of steps after which what was seen of a replica's speed has lost two thirds of its weight.
 _SPEED_MEMORY_S = 60.0
 # Bounds of the slowness, so that no odd minute puts a replica out of use.
 _LEAST_SLOWNESS, _MOST_SLOWNESS = 1e-3, 1e3
-
-
-class Placement(Protocol):
-    """Chooses a replica for a request."""
-
-    def choose(
-        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
-    ) -> str | None:
-        """The id of a replica with credit that serves the request's class, or None when there is none.
-
-        Args:
-            prefix_tokens: per replica id, leading prompt tokens that it is known to hold; absent means 0.
-        """
-
-
-def pick(scores: Mapping[str, float], prefix_tokens: Mapping[str, int], tie_s: float) -> str | None:
-    """The id with the lowest score; within ``tie_s`` of it the longest prefix, then the score, then the id decide.
-
-    None when ``scores`` is empty. The order of the mappings does not matter.
-    """
-    if not scores:
-        return None
-    limit = min(scores.values()) + tie_s
-    near = (replica_id for replica_id, score in scores.items() if score <= limit)
-    return min(near, key=lambda replica_id: (-prefix_tokens.get(replica_id, 0), scores[replica_id], replica_id))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastOutstandingWorkConfig:
-    """What stands in for the unknown, and what counts as a tie.
-
-    Attributes:
-        tie_s: replicas whose scores differ by at most this much are equal but for the prefix they know. Reading a
-            cached prefix again would cost about prefix tokens * prefill seconds per token. None takes no account of
-            prefixes.
-        default_output_tokens: the answer's length where there is no prediction.
-        shared_batch_size: requests among which the fixed cost of a decode step is divided.
-
-    Raises:
-        ConfigError: tie_s is negative, another value is not positive, or one is not finite.
-    """
-
-    tie_s: float | None = 0.05
-    default_output_tokens: float = 256.0
-    shared_batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "tie_s")
-        require_positive(self, "default_output_tokens", "shared_batch_size")
-
-
-def output_tokens_left(request: RequestView, default_output_tokens: float) -> float:
-    """Tokens still to generate: the prediction, else the default, capped by the caller's limit; at least 1."""
-    total = request.predicted_output_tokens
-    if total is None:
-        total = default_output_tokens
-    if request.max_output_tokens is not None:
-        total = min(total, request.max_output_tokens)
-    return max(1.0, total - request.output_tokens)
 
 
 def work_s(request: RequestView, step_times: StepTimes, *, output_tokens: float, shared_batch_size: int) -> float:
@@ -103,36 +44,6 @@ def work_s(request: RequestView, step_times: StepTimes, *, output_tokens: float,
     )
 
 
-class LeastOutstandingWork:
-    """Chooses the replica with the least predicted outstanding work, this request included.
-
-    Replicas of unequal speed compare in their own seconds. A replica reserved for classes takes only those, and counts
-    as any other for them. The driver adds `request_work_s` to a replica's ``outstanding_s`` when it assigns and takes
-    the same number off when the request ends, so that errors of prediction cannot pile up.
-    """
-
-    def __init__(self, config: LeastOutstandingWorkConfig) -> None:
-        self.config = config
-
-    def request_work_s(self, replica: ReplicaView, request: RequestView) -> float:
-        """Predicted seconds of this request on this replica."""
-        output_tokens = output_tokens_left(request, self.config.default_output_tokens)
-        shared = self.config.shared_batch_size
-        return work_s(request, replica.step_times, output_tokens=output_tokens, shared_batch_size=shared)
-
-    def score(self, replica: ReplicaView, request: RequestView) -> float:
-        """Predicted seconds until the replica has worked off what it holds and this request; lower is better."""
-        return replica.outstanding_s + self.request_work_s(replica, request)
-
-    def choose(
-        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
-    ) -> str | None:
-        scores = {replica.replica_id: self.score(replica, request) for replica in _with_credit(replicas, request)}
-        if self.config.tie_s is None:
-            return pick(scores, {}, 0.0)
-        return pick(scores, prefix_tokens or {}, self.config.tie_s)
-
-
 class Offer(NamedTuple):
     """What a replica offers to a request.
 
@@ -142,6 +53,7 @@ class Offer(NamedTuple):
         unread_prompts: how many are ahead.
         step_s: seconds of an engine step there.
         work_s: predicted seconds of the work that it would hold with the request.
+        free_slots: how many requests it would still take.
     """
 
     ahead_s: float
@@ -149,6 +61,11 @@ class Offer(NamedTuple):
     unread_prompts: int
     step_s: float
     work_s: float
+    free_slots: int = 1
+
+
+Placement = Callable[[Ticket, Mapping[str, Offer]], str | None]
+"""Chooses one of the replicas that offer themselves to a ticket, by id; None where none does."""
 
 
 def prices_s(offers: Mapping[str, Offer]) -> dict[str, float]:
@@ -179,63 +96,9 @@ def soonest(offers: Mapping[str, Offer]) -> str | None:
     return min(near, key=lambda each: (offers[each].work_s, prices[each], each))
 
 
-class SoonestFirstToken:
-    """Chooses the replica that is predicted to send the first token soonest, see `soonest`."""
-
-    def choose(
-        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
-    ) -> str | None:
-        held = prefix_tokens or {}
-        return soonest(
-            {
-                replica.replica_id: _offer(replica, request, held.get(replica.replica_id, 0))
-                for replica in _with_credit(replicas, request)
-            }
-        )
-
-
-def _offer(replica: ReplicaView, request: RequestView, hit_tokens: int) -> Offer:
-    times = replica.step_times
-    pace = replica.prompt_token_s or times.prefill.prefill_s
-    unread_tokens = request.prompt_tokens + request.output_tokens - max(request.cached_tokens, hit_tokens)
-    return Offer(
-        ahead_s=replica.unread_tokens * pace,
-        reading_s=unread_tokens * pace,
-        unread_prompts=replica.unread_prompts,
-        step_s=times.decode.overhead_s,
-        work_s=replica.outstanding_s,
-    )
-
-
-class RoundRobin:
-    """In turn, to compare with."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(
-        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
-    ) -> str | None:
-        ids = sorted(replica.replica_id for replica in _with_credit(replicas, request))
-        if not ids:
-            return None
-        self._last = next((each for each in ids if each > self._last), ids[0])
-        return self._last
-
-
-class MostCredit:
-    """Chooses the replica that offers most slots: a plain balancer by count of requests, to compare with."""
-
-    def choose(
-        self, replicas: Sequence[ReplicaView], request: RequestView, prefix_tokens: Mapping[str, int] | None = None
-    ) -> str | None:
-        return pick(
-            {replica.replica_id: -float(replica.credit) for replica in _with_credit(replicas, request)}, {}, 0.0
-        )
-
-
-def _with_credit(replicas: Sequence[ReplicaView], request: RequestView) -> Iterator[ReplicaView]:
-    return (replica for replica in replicas if replica.credit > 0 and replica.serves(request.slo_class))
+def soonest_first_token(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+    """The placement that serves, see `soonest`."""
+    return soonest(offers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def recalls(waiting: Iterable[WaitingView], recallable: Iterable[RecallableView]
             on, no request is helped: that one would get the slot.
         recalled: slots that are on their way already.
     """
-    last_first = sorted(recallable, reverse=True)
+    last_first: list[RecallableView] | None = None
     called: list[str] = []
     for request in waiting:
         if request.fills_idle:
@@ -50,6 +50,8 @@ def recalls(waiting: Iterable[WaitingView], recallable: Iterable[RecallableView]
         if recalled:
             recalled -= 1
             continue
+        if last_first is None:  # most often nothing urgent waits
+            last_first = sorted(recallable, reverse=True)
         if len(called) == len(last_first) or last_first[len(called)].key <= request.key:
             break
         called.append(last_first[len(called)].request_id)

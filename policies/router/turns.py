@@ -14,7 +14,7 @@ Source: the least counter first is VTC (Sheng et al. 2024, "Fairness in Serving 
 counter of one that comes back, and lowers none. Here all are halved, so that the last minutes decide.
 """
 
-from collections.abc import Mapping
+from math import inf
 
 from policies.router.order import BAND_S, Band
 
@@ -30,6 +30,25 @@ def band_of(key: float, late_key: float | None) -> Band | None:
     return next((band for band in (Band.IN_TIME, Band.LATE) if has_bands and key // BAND_S == band), None)
 
 
-def halved(served_s: Mapping[str, float]) -> dict[str, float]:
-    """What each key was served, a half-life later."""
-    return {key: seconds / 2 for key, seconds in served_s.items() if seconds / 2 >= FORGOTTEN_S}
+class Turns:
+    """What each API key was served.
+
+    Attributes:
+        served_s: predicted seconds of what it started, by API key, halved once in a half-life.
+    """
+
+    def __init__(self) -> None:
+        self.served_s: dict[str, float] = {}
+        self._halve_at_s = -inf
+
+    def started(self, api_key: str, work_s: float) -> None:
+        """A request of this key; those without one take no turns."""
+        if api_key:
+            self.served_s[api_key] = self.served_s.get(api_key, 0.0) + work_s
+
+    def note_time(self, now_s: float) -> None:
+        """Halve what keys were served, if it is time."""
+        if now_s >= self._halve_at_s:
+            halves = {key: seconds / 2 for key, seconds in self.served_s.items()}
+            self.served_s = {key: seconds for key, seconds in halves.items() if seconds >= FORGOTTEN_S}
+            self._halve_at_s = now_s + HALF_LIFE_S

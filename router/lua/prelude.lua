@@ -38,7 +38,7 @@
 -- Channel P:router:<id> carries {{id, replica}, ...}, assignments that the router did not ask for, and {{id}, ...}: what
 -- is called back.
 --
--- The twin in Python is router/memory_store.py; a contract test runs both over the same histories.
+-- The twin in Python is policies/router/dispatcher.py; a contract test runs both over the same histories.
 
 local P, APPLICATION = KEYS[1], KEYS[2]
 local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, STEP, HITS = 1, 2, 3, 4, 5, 6, 7, 8, 9

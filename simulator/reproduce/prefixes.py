@@ -41,11 +41,11 @@ WARM_UP_S = 200.0
 MOST_ANSWER_TOKENS = 8
 # Session starts a second, and factors on Mooncake's own rate; for four replicas.
 LOADS: Mapping[str, tuple[float, float]] = {"agents": (0.02, 0.05), "mooncake": (1.0, 2.0)}
-PLACEMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "round robin": ("round_robin", {}),
-    "least work": ("least_outstanding_work", {"tie_s": None}),
-    "session affinity": ("least_outstanding_work", {"tie_s": 1e9}),
-    "first token": ("soonest_first_token", {}),
+PLACEMENTS = {
+    "round robin": "round_robin",
+    "least work": "least_work",
+    "session affinity": "session_affinity",
+    "first token": "soonest_first_token",
 }
 _LEAST_REQUESTS = 5  # of a session
 _MOST_TOKENS = 200_000  # of a prompt
@@ -95,7 +95,6 @@ def prefixes(setting: Setting) -> list[str]:
 def measured(files: Mapping[str, str], job: Job) -> Found:
     """One run."""
     work = _traffic(files[job.traffic], job.traffic, job.load * job.replicas / min(REPLICAS))
-    placement, settings = PLACEMENTS[job.placement]
     engine = EngineConfig(total_blocks=job.cache_tokens // EngineConfig().block_size)
     config = system(
         "sluice",
@@ -103,8 +102,7 @@ def measured(files: Mapping[str, str], job: Job) -> Found:
         engine,
         job.replicas,
         {"*": TARGET},
-        placement=placement,
-        placement_settings=settings,
+        placement=PLACEMENTS[job.placement],
     )
     return _found(run(config, work).requests)
 

@@ -365,7 +365,7 @@ def _idle_orders(source: Workload, job: tuple[int]) -> list[list[float]]:
     config = _config(slots=64, promises={"nightly": (36_000.0, 1.0)})
     found = []
     for order in get_args(IdleOrder):
-        finished = run(replace(config, router=RouterConfig(fills_idle={"nightly": order}, promises=True)), work)
+        finished = run(replace(config, router=RouterConfig(fills_idle={"nightly": order})), work)
         found.append([finished.makespan_s, *_latencies(finished)[:2]])
     return found
 
@@ -389,5 +389,5 @@ def _placements(sources: Mapping[str, Workload], job: tuple[str, int | None, int
     rate = 8.0 * 0.9 * _load(_config(slots=32), work.head(800))
     arriving = work.arriving(poisson(rate, len(work), rng))
     config = _config(slots=32, replicas=8, router=RouterConfig(credit_lookahead=lookahead))
-    kinds = ("most_credit", "least_outstanding_work")
+    kinds = ("most_credit", "least_work")
     return [_latencies(run(replace(config, placement=kind), arriving)) for kind in kinds]

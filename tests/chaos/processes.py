@@ -20,12 +20,13 @@ import uvloop
 from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.process.parent import die_with_parent
 from policies.live import Live
+from policies.router.admission import ClassLimits
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from predictor.histogram import HistogramPredictor
-from router.admission import ClassLimits, Door
+from router.admission import Door
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
 from router.metrics import RouterMetrics

@@ -1,6 +1,5 @@
 """What every router policy promises: inputs stay as they are, equal inputs give equal answers, nothing gets lost."""
 
-import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -22,27 +21,13 @@ from policies.router.order import (
     DeadlineConfig,
     Order,
 )
-from policies.router.placement import (
-    LeastOutstandingWork,
-    LeastOutstandingWorkConfig,
-    MostCredit,
-    Placement,
-    RoundRobin,
-    SoonestFirstToken,
-)
-from policies.types import ReplicaView, RequestView, StepCoefficients, StepTimes
+from policies.types import RequestView
 
 ORDERS: dict[str, Callable[[], Order]] = {
     "fcfs": FCFS,
     "sjf": SJF,
     "ljf": LJF,
     "deadline": lambda: Deadline(DeadlineConfig(class_targets_s={"chat": 0.2, "batch": None})),
-}
-PLACEMENTS: dict[str, Callable[[], Placement]] = {
-    "least_outstanding_work": lambda: LeastOutstandingWork(LeastOutstandingWorkConfig()),
-    "soonest_first_token": SoonestFirstToken,
-    "round_robin": RoundRobin,
-    "most_credit": MostCredit,
 }
 BUCKETS: dict[str, Callable[[], BucketPolicy]] = {
     "adaptive": lambda: AdaptiveBuckets(AdaptiveBucketsConfig(min_requests=2, patience=2)),
@@ -56,11 +41,6 @@ BINS: dict[str, Callable[[], MultiBin]] = {
 PACKERS = {"first_fit": first_fit_decreasing, "best_fit": best_fit_decreasing}
 
 
-def steps_of(seconds_per_token: float) -> StepTimes:
-    form = StepCoefficients(overhead_s=0.01, prefill_s=seconds_per_token, decode_s=seconds_per_token)
-    return StepTimes(prefill=form, decode=form, mixed=form)
-
-
 CLASSES = st.sampled_from(["chat", "batch", None])
 REQUESTS = st.builds(
     RequestView,
@@ -72,24 +52,11 @@ REQUESTS = st.builds(
     max_output_tokens=st.one_of(st.none(), st.integers(1, 1000)),
     slo_class=CLASSES,
 )
-REPLICAS = st.lists(
-    st.builds(
-        ReplicaView,
-        replica_id=st.text("abc", min_size=1, max_size=3),
-        credit=st.integers(0, 3),
-        outstanding_s=st.floats(0.0, 100.0),
-        step_times=st.floats(1e-4, 1.0).map(steps_of),
-        slo_classes=st.sampled_from([None, frozenset({"chat"}), frozenset({"batch", "chat"})]),
-    ),
-    max_size=6,
-    unique_by=lambda replica: replica.replica_id,
-)
 WAITING = st.lists(st.integers(0, 4095), max_size=40)
 
 
-def test_every_registered_order_and_placement_is_under_contract() -> None:
+def test_every_registered_order_is_under_contract() -> None:
     assert set(kinds(Family.ORDER)) == set(ORDERS)
-    assert set(kinds(Family.PLACEMENT)) == set(PLACEMENTS)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -100,22 +67,6 @@ def test_an_order_gives_every_request_one_finite_key(name: str, requests: list[R
         arguments = (request.arrival_s, request.slo_class, work_s, request.prompt_tokens)
         assert math.isfinite(order.key(*arguments))
         assert order.key(*arguments) == order.key(*arguments) == twin.key(*arguments)
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-@given(replicas=REPLICAS, request_=REQUESTS)
-def test_a_placement_finds_a_replica_whenever_one_may_take_the_request(
-    name: str, replicas: list[ReplicaView], request_: RequestView
-) -> None:
-    placement, other, twin = PLACEMENTS[name](), PLACEMENTS[name](), pickle.loads(pickle.dumps(PLACEMENTS[name]()))
-    before = copy.deepcopy(replicas)
-    prefix_tokens = {replica.replica_id: 64 * replica.credit for replica in replicas}
-    chosen = placement.choose(replicas, request_, prefix_tokens)
-    able = {replica.replica_id for replica in replicas if replica.credit and replica.serves(request_.slo_class)}
-    assert chosen in able if able else chosen is None
-    assert other.choose(replicas[::-1], request_, prefix_tokens) == chosen
-    assert twin.choose(tuple(replicas), request_, prefix_tokens) == chosen
-    assert replicas == before
 
 
 @pytest.mark.parametrize("name", BUCKETS)

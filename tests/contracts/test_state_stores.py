@@ -1429,7 +1429,7 @@ class Model:
 
     def known(self, request_id: str) -> Ticket:
         """Its ticket as it stands: moved to another lane, or behind."""
-        return self.store._places[request_id].ticket
+        return self.store.dispatcher.places[request_id].ticket
 
 
 def _is_late(ticket: Ticket) -> bool:

@@ -122,16 +122,14 @@ def test_what_is_wrong_with_a_class_is_said_before_anything_starts(
         build_of(Family.BATCH, path, settings)
 
 
-def test_an_order_is_not_a_batch_policy_and_a_placement_is_nobody_s_own() -> None:
+def test_an_order_is_not_a_batch_policy() -> None:
     with pytest.raises(ConfigError, match="no method key, see policies.router.order"):
         build_of(Family.ORDER, "theirs.policies:Fixed", {})
-    with pytest.raises(ConfigError, match="placement policy must be one of least_outstanding_work, .*most_credit, got"):
-        build_of(Family.PLACEMENT, "theirs.policies:Fixed", {})
 
 
 def test_a_name_of_the_registry_is_taken_from_its_own_family_alone() -> None:
     assert isinstance(build_of(Family.ORDER, "deadline", {"default_target_s": 2.0}), Deadline)
-    for family, name in ((Family.BATCH, "fcfs"), (Family.ORDER, "auto"), (Family.PLACEMENT, "fcfs")):
+    for family, name in ((Family.BATCH, "fcfs"), (Family.ORDER, "auto")):
         with pytest.raises(ConfigError, match=f"{family.value} policy must be one of {kinds(family)[0]}.*got '{name}'"):
             build_of(family, name, {})
     with pytest.raises(ConfigError, match="memory_aware.*kind"):

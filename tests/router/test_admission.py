@@ -3,7 +3,8 @@ import math
 import pytest
 
 from policies.errors import ConfigError
-from router.admission import ClassLimits, Door, Tenant
+from policies.router.admission import ClassLimits
+from router.admission import Door, Tenant
 
 
 def test_a_class_without_limits_of_its_own_has_the_defaults() -> None:

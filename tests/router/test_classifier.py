@@ -222,7 +222,7 @@ async def test_buckets_that_one_router_found_are_in_force_for_all_and_move_what_
         await each.exchange(store, time.monotonic())
     assert busy.bucket_edges == idle.bucket_edges == (0.0, 305.0, math.inf)
     assert [idle.ticket(size(tokens), "fast", "b", 0.0).ticket.bucket for tokens in (304, 305)] == [0, 1]
-    assert (waits.bucket, store._places["x"].ticket.bucket) == (0, 1)
+    assert (waits.bucket, store.dispatcher.places["x"].ticket.bucket) == (0, 1)
 
 
 async def test_buckets_of_algorithm_1_are_in_force_for_all_and_the_longest_prompts_are_in_the_last() -> None:
@@ -283,7 +283,7 @@ async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: I
     await store.register_replica(info, slots=1)
     seen = []
     for _ in range(4):
-        (running,) = [name for name, place in store._places.items() if place.replica_id]
+        (running,) = [name for name, place in store.dispatcher.places.items() if place.replica_id]
         seen.append(int(running))
         await store.release("r", [running])
     assert seen == [7, *started]

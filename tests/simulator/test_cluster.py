@@ -64,7 +64,7 @@ def small(batch: str, **changes: Any) -> ClusterConfig:
     kind, batch_settings = BATCHES[batch]
     bins = MultiBinConfig(bins=3, refit_every=16)
     router = RouterConfig(class_by_bin=True)
-    given = {"replicas": 2, "order": "deadline", "bins": bins, "router": router, **changes}
+    given = {"replicas": 2, "bins": bins, "router": router, **changes}
     return ClusterConfig(times=TIMES, engine=SMALL, batch=kind, batch_settings=batch_settings, **given)
 
 
@@ -99,7 +99,7 @@ def test_offline_work_waits_for_idle_capacity_and_starts_by_prompt_length(order:
     rng = np.random.default_rng(0)
     drawn = synthetic("drawn", length_law("uniform:1:400"), length_law("constant:20"), 120, rng)
     both = replace(drawn, arrival_s=np.zeros(120), slo_class=("chat", "nightly") * 60)
-    router = RouterConfig(fills_idle={"nightly": order}, promises=True)
+    router = RouterConfig(fills_idle={"nightly": order})
     engine = EngineConfig(slots=4, total_blocks=4000, ordered=True)
     targets = {"chat": (1e6, 1.0), "nightly": (600.0, 1.0)}
     result = run(ClusterConfig(times=TIMES, engine=engine, router=router, promises=targets), both)
@@ -410,7 +410,7 @@ def test_what_a_replica_could_not_read_soon_waits_in_the_router() -> None:
                 return events
 
         auto = small("auto")
-        router = RouterConfig(credit_s=credit_s, promises=True)
+        router = RouterConfig(credit_s=credit_s)
         config = replace(auto, router=router, promises={"*": (1e3, math.inf)}, engine=replace(SMALL, ordered=True))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(cluster, "Engine", Watched)
@@ -503,7 +503,6 @@ def test_batches_go_to_the_replicas_of_their_class() -> None:
     ("router", "says"),
     [
         ({"batches": GangConfig(max_wait_s=math.inf)}, "max_wait_s must be finite"),
-        ({"batches": GangConfig(), "promises": True}, "of single requests"),
         ({"batches": GangConfig(), "credit_lookahead": None}, "of single requests"),
     ],
 )

@@ -16,7 +16,6 @@ from deployments.config.application import AppConfig
 from deployments.config.scheduler import SchedulerSettings
 from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
-from policies.router.order import DeadlineConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner, plots
 from simulator.cluster import run as simulated
@@ -168,8 +167,8 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
     profile = engine_profile("Llama-3.1-8B@l40s")
     simulated = system("sluice", profile, EngineConfig(), 1, targets)
-    order = DeadlineConfig(**simulated.order_settings)
-    assert order.class_targets_s == {name: promise.ttft_s for name, promise in live.promises().items()}
+    promised = {name: (promise.ttft_s, promise.tpot_s) for name, promise in live.promises().items()}
+    assert (simulated.order, simulated.promises) == (live.order.policy, promised)
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
     told = AutoConfig(**simulated.batch_settings)

@@ -1,7 +1,7 @@
 import pytest
 
 from policies.router.order import Band, banded
-from policies.router.turns import FORGOTTEN_S, band_of, halved
+from policies.router.turns import FORGOTTEN_S, HALF_LIFE_S, Turns, band_of
 
 
 @pytest.mark.parametrize("band", list(Band))
@@ -16,4 +16,11 @@ def test_in_an_order_without_bands_nobody_takes_turns() -> None:
 
 
 def test_what_is_next_to_nothing_is_forgotten() -> None:
-    assert halved({"a": 3.0, "b": 2 * FORGOTTEN_S, "c": 1.9 * FORGOTTEN_S, "d": 0.0}) == {"a": 1.5, "b": FORGOTTEN_S}
+    turns = Turns()
+    turns.note_time(0.0)
+    for key, work_s in {"a": 3.0, "b": 2 * FORGOTTEN_S, "c": 1.9 * FORGOTTEN_S, "": 9.0}.items():
+        turns.started(key, work_s)
+    turns.note_time(HALF_LIFE_S - 0.1)
+    assert turns.served_s["a"] == 3.0
+    turns.note_time(HALF_LIFE_S)
+    assert turns.served_s == {"a": 1.5, "b": FORGOTTEN_S}
