@@ -139,16 +139,6 @@ class Engine:
         return len(waiting) - waiting.in_time
 
     @property
-    def unread_tokens(self) -> int:
-        """Unread tokens of prompts in progress and of all that wait."""
-        return self._batch.unread_tokens + sum(one.unread_tokens for one in self._scheduler.waiting)
-
-    @property
-    def unread_prompts(self) -> int:
-        """Prompts in progress, and all that wait."""
-        return len(self._batch.prefilling_rows()) + len(self._scheduler.waiting)
-
-    @property
     def in_time_tokens(self) -> int:
         """Unread tokens of prompts in progress and of those that wait and are not late."""
         return self._batch.unread_tokens + self._scheduler.waiting.in_time_tokens
