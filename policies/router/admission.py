@@ -171,7 +171,7 @@ class Allowances:
         """What each quota owes once `spend` has taken it; the refusal of the first that does not allow it."""
         spent: dict[str, Spent] = {}
         for quota in quotas:
-            rested = self._rested(quota.name, now_s)
+            rested = self.rested(quota.name, now_s)
             spent[quota.name], late_s = spend(quota, rested)
             if late_s > 0.0:
                 self._spent[quota.name] = rested
@@ -183,9 +183,10 @@ class Allowances:
 
     def settle(self, settlements: Iterable[Settlement], now_s: float) -> None:
         for settlement in settlements:
-            self._spent[settlement.name] = settle(settlement, self._rested(settlement.name, now_s))
+            self._spent[settlement.name] = settle(settlement, self.rested(settlement.name, now_s))
 
-    def _rested(self, name: str, now_s: float) -> Spent:
+    def rested(self, name: str, now_s: float) -> Spent:
+        """What is owed of a quota by now."""
         return self._spent.get(name, Spent()).rested(now_s)
 
 

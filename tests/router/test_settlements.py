@@ -31,7 +31,7 @@ class Unreliable(MemoryStateStore):
             raise StateStoreError("its reply was lost")
 
     def owed(self, name: str = "tokens_per_minute of t") -> float:
-        return self._rested(name).owed_s  # at a token a second
+        return self._allowances.rested(name, self._now()).owed_s  # at a token a second
 
 
 def settlements() -> tuple[Settlements, Unreliable]:
