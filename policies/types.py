@@ -83,6 +83,17 @@ class RequestView(NamedTuple):
         return max(0, self.prompt_tokens + self.output_tokens - self.cached_tokens)
 
 
+# What a column holds of a request of which it says nothing.
+_UNSAID: dict[str, int | float] = {
+    "prefill_tokens_left": 0,
+    "class_index": 0,
+    "predicted_output_tokens": np.nan,
+    "deadline_s": inf,
+    "first_token_s": np.nan,
+    "tpot_s": inf,
+}
+
+
 @dataclass(frozen=True, eq=False)
 class RunningRequests:
     """The running batch as arrays of one length n; row i is one request, in the driver's order.
@@ -108,41 +119,20 @@ class RunningRequests:
     tpot_s: FloatArray
 
     @classmethod
-    def of(
-        cls,
-        *,
-        prompt_tokens: ArrayLike,
-        output_tokens: ArrayLike,
-        prefill_tokens_left: ArrayLike | None = None,
-        class_index: ArrayLike | None = None,
-        predicted_output_tokens: ArrayLike | None = None,
-        deadline_s: ArrayLike | None = None,
-        first_token_s: ArrayLike | None = None,
-        tpot_s: ArrayLike | None = None,
-    ) -> Self:
+    def of(cls, *, prompt_tokens: ArrayLike, output_tokens: ArrayLike, **others: ArrayLike) -> Self:
         """Build from any sequences, with the shapes checked; drivers that own buffers call the constructor instead.
 
+        Without ``others`` all requests decode, are of class 0, and nothing is promised or predicted.
+
         Raises:
-            InputError: the arrays differ in length or are not one-dimensional.
+            InputError: the arrays differ in length or are not one-dimensional, or there is no such column.
         """
-        prompt = np.asarray(prompt_tokens, dtype=np.int64)
-
-        def counts(given: ArrayLike | None) -> IntArray:
-            return np.zeros(prompt.shape, dtype=np.int64) if given is None else np.asarray(given, dtype=np.int64)
-
-        def seconds(given: ArrayLike | None, missing: float) -> FloatArray:
-            return np.full(prompt.shape, missing) if given is None else np.asarray(given, dtype=np.float64)
-
-        made = cls(
-            prompt,
-            counts(output_tokens),
-            counts(prefill_tokens_left),
-            counts(class_index),
-            seconds(predicted_output_tokens, np.nan),
-            seconds(deadline_s, inf),
-            seconds(first_token_s, np.nan),
-            seconds(tpot_s, inf),
-        )
+        prompt, output = np.asarray(prompt_tokens, dtype=np.int64), np.asarray(output_tokens, dtype=np.int64)
+        if unknown := others.keys() - _UNSAID.keys():
+            raise InputError(f"running requests have no column {', '.join(sorted(unknown))}")
+        columns = {name: others.get(name, np.full(prompt.shape, value)) for name, value in _UNSAID.items()}
+        typed = {name: np.asarray(column, dtype=type(_UNSAID[name])) for name, column in columns.items()}
+        made = cls(prompt, output, **typed)
         shapes = {getattr(made, column.name).shape for column in fields(made)}
         if prompt.ndim != 1 or len(shapes) != 1:
             raise InputError(f"running arrays must share one shape (n,), got {sorted(shapes)}")

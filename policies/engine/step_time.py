@@ -52,21 +52,6 @@ _COLUMNS = {
 _SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2, "prefill_kv_s": 1e7}
 
 
-def seconds_per_token(form: StepCoefficients, *, decode_fraction: float, context_tokens: float) -> float:
-    """Marginal cost of a token in a large step, s: 003's beta(r) with the context made explicit.
-
-        beta(r) = prefill_s*(1-r) + (decode_s + kv_s*context)*r + interference_s*r*(1-r)
-
-    Raises:
-        InputError: decode_fraction is outside [0, 1].
-    """
-    r = decode_fraction
-    if not 0.0 <= r <= 1.0:
-        raise InputError(f"decode_fraction must be in [0, 1], got {r}")
-    decode_s = form.decode_s + form.kv_s * context_tokens
-    return form.prefill_s * (1.0 - r) + decode_s * r + form.interference_s * r * (1.0 - r)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeConfig:
     """How step times are learned.

@@ -93,27 +93,17 @@ def throughput_uniform(k: int, batch_size: int, l_min: float, l_max: float) -> f
 def min_bins_uniform(epsilon: float, batch_size: int, l_min: float, l_max: float) -> int:
     """Fewest bins whose throughput is at least c_max - epsilon (Theorem 4.3, equation 6); at least 1.
 
+        k = ceil((1 - d) / d * (E[max] - E[l]) / E[l]),  d = epsilon / c_max
+
     epsilon is absolute, in requests per unit of service time; c_max = B / E[l] (ERRATA 0.4).
 
     Raises:
         InputError: epsilon not > 0 (no finite number of bins reaches c_max), batch_size < 1, or a bad range.
     """
-    mean, _ = _uniform_moments(batch_size, l_min, l_max)
-    return min_bins_uniform_relative(epsilon * mean / batch_size, batch_size, l_min, l_max)
-
-
-def min_bins_uniform_relative(shortfall_fraction: float, batch_size: int, l_min: float, l_max: float) -> int:
-    """Fewest bins whose throughput is at least (1 - shortfall_fraction) * c_max; at least 1.
-
-        k = ceil((1 - d) / d * (E[max] - E[l]) / E[l])
-
-    Raises:
-        InputError: shortfall_fraction not > 0, batch_size < 1, or a bad range.
-    """
-    if not shortfall_fraction > 0.0:
-        raise InputError(f"the shortfall from the capacity must be positive, got {shortfall_fraction}")
+    if not epsilon > 0.0:
+        raise InputError(f"the shortfall from the capacity must be positive, got {epsilon}")
     mean, excess = _uniform_moments(batch_size, l_min, l_max)
-    bins = (1.0 / shortfall_fraction - 1.0) * excess / mean
+    bins = (batch_size / (epsilon * mean) - 1.0) * excess / mean
     return max(1, math.ceil(bins * (1.0 - ROUNDING)))
 
 

@@ -17,10 +17,9 @@ from policies.engine.phases import (
     WorkloadMeans,
     exclusive_throughput,
 )
-from policies.engine.step_time import seconds_per_token
 from policies.errors import InputError
 from policies.papers.memory_aware import memory_safe_batch_size
-from policies.types import StepTimes
+from policies.types import StepCoefficients, StepTimes
 
 
 def phase_threshold(overhead_ratio: float) -> float:
@@ -131,6 +130,21 @@ def max_batch_size_exclusive(
 def _peak_tokens(opening_tokens: float, hazard: float, zeta: float) -> float:
     at = min(max(0.0, 1.0 / hazard - opening_tokens), zeta / hazard)
     return exp(-hazard * at) * (opening_tokens + at)
+
+
+def seconds_per_token(form: StepCoefficients, *, decode_fraction: float, context_tokens: float) -> float:
+    """Marginal cost of a token in a large step, s: 003's beta(r) with the context made explicit.
+
+        beta(r) = prefill_s*(1-r) + (decode_s + kv_s*context)*r + interference_s*r*(1-r)
+
+    Raises:
+        InputError: decode_fraction is outside [0, 1].
+    """
+    r = decode_fraction
+    if not 0.0 <= r <= 1.0:
+        raise InputError(f"decode_fraction must be in [0, 1], got {r}")
+    decode_s = form.decode_s + form.kv_s * context_tokens
+    return form.prefill_s * (1.0 - r) + decode_s * r + form.interference_s * r * (1.0 - r)
 
 
 def mixed_throughput(times: StepTimes, means: WorkloadMeans, *, slots: float) -> float:

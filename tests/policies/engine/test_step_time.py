@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.engine.step_time import StepTimeConfig, StepTimeModel, seconds_per_token
-from policies.errors import ConfigError, InputError
+from policies.engine.step_time import StepTimeConfig, StepTimeModel
+from policies.errors import ConfigError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
 from tests.policies.states import result_of
 
@@ -127,9 +127,6 @@ class TestStepTimeModel:
         assert times is not None
         truth_s = TRUE.prefill.step_s(prefill_tokens=500)
         assert times.prefill.step_s(prefill_tokens=500) == pytest.approx(truth_s, rel=0.1)
-
-    def test_coefficients_alone_make_a_model(self) -> None:
-        assert StepTimeModel(StepTimeConfig(prior=TRUE)).times() == TRUE
 
     def test_a_prior_is_held_where_a_steady_load_says_nothing(self) -> None:
         model = StepTimeModel(StepTimeConfig(prior=TRUE))
@@ -259,30 +256,6 @@ def _see(
     read, kv = chunk_kv_tokens(chunk, computed), decodes * int(rng.integers(100, 3000))
     step_s = times.step_s(prefill_tokens=chunk, decode_requests=decodes, kv_tokens=kv, prefill_kv_tokens=read)
     model.observe(make_result(step_s * float(rng.lognormal(0, noise)), chunk, decodes, kv, read if sees else 0))
-
-
-class TestSecondsPerToken:
-    @given(r=st.floats(0, 1), tokens=st.integers(1, 10**6))
-    @settings(deadline=None)
-    def test_it_is_the_marginal_cost_of_a_large_step(self, r: float, tokens: int) -> None:
-        form, context = TRUE.mixed, 700.0
-        step_s = form.step_s(
-            prefill_tokens=(1 - r) * tokens, decode_requests=r * tokens, kv_tokens=r * tokens * context
-        )
-        marginal = seconds_per_token(form, decode_fraction=r, context_tokens=context)
-        assert (step_s - form.overhead_s) / tokens == pytest.approx(marginal, rel=1e-6)
-
-    def test_it_holds_a_published_quadratic_in_the_decode_share(self) -> None:
-        # EB+ calibration, Qwen3-8B on RTX PRO 6000 (weifang231/eb-vllm, Apache-2.0): a + b r + c r^2, s per token.
-        a, b, c = 6.29342675989941e-05, 0.00019689261661008702, 9.8989734316548e-06
-        form = StepCoefficients(overhead_s=0.0, prefill_s=a, decode_s=a + b + c, interference_s=-c)
-        for r in (0.0, 0.3, 0.5, 1.0):
-            found = seconds_per_token(form, decode_fraction=r, context_tokens=0.0)
-            assert found == pytest.approx(a + b * r + c * r * r)
-
-    def test_a_share_above_one_is_refused(self) -> None:
-        with pytest.raises(InputError):
-            seconds_per_token(TRUE.mixed, decode_fraction=1.1, context_tokens=0)
 
 
 def test_a_mixed_step_is_never_shorter_than_its_decodes_alone() -> None:

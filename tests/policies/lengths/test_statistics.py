@@ -46,10 +46,6 @@ class TestGrid:
         assert edges[-1] >= most
         assert np.all(np.diff(edges) >= 1)
 
-    def test_a_ratio_of_one_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="ratio"):
-            length_grid(100, ratio=1.0)
-
 
 def kaplan_meier(output_tokens: ArrayLike, censored_tokens: ArrayLike = ()) -> SurvivalLaw:
     """The product-limit law: a life table with a cell for each token."""
@@ -99,9 +95,6 @@ class TestKaplanMeier:
         assert kaplan_meier(done, running).survival(99.0) == pytest.approx(exp(-99 / 200), rel=0.03)
         assert kaplan_meier(done).survival(99.0) < 0.02
 
-    def test_no_completion_is_no_law(self) -> None:
-        assert life_table(GRID, np.array([5]), np.zeros(1, dtype=bool)).law() is None
-
 
 class TestSurvivalLaw:
     def test_a_geometric_law_forgets_its_age(self) -> None:
@@ -119,19 +112,8 @@ class TestSurvivalLaw:
         for fraction in (0.1, 0.5, 0.9, 0.9999):
             assert law.survival(law.quantile(fraction)) == pytest.approx(1 - fraction, rel=1e-6)
 
-    def test_stretching_by_nothing_is_refused(self) -> None:
-        with pytest.raises(InputError):
-            geometric_law(10).stretched(0)
-
 
 class TestLifeTable:
-    def test_coarse_cells_reproduce_a_geometric_law(self) -> None:
-        lengths = np.random.default_rng(1).geometric(1 / 300, 20_000)
-        law = table_of(lengths).law()
-        assert law is not None
-        ages = np.array([10, 50, 100, 300, 900])
-        assert law.survival(ages) == pytest.approx((1 - 1 / 300) ** ages, rel=0.05)
-
     @given(
         first=st.lists(st.integers(1, 4096), max_size=50),
         second=st.lists(st.integers(1, 4096), max_size=50),
@@ -154,14 +136,6 @@ class TestLifeTable:
         assert law is not None
         for edge in GRID[: np.searchsorted(GRID, lengths.max())]:
             assert law.survival(edge) == pytest.approx(np.mean(lengths > edge), abs=1e-6)
-
-    def test_tables_on_different_grids_do_not_add(self) -> None:
-        with pytest.raises(InputError):
-            table_of(np.array([5])) + table_of(np.array([5]), length_grid(100))
-
-    def test_the_constant_hazard_is_one_over_the_mean(self) -> None:
-        lengths = np.random.default_rng(2).geometric(1 / 150, 1000)
-        assert table_of(lengths).constant_hazard() == pytest.approx(1 / lengths.mean())
 
     def test_a_line_is_recovered_from_an_increasing_hazard(self) -> None:
         p0, eta = 0.002, 2e-5
@@ -243,11 +217,6 @@ class TestLengthStatistics:
         assert statistics.pooled_table([]).ended.sum() == 3
         assert statistics.table(1).constant_hazard() == pytest.approx(1 / 30)
 
-    def test_a_class_out_of_range_is_refused(self) -> None:
-        statistics = LengthStatistics(classes=2)
-        with pytest.raises(InputError, match="class_index"):
-            statistics.observe(step(finished(1, 10, 2)))
-
     def test_aborted_requests_only_say_that_they_would_have_been_longer(self) -> None:
         statistics = LengthStatistics()
         statistics.observe(step(FinishedRequest(prompt_tokens=1, output_tokens=50, aborted=True), finished(1, 100)))
@@ -281,3 +250,14 @@ class TestLengthStatistics:
         moments = replicas[0].sums().plus(replicas[1].sums()).moments()
         assert moments is not None
         assert (moments.requests, moments.mean_output_tokens) == (3, 30.0)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ratio"):
+        length_grid(100, ratio=1.0)
+    with pytest.raises(InputError, match="factor"):
+        geometric_law(10).stretched(0)
+    with pytest.raises(InputError, match="different grids"):
+        table_of(np.array([5])) + table_of(np.array([5]), length_grid(100))
+    with pytest.raises(InputError, match="class_index"):
+        LengthStatistics(classes=2).observe(step(finished(1, 10, 2)))

@@ -15,7 +15,6 @@ from policies.papers.bin_worth import (
     gang_throughput,
     latency_uniform,
     min_bins_uniform,
-    min_bins_uniform_relative,
     neighbour_error_matrix,
     throughput_uniform,
     throughput_uniform_with_errors,
@@ -31,12 +30,6 @@ def test_throughput_follows_theorem_4_2(k: int, requests_per_s: float) -> None:
     assert throughput_uniform(k, 128, 1.0, 20.0) == pytest.approx(requests_per_s, abs=5e-5)
 
 
-@pytest.mark.parametrize(("k", "service"), [(1, 19.853), (2, 15.176), (5, 12.371)])
-def test_service_time_falls_with_more_bins(k: int, service: float) -> None:
-    """ERRATA 0.1: as printed, equations 8 and 10 would give 1.147, 5.824 and 8.629."""
-    assert 128 / throughput_uniform(k, 128, 1.0, 20.0) == pytest.approx(service, abs=5e-4)
-
-
 def test_throughput_of_a_uniform_sample_matches_the_closed_form() -> None:
     for k in (1, 2, 5):
         sampled = gang_throughput(uniform_edges(k, 1.0, 20.0), UNIFORM, 128)
@@ -48,7 +41,7 @@ def test_five_bins_reach_85_percent_of_the_capacity_and_not_all_of_it() -> None:
     capacity = 128 / 10.5
     assert capacity == pytest.approx(12.190, abs=5e-4)
     assert throughput_uniform(5, 128, 1.0, 20.0) / capacity == pytest.approx(0.849, abs=5e-4)
-    assert [min_bins_uniform_relative(d, 128, 1.0, 20.0) for d in (0.10, 0.05, 0.01)] == [9, 17, 89]
+    assert [min_bins_uniform(d * capacity, 128, 1.0, 20.0) for d in (0.10, 0.05, 0.01)] == [9, 17, 89]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 64, 1000, 100_000])
@@ -67,10 +60,6 @@ def test_the_fewest_bins_reach_the_target_and_one_less_does_not(
     target = batch_size / ((l_min + l_max) / 2.0) - epsilon
     assert throughput_uniform(k, batch_size, l_min, l_max) >= target - 1e-6 * epsilon
     assert k == 1 or throughput_uniform(k - 1, batch_size, l_min, l_max) < target + 1e-6 * epsilon
-
-
-def test_a_shortfall_beyond_the_capacity_needs_one_bin() -> None:
-    assert min_bins_uniform(50.0, 128, 1.0, 20.0) == 1
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan])
@@ -121,16 +110,10 @@ def test_the_expected_maximum_of_a_die_thrown_twice_is_161_thirty_sixths() -> No
 def test_bins_weigh_with_their_own_batch_sizes() -> None:
     """ERRATA 0.11: 3 of 4 requests take 1 in batches of 2, 1 of 4 takes 10 in batches of 1: 4 / (3*1/2 + 1*10/1)."""
     assert gang_throughput([0.0, 5.0, np.inf], [1, 1, 1, 10], [2, 1]) == pytest.approx(4 / 11.5)
-
-
-def test_lengths_of_nothing_have_no_throughput() -> None:
-    with pytest.raises(InputError, match="longest must be positive"):
-        gang_throughput([0.0, np.inf], [0, 0], 4)
-
-
-def test_one_batch_size_per_bin_is_needed() -> None:
     with pytest.raises(InputError, match="one entry per bin"):
         gang_throughput([0.0, 5.0, np.inf], [1, 10], [2])
+    with pytest.raises(InputError, match="longest must be positive"):
+        gang_throughput([0.0, np.inf], [0, 0], 4)
 
 
 def test_a_second_bin_pays_from_the_load_that_lemma_5_1_gives() -> None:
@@ -139,6 +122,8 @@ def test_a_second_bin_pays_from_the_load_that_lemma_5_1_gives() -> None:
     assert bins_for_load(0.949, 8, UNIFORM) == 2
     assert bins_for_load(13.57, 128, UNIFORM) == 1
     assert bins_for_load(13.60, 128, UNIFORM) == 2
+    assert bins_for_load(100.0, 8, UNIFORM) > bins_for_load(100.0, 8, UNIFORM, max_bins=4) == 4
+    assert bins_for_load(100.0, 1, UNIFORM) == 1, "of batches of one"
 
 
 @given(st.floats(0.01, 500.0), st.integers(2, 64))
@@ -146,15 +131,6 @@ def test_no_other_number_of_bins_has_less_latency(arrival_rate: float, batch_siz
     k = bins_for_load(arrival_rate, batch_size, UNIFORM[::100])
     latencies = {n: latency_uniform(n, batch_size, 1.0, 20.0, arrival_rate) for n in (max(1, k - 1), k, k + 1)}
     assert latencies[k] <= min(latencies.values()) * (1 + 1e-3)
-
-
-def test_the_number_of_bins_can_be_capped() -> None:
-    assert bins_for_load(100.0, 8, UNIFORM) > 4
-    assert bins_for_load(100.0, 8, UNIFORM, max_bins=4) == 4
-
-
-def test_batches_of_one_need_no_bins() -> None:
-    assert bins_for_load(100.0, 1, UNIFORM) == 1
 
 
 @given(st.integers(1, 12), st.floats(0.0, 0.5))
@@ -168,6 +144,8 @@ def test_predicted_bins_stay_equiprobable_under_errors(k: int, error_probability
 
 def test_each_neighbour_gets_the_error_probability() -> None:
     assert neighbour_error_matrix(3, 0.25).tolist() == [[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]
+    with pytest.raises(InputError, match="error_probability"):
+        neighbour_error_matrix(3, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +166,3 @@ def test_throughput_under_errors_agrees_with_drawn_batches() -> None:
         longest.append((1.0 + 19.0 * (true + rng.random(true.shape)) / k).max(axis=1).mean())
     drawn = batch_size / float(np.mean(longest))
     assert throughput_uniform_with_errors(k, batch_size, 1.0, 20.0, 0.2) == pytest.approx(drawn, rel=2e-3)
-
-
-def test_a_chance_of_error_above_one_half_is_refused() -> None:
-    with pytest.raises(InputError, match="error_probability"):
-        neighbour_error_matrix(3, 0.6)

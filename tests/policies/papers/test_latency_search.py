@@ -118,16 +118,11 @@ def windows(mean: WindowMean, *samples: tuple[float, float, bool] | None) -> lis
     return ended
 
 
-def test_a_window_ends_with_the_means_of_its_samples() -> None:
-    first, closed, third = windows(WindowMean(2), (0.1, 10, True), (0.3, 20, True), (0.1, 10, True))
-    assert closed == LatencyWindow(latency_s=0.2, used=15, binding=True)
-    assert first is third is None
-
-
-def test_steps_without_a_sample_count_in_a_window() -> None:
-    assert windows(WindowMean(4), (0.1, 10, True), None, (0.3, 20, True), None)[3] == LatencyWindow(
-        latency_s=0.2, used=15, binding=True
-    )
+def test_a_window_ends_with_the_means_of_its_samples_of_whichever_steps() -> None:
+    closed = LatencyWindow(latency_s=0.2, used=15, binding=True)
+    samples = (0.1, 10, True), (0.3, 20, True)
+    assert windows(WindowMean(2), *samples, samples[0]) == [None, closed, None]
+    assert windows(WindowMean(4), samples[0], None, samples[1], None)[3] == closed
 
 
 def test_a_window_with_few_samples_goes_on_for_as_many_steps_more() -> None:
