@@ -31,6 +31,11 @@ STOP_TIMEOUT_S = 300.0
 EXACT = ("--dtype", "float32")
 
 
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    """A greedy chat of one message with the demo model, for the official client."""
+    return {"model": "sluice-demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **more}
+
+
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.process.ports import free_port
-from tests.integration.application import Sluice
+from tests.integration.application import Sluice, chat
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -24,12 +24,9 @@ async def test_all_parts_decide_together_and_every_request_is_answered(papers: S
 
         async def ask(number: int) -> int:
             text = f"Tell me {'a long story' if number % 2 else 'one word'} about river {number}. " * (1 + number % 3)
-            answer = await client.chat.completions.create(
-                model="sluice-demo",
-                messages=[{"role": "user", "content": text}],
-                max_tokens=200 if number % 2 else 10,
-                extra_headers={"X-Sluice-Class": ("interactive", "standard", "offline")[number % 3]},
-            )
+            headers = {"X-Sluice-Class": ("interactive", "standard", "offline")[number % 3]}
+            asked = chat(text, max_tokens=200 if number % 2 else 10, extra_headers=headers)
+            answer = await client.chat.completions.create(**asked)
             assert answer.usage is not None
             return answer.usage.completion_tokens
 

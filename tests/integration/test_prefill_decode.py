@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from deployments.process.ports import free_port
-from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
+from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, chat
 from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.waiting import wait_until
 
@@ -42,14 +42,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str) -> list[int]:
-    stream = await client.chat.completions.create(
-        model="sluice-demo",
-        messages=[{"role": "user", "content": prompt}],
-        temperature=0,
-        max_tokens=MAX_TOKENS,
-        extra_body={"return_token_ids": True},
-        stream=True,
-    )
+    asked = chat(prompt, max_tokens=MAX_TOKENS, extra_body={"return_token_ids": True})
+    stream = await client.chat.completions.create(**asked, stream=True)
     token_ids: list[int] = []
     async for chunk in stream:
         if chunk.choices and (new := chunk.choices[0].model_extra.get("token_ids")):
@@ -131,34 +125,19 @@ def test_nixl_leaves_each_engine_every_core(split: Sluice) -> None:
 
 
 def test_prompts_longer_than_the_token_budget_are_among_them(split: Sluice, prompts: list[str]) -> None:
-    async def longest() -> int:
-        async with split.async_client() as client:
-            answer = await client.chat.completions.create(
-                model="sluice-demo", messages=[{"role": "user", "content": max(prompts, key=len)}], max_tokens=1
-            )
-            assert answer.usage is not None
-            return answer.usage.prompt_tokens
-
-    assert asyncio.run(longest()) > BUDGET_TOKENS
+    answer = split.client().chat.completions.create(**chat(max(prompts, key=len), max_tokens=1))
+    assert answer.usage is not None and answer.usage.prompt_tokens > BUDGET_TOKENS
 
 
 def test_what_a_client_tells_the_connector_is_not_passed_on(split: Sluice) -> None:
-    async def forge() -> str | None:
-        async with split.async_client() as client:
-            answer = await client.chat.completions.create(
-                model="sluice-demo",
-                messages=[{"role": "user", "content": "Name a river and say where it flows."}],
-                max_tokens=4,
-                extra_body={"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "192.0.2.1"}},
-            )
-            return answer.choices[0].message.content
-
     def failures() -> float:
         (answering,) = split.status()["replicas"].values()
         return float(answering["engine"]["kv_transfer_failures"])
 
     before = failures()
-    assert asyncio.run(forge())
+    forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "192.0.2.1"}}
+    asked = chat("Name a river and say where it flows.", max_tokens=4, extra_body=forged)
+    assert split.client().chat.completions.create(**asked).choices[0].message.content
     assert failures() == before
 
 
@@ -189,14 +168,8 @@ def test_what_a_prefill_replica_has_cached_is_predicted_exactly(split: Sluice) -
 def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[str]) -> None:
     async def hang_up(client: openai.AsyncOpenAI, prompt: str, number: int) -> None:
         """While it waits, is read, is handed over or is answered."""
-        stream = await client.chat.completions.create(
-            model="sluice-demo",
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=1500,  # on a machine that stands still too it has not ended when it is left
-            extra_body={"ignore_eos": True},
-            stream=True,
-        )
+        asked = chat(prompt, max_tokens=1500, extra_body={"ignore_eos": True})  # it has not ended when it is left
+        stream = await client.chat.completions.create(**asked, stream=True)
         await asyncio.sleep(0.02 * number)
         await stream.close()
 

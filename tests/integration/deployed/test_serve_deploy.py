@@ -19,7 +19,7 @@ import yaml
 
 from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-from tests.integration.application import START_TIMEOUT_S, command_of
+from tests.integration.application import START_TIMEOUT_S, chat, command_of
 from tests.integration.ray_head import LOCAL, RayHead, answers
 from tests.integration.traffic import Traffic
 from tests.waiting import PATIENCE_S, wait_until
@@ -63,9 +63,7 @@ def deployed(head: RayHead, shipped: dict[str, Any], tmp_path_factory: pytest.Te
 def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: EmbeddedRedis) -> None:
     wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
     client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", timeout=START_TIMEOUT_S)
-    answer = client.chat.completions.create(
-        model="sluice-demo", messages=[{"role": "user", "content": "Name three rivers."}], max_tokens=8
-    )
+    answer = client.chat.completions.create(**chat("Name three rivers.", max_tokens=8))
     assert answer.usage is not None and answer.usage.completion_tokens > 0
     assert _redis_keys(redis) > 0, "the external Redis holds the shared state"
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,9 +17,18 @@ MODEL = "sluice-demo"
 USER = [{"role": "user", "content": "Name three facts about rivers."}]
 
 
+Ask = Callable[..., Any]
+
+
 @pytest.fixture(scope="module")
 def client(sluice: Sluice) -> openai.OpenAI:
     return sluice.client()
+
+
+@pytest.fixture(scope="module")
+def ask(client: openai.OpenAI) -> Ask:
+    """For a chat with these options."""
+    return lambda **options: client.chat.completions.create(model=MODEL, messages=USER, **options)
 
 
 def post(sluice: Sluice, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
@@ -33,11 +43,9 @@ def post(sluice: Sluice, path: str, body: bytes, headers: dict[str, str] | None 
         return error.code, error.headers, json.loads(error.read())
 
 
-def test_a_stream_of_chat_adds_up_to_the_answer_in_one_piece(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=32, temperature=0)
-    stream = client.chat.completions.create(
-        model=MODEL, messages=USER, max_tokens=32, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
+def test_a_stream_of_chat_adds_up_to_the_answer_in_one_piece(ask: Ask) -> None:
+    whole = ask(max_tokens=32, temperature=0)
+    stream = ask(max_tokens=32, temperature=0, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
@@ -49,30 +57,28 @@ def test_completions_answer_whole_and_streamed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 
-def test_an_answer_says_under_which_service_tier_it_was_served(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=4, service_tier="priority")
+def test_an_answer_says_under_which_service_tier_it_was_served(ask: Ask) -> None:
+    whole = ask(max_tokens=4, service_tier="priority")
     assert whole.service_tier == "priority"
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=USER,
+    stream = ask(
         max_tokens=4,
         service_tier="flex",
         stream=True,
         extra_headers={"x-slo-ttft-ms": "900"},
     )
     assert {chunk.service_tier for chunk in stream} == {"flex"}
-    assert client.chat.completions.create(model=MODEL, messages=USER, max_tokens=4).service_tier is None
+    assert ask(max_tokens=4).service_tier is None
 
 
-def test_two_choices_are_two_answers(client: openai.OpenAI) -> None:
+def test_two_choices_are_two_answers(ask: Ask) -> None:
     # Each is given a seed of its own, made from this one.
-    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=24, n=2, temperature=1.0, seed=1)
+    answer = ask(max_tokens=24, n=2, temperature=1.0, seed=1)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.content != answer.choices[1].message.content
 
 
-def test_logprobs_come_for_every_token(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=5, logprobs=True, top_logprobs=3)
+def test_logprobs_come_for_every_token(ask: Ask) -> None:
+    answer = ask(max_tokens=5, logprobs=True, top_logprobs=3)
     assert answer.usage is not None and answer.choices[0].logprobs is not None
     logprobs = answer.choices[0].logprobs.content
     assert logprobs is not None
@@ -80,7 +86,7 @@ def test_logprobs_come_for_every_token(client: openai.OpenAI) -> None:
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in logprobs)
 
 
-def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
+def test_a_json_schema_is_kept(ask: Ask) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -90,9 +96,7 @@ def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
         "required": ["name", "legs"],
         "additionalProperties": False,
     }
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=USER,
+    answer = ask(
         max_tokens=200,
         response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}},
     )
@@ -101,11 +105,11 @@ def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
     assert animal["legs"] in (2, 4, 6)
 
 
-def test_stop_strings_end_the_answer(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=40, temperature=0)
+def test_stop_strings_end_the_answer(ask: Ask) -> None:
+    whole = ask(max_tokens=40, temperature=0)
     text = whole.choices[0].message.content or ""
     stop = text[10:13]
-    cut = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=40, temperature=0, stop=[stop])
+    cut = ask(max_tokens=40, temperature=0, stop=[stop])
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].message.content == text[: text.index(stop)]
 
@@ -141,7 +145,7 @@ def test_every_router_knows_what_the_engines_have_cached(sluice: Sluice, client:
     wait_until(lambda: len(known()) == 2 and min(known()) == max(known()) >= 2, 60, "both routers know the same blocks")
 
 
-def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.OpenAI) -> None:
+def test_metrics_count_requests_of_both_routers(sluice: Sluice, ask: Ask) -> None:
     """Of a class that hardly another test uses: the page shows each other router as of that one's last heartbeat."""
 
     def requests() -> float:
@@ -149,9 +153,7 @@ def test_metrics_count_requests_of_both_routers(sluice: Sluice, client: openai.O
 
     before = requests()
     for _ in range(4):
-        client.chat.completions.create(
-            model=MODEL, messages=USER, max_tokens=2, extra_headers={"X-Sluice-Class": "interactive"}
-        )
+        ask(max_tokens=2, extra_headers={"X-Sluice-Class": "interactive"})
     wait_until(lambda: requests() == before + 4, 60, "four requests are counted")
 
     def names() -> set[str]:

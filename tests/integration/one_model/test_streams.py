@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.application import START_TIMEOUT_S, Sluice, alive
+from tests.integration.application import START_TIMEOUT_S, Sluice, alive, chat
 from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.integration.traced import check_resumed, resumed_trace
 from tests.otlp_receiver import Receiver
@@ -26,14 +26,9 @@ async def stream_one(
 ) -> tuple[str, str | None]:
     """Text and finish reason of one streamed greedy answer."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
-    stream = await client.chat.completions.create(
-        model="sluice-demo",
-        messages=[{"role": "user", "content": prompt}],
-        temperature=0,
-        max_tokens=MAX_TOKENS,
-        stream=True,
-        extra_headers={"X-Sluice-Class": slo_class, **trace},
-    )
+    headers = {"X-Sluice-Class": slo_class, **trace}
+    asked = chat(prompt, max_tokens=MAX_TOKENS, extra_headers=headers)
+    stream = await client.chat.completions.create(**asked, stream=True)
     text, reason = [], None
     async for chunk in stream:
         text.append(chunk.choices[0].delta.content or "")
@@ -74,13 +69,8 @@ def the_texts(plain_answers: list[dict[str, Any]]) -> list[set[str]]:
 
 async def answer_one(client: openai.AsyncOpenAI, prompt: str, slo_class: str) -> str:
     """Text of one greedy answer in one piece: many of them leave this process time for the requests that matter."""
-    answer = await client.chat.completions.create(
-        model="sluice-demo",
-        messages=[{"role": "user", "content": prompt}],
-        temperature=0,
-        max_tokens=MAX_TOKENS,
-        extra_headers={"X-Sluice-Class": slo_class},
-    )
+    asked = chat(prompt, max_tokens=MAX_TOKENS, extra_headers={"X-Sluice-Class": slo_class})
+    answer = await client.chat.completions.create(**asked)
     return answer.choices[0].message.content or ""
 
 
@@ -152,18 +142,9 @@ def test_greedy_token_ids_equal_those_of_plain_vllm(
 ) -> None:
     async def ask_all() -> list[list[int]]:
         async with sluice.async_client() as client:
-            answers = await asyncio.gather(
-                *(
-                    client.chat.completions.create(
-                        model="sluice-demo",
-                        messages=[{"role": "user", "content": prompt}],
-                        temperature=0,
-                        max_tokens=MAX_TOKENS,
-                        extra_body={"return_token_ids": True},
-                    )
-                    for prompt in prompts
-                )
-            )
+            more = {"max_tokens": MAX_TOKENS, "extra_body": {"return_token_ids": True}}
+            asked = (client.chat.completions.create(**chat(prompt, **more)) for prompt in prompts)
+            answers = await asyncio.gather(*asked)
             return [answer.choices[0].model_extra["token_ids"] for answer in answers]
 
     assert asyncio.run(ask_all()) == [answer["token_ids"] for answer in plain_answers]
