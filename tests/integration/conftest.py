@@ -16,7 +16,6 @@ from deployments.config.model import DEMO_MODEL
 from deployments.process.ports import free_port
 from deployments.process.vllm_env import cpu_env
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice
-from tests.integration.traced import traced_env
 from tests.otlp_receiver import Receiver, receiving
 from tests.waiting import wait_until
 
@@ -70,7 +69,8 @@ def sluice(
     request: pytest.FixtureRequest, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model, batches and traces: for all of `one_model`."""
-    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS, env=traced_env(receiver)) as application:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.target, "OTEL_BSP_SCHEDULE_DELAY": "200"}  # they are sent soon
+    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS, env=env) as application:
         application.wait_until_ready()
         if any("plain_answers" in getattr(item, "fixturenames", ()) for item in request.session.items):
             request.getfixturevalue("plain_vllm")  # answers while tests run that need no answers of its yet

@@ -49,11 +49,6 @@ def test_a_wrong_line_is_named_with_its_number(wrong: bytes, code: str, param: s
     assert (error.code, error.line, error.param) == (code, 3, param)
 
 
-def test_a_line_that_is_too_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
-    assert [error.code for error in found(line(custom_id="a" * 200))] == ["line_too_long"]
-
-
 def test_a_whole_input_tells_its_requests_its_last_line_and_its_model() -> None:
     whole = validated([line("a"), b"\n", line("b")], CHAT, MODELS, 100)
     assert (whole.total, whole.last, whole.model, whole.errors) == (2, 3, "m", [])
@@ -65,20 +60,24 @@ def test_an_id_that_comes_again_is_named_with_the_line_that_has_it_already() -> 
     assert "line 1" in repeated[0].message
 
 
-def test_all_lines_ask_one_model() -> None:
-    (error,) = found(line("a"), line("b", body={"model": "other"}))
-    assert (error.code, error.line, error.param) == ("mismatched_model", 2, "body.model")
-
-
-def test_a_model_that_is_not_served_is_named_with_those_that_are() -> None:
-    (error,) = found(line("a", body={"model": "gone"}))
-    assert (error.code, error.line) == ("model_not_found", 1)
-    assert "'gone'; there are m, other" in error.message
-
-
-def test_nothing_and_too_much_are_no_batches() -> None:
-    assert [error.code for error in found(b"\n")] == ["empty_file"]
-    assert [error.code for error in found(line("a"), line("b"), line("c"), max_lines=2)] == ["too_many_lines"]
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([line("a"), line("b", body={"model": "other"})], ("mismatched_model", 2, "body.model")),
+        ([line("a", body={"model": "gone"})], ("model_not_found", 1, "body.model")),
+        ([b"\n"], ("empty_file", None, None)),
+        ([line(each) for each in "abcd"], ("too_many_lines", None, None)),
+        ([line("a" * 200)], ("line_too_long", 1, None)),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+)
+def test_what_is_no_batch_is_named(
+    lines: list[bytes], error: tuple[str, int | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 150)
+    (told,) = found(*lines, max_lines=3)
+    assert (told.code, told.line, told.param) == error
+    assert told.code != "model_not_found" or "'gone'; there are m, other" in told.message
 
 
 def test_no_more_errors_are_told_than_are_of_use() -> None:

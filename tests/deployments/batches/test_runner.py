@@ -160,24 +160,16 @@ async def test_of_many_open_batches_the_oldest_are_shown(folder: Folder, monkeyp
 
 
 async def test_what_a_model_refuses_stands_in_the_errors_with_its_status(folder: Folder) -> None:
-    def refuses_some(prompt: str) -> Reply:
-        return Reply(400, b'{"error": {"message": "no"}}') if prompt < "010" else answer(prompt)
-
+    refusals = {"000": Reply(400, b'{"error": {"message": "no"}}'), "001": Reply(404, b"Not\nFound")}
     record = folder.batch(lines(IDS))
-    async with running(folder, Routers(refuses_some)):
+    async with running(folder, Routers(lambda prompt: refusals.get(prompt) or answer(prompt))):
         shown = await folder.ends(record)
-    assert shown["request_counts"] == {"total": 100, "completed": 90, "failed": 10}
-    errors = folder.output(record, "error")
-    assert ids(errors) == IDS[:10]
-    assert errors[0]["response"]["status_code"] == 400
-    assert errors[0]["response"]["body"] == {"error": {"message": "no"}}
-
-
-async def test_an_answer_that_is_no_json_is_kept_as_text(folder: Folder) -> None:
-    record = folder.batch(lines(["a"]))
-    async with running(folder, Routers(lambda _: Reply(404, b"Not\nFound"))):
-        await folder.ends(record)
-    assert folder.output(record, "error")[0]["response"]["body"] == "Not\nFound"
+    assert shown["request_counts"] == {"total": 100, "completed": 98, "failed": 2}
+    errors = {each["custom_id"]: each["response"] for each in folder.output(record, "error")}
+    assert {name: (each["status_code"], each["body"]) for name, each in errors.items()} == {
+        "000": (400, {"error": {"message": "no"}}),
+        "001": (404, "Not\nFound"),  # no JSON: as text
+    }
 
 
 async def test_a_wrong_input_fails_with_the_numbers_of_its_lines(folder: Folder) -> None:

@@ -80,10 +80,7 @@ def test_a_batch_that_was_cancelled_says_when_and_once(batches: Batches) -> None
 
 def test_a_batch_that_failed_tells_its_errors(batches: Batches) -> None:
     record = made(batches)
-    error = LineError("invalid_method", "method must be POST", 3, "method")
-    batches.log(record).append(Progress(status="failed", errors=(error,), ended_at=7), [])
+    error = {"code": "invalid_method", "message": "method must be POST", "line": 3, "param": "method"}
+    batches.log(record).append(Progress(status="failed", errors=(LineError(**error),), ended_at=7), [])
     shown = batches.as_openai(record)
-    assert shown["failed_at"] == 7
-    assert shown["errors"]["data"] == [
-        {"code": "invalid_method", "message": "method must be POST", "line": 3, "param": "method"}
-    ]
+    assert (shown["failed_at"], shown["errors"]["data"]) == (7, [error])

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -263,3 +264,19 @@ def test_a_reader_that_has_enough_ends_a_listing_without_a_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_arguments_that_vllm_refuses_end_the_command_before_ray_starts(
+    file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    def refuse(models: Iterable[AppConfig]) -> None:
+        (model,) = models
+        raise ConfigError(f"vllm_args: {model.vllm_args}")
+
+    monkeypatch.setattr(one_machine, "prepare", lambda *_: tmp_path)
+    monkeypatch.setattr(one_machine, "running", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(cli, "check_args", refuse)
+    given = ["--config", file({"vllm_args": ["--odd"]})] if by_file else ["--", "--odd"]
+    with pytest.raises(SystemExit, match=r"^sluice: vllm_args: \('--odd',\)$"):
+        cli.main(["serve", *given])

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,23 @@ CLASSES = ("interactive", "offline")
 
 def ring(file: Path | None = None, **source: Any) -> KeyRing:
     return key_ring(CLASSES, file=file, **source)
+
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """`sluice keys` on an application in Redis; returns what it printed."""
+    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
+
+    def run(*argv: str) -> str:
+        cli.main(["keys", *argv, "--application", namespace])
+        return capsys.readouterr().out.strip()
+
+    return run
 
 
 def written(path: Path, *entries: dict[str, Any]) -> Path:
@@ -143,25 +161,17 @@ def test_the_command_prints_a_key_and_an_entry_that_fits_it(capsys: pytest.Captu
 
 
 async def test_keys_in_redis_are_made_listed_used_and_removed(
-    redis_url: str,
-    namespace: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    redis_url: str, namespace: str, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
-    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
-    key = capsys.readouterr().out.strip()
-    cli.main(["keys", "list", "--application", namespace])
-    assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
+    key = command("new", "--name", "a", "--store")
+    assert json.loads(command("list")) == {"name": "a", "sha256": digest(key)}
     client = connect(redis_url)
     keys = ring(client=client, application=namespace)
-    cli.main(["keys", "new", "--name", "b", "--classes", "ofline", "--store", "--application", namespace])
-    mistyped = capsys.readouterr().out.strip()
+    mistyped = command("new", "--name", "b", "--classes", "ofline", "--store")
     await keys.reload()
     assert keys.find(key) is not None and keys.find(mistyped) is None
     assert "the key 'b' names classes ['ofline']" in caplog.text
-    cli.main(["keys", "remove", "a", "--application", namespace])
+    command("remove", "a")
     await keys.reload()
     assert keys.find(key) is None
     await client.aclose()
@@ -186,16 +196,13 @@ async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
 
 
 async def test_a_malformed_key_in_redis_does_not_keep_others_from_being_listed_and_removed(
-    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    redis_url: str, namespace: str, command: Command
 ) -> None:
-    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
-    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
-    capsys.readouterr()
+    command("new", "--name", "a", "--store")
     client = connect(redis_url)
     await client.hset(redis_hash(namespace), mapping={"x": "{name: [", "y": b"\xff"})
-    cli.main(["keys", "list", "--application", namespace])
-    assert json.loads(capsys.readouterr().out)["name"] == "a"
-    cli.main(["keys", "remove", "a", "--application", namespace])
+    assert json.loads(command("list"))["name"] == "a"
+    command("remove", "a")
     assert set(await client.hkeys(redis_hash(namespace))) == {b"x", b"y"}
     await client.aclose()
 
@@ -208,17 +215,16 @@ def test_what_is_no_url_of_a_redis_is_an_error_in_words(monkeypatch: pytest.Monk
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
-async def test_a_redis_that_goes_away_between_two_calls_is_an_error_in_words(
-    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+def test_a_redis_that_goes_away_between_two_calls_is_an_error_in_words(
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: Any) -> None:
         raise redis.ConnectionError("broken")
 
-    monkeypatch.setenv("SLUICE_REDIS_URL", redis_url)
-    cli.main(["keys", "new", "--name", "a", "--store", "--application", namespace])
+    command("new", "--name", "a", "--store")
     monkeypatch.setattr(redis.Redis, "hdel", away)
     with pytest.raises(SystemExit, match="Redis: broken"):
-        cli.main(["keys", "remove", "a", "--application", namespace])
+        command("remove", "a")
 
 
 def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,25 +236,18 @@ def test_a_redis_that_is_not_there_is_an_error_in_words(monkeypatch: pytest.Monk
         cli.main(["keys", "list"])
 
 
-async def test_a_redis_that_does_not_answer_leaves_the_keys_as_they_are() -> None:
-    client = connect("redis://127.0.0.1:1/0")
-    keys = ring(client=client)
-    with pytest.raises(StateStoreError):
-        await keys.reload()
-    await client.aclose()
-
-
-async def test_a_connection_that_broke_a_moment_ago_leaves_the_keys_as_they_are(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_a_redis_that_does_not_answer_or_has_just_broken_off_is_told(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
     async def write(name: str) -> None:  # as uvloop refuses it
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-    client = connect(redis_url)
-    monkeypatch.setattr(client, "hvals", write)
-    keys = ring(client=client)
-    with pytest.raises(StateStoreError, match="keys in Redis: unable to perform"):
-        await keys.reload()
+    client = connect("redis://127.0.0.1:1/0")
+    if breaks:
+        monkeypatch.setattr(client, "hvals", write)
+    with pytest.raises(StateStoreError, match="keys in Redis: " + breaks * "unable to perform"):
+        await ring(client=client).reload()
     await client.aclose()
 
 

@@ -100,24 +100,6 @@ def test_unknown_keys_are_refused_with_their_path(deployed: str, head: RayHead) 
     assert "engine.replicaz" in wrong()["message"]
 
 
-def test_a_killed_controller_stops_no_replica(deployed: str, head: RayHead) -> None:
-    def serving() -> dict[str, int]:
-        return head.serving("sluice")
-
-    before = wait_until(serving, START_TIMEOUT_S, "all replicas run")
-    assert len(before) == 2
-    (controller,) = controllers()
-    controller.kill()
-    wait_until(lambda: controllers() not in ([], [controller]), START_TIMEOUT_S, "another controller has come")
-    assert wait_until(serving, START_TIMEOUT_S, "all replicas run") == before
-    assert answers(f"{deployed}/health")
-
-
-def controllers() -> list[psutil.Process]:
-    ours = psutil.Process().children(recursive=True)
-    return [process for process in ours if any("ServeController" in part for part in command_of(process))]
-
-
 @dataclasses.dataclass(frozen=True)
 class Running:
     """What runs, redeployed with the same `args`, as `serve deploy` does it."""

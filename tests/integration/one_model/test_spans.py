@@ -1,4 +1,4 @@
-"""Traces of a whole application, as a receiver of OTLP gets them; test_streams.py has that of a resumed stream."""
+"""Traces of a whole application, as a receiver of OTLP gets them."""
 
 import json
 import urllib.request
