@@ -19,7 +19,7 @@ from bench.servers import ENGINE_ARGUMENTS, Server, sluice
 from bench.session import turns
 from bench.summary import Spread, paired_ratios
 from bench.workload import LoadConfig
-from deployments.command.one_machine import keep_to
+from deployments.command.cores import keep_to
 from deployments.process.environment import cores_beside_engines
 from deployments.process.ports import free_port
 

@@ -18,6 +18,7 @@ from deployments.command import env as env_command
 from deployments.command import keys as keys_command
 from deployments.command import status as status_command
 from deployments.command.args_check import check_args
+from deployments.command.claims import port_number
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig, checked
@@ -64,9 +65,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--host", default="127.0.0.1", help="address to serve on, of IPv4 or IPv6 (default: %(default)s)"
     )
-    serving.add_argument(
-        "--port", type=one_machine.port_number, default=8000, help="port to serve on (default: %(default)s)"
-    )
+    serving.add_argument("--port", type=port_number, default=8000, help="port to serve on (default: %(default)s)")
     serving.add_argument("--engine-replicas", type=int, help="engines to run (default: 2 on CPUs, 1 on GPUs)")
     serving.add_argument("--router-replicas", type=int, help="front ends to run (default: 1)")
     serving.add_argument(

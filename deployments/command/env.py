@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from deployments.command.one_machine import check_address, own_folder, port_number
+from deployments.command.claims import check_address, own_folder, port_number
 from deployments.process.environment import (
     HAPROXY,
     MAX_CONNECTIONS,

@@ -1,14 +1,9 @@
 """`sluice serve`: the whole application on this machine, from nothing to ready, and back to nothing."""
 
-import argparse
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -17,114 +12,19 @@ from pathlib import Path
 
 import psutil
 
+from deployments.command.claims import check_address, fresh_run_dir
+from deployments.command.cores import engines_undisturbed
 from deployments.command.ray_start import start_ray
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
-from deployments.process.environment import START_S, cores_beside_engines, one_machine_env, serve_env
+from deployments.process.environment import START_S, one_machine_env, serve_env
 from deployments.process.ports import address
 from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 
 ENDING_S = 5.0  # for Ray's processes to end by themselves
 ANSWER_S = 30.0  # a router that starves beside others answers late, and asking anew makes it later
-# A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
-# "/admin.sock.1234567.tmp".
-MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
-VLLM_TITLE = "VLLM::"  # the titles of vLLM's engine cores and workers begin with it
 STAGES = "stages"  # the file in which processes tell what they do while they start
-
-
-def port_number(text: str) -> int:
-    """The type of an option. Raises argparse.ArgumentTypeError."""
-    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
-    return int(text)
-
-
-def check_address(host: str, port: int) -> str:
-    """Returns the host as a number, of IPv4 or IPv6.
-
-    Raises:
-        ApplicationStartError: this machine has no such address, or something listens there already; that is named
-            where the system tells.
-    """
-    try:
-        (family, _, _, _, found), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ApplicationStartError(
-            f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?"
-        ) from error
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(found)
-        except OSError as error:
-            raise ApplicationStartError(
-                f"cannot serve on {address(host, port)}: {error.strerror}{_holder(port)}. "
-                "Is Sluice running there already? Stop it, or choose another address with --port."
-            ) from error
-    return str(found[0])
-
-
-def _holder(port: int) -> str:
-    with contextlib.suppress(psutil.Error):  # seeing other users' sockets takes rights that we may not have
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                return f" (by {psutil.Process(connection.pid).name()}, pid {connection.pid})"
-    return ""
-
-
-def fresh_run_dir(port: int) -> Path:
-    """A folder of this user and port, emptied: logs of the last run stay until the next one.
-
-    Raises:
-        ApplicationStartError: it is not ours, its path is too long for the sockets that Ray Serve puts there, or
-            another process that called this for the port lives.
-    """
-    run_dir = own_folder(f"sluice-{os.getuid():x}-{port}")
-    _claim(run_dir)
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(mode=0o700)
-    return run_dir
-
-
-def own_folder(name: str) -> Path:
-    """The path of a temporary folder of this user's, which may be there or not.
-
-    Raises:
-        ApplicationStartError: it is not ours, or its path is too long for the sockets that Ray Serve puts there.
-    """
-    folder = Path(tempfile.gettempdir(), name)
-    if len(str(folder)) > MAX_RUN_DIR_CHARS:
-        raise ApplicationStartError(
-            f"{folder} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
-        )
-    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
-        raise ApplicationStartError(f"{folder} belongs to somebody else: remove it, or set TMPDIR to another folder")
-    return folder
-
-
-def _claim(run_dir: Path) -> None:
-    """Claim the folder for the life of this process, by a lock that the kernel releases and that no child inherits.
-
-    An address in use is not enough: while Sluice starts it listens nowhere, and afterwards on one of several hosts.
-
-    Raises:
-        ApplicationStartError: another process holds it, or its file is not ours.
-    """
-    file = run_dir.with_name(f"{run_dir.name}.lock")
-    try:
-        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ApplicationStartError(f"{file}: {error.strerror}. Remove it, or set TMPDIR to another folder") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise ApplicationStartError(
-            f"Sluice is running there already, or starting: its files are in {run_dir}. "
-            "Stop it, or choose another port with --port."
-        ) from error
 
 
 def prepare(host: str, port: int) -> Path:
@@ -163,7 +63,7 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stag
         url = f"http://{address(host, port)}"
         stages.begin(f"waiting for the first answer of {url}/health")
         _wait_until_healthy(url)
-        with _engines_undisturbed(config):
+        with engines_undisturbed(config):
             yield url
 
 
@@ -293,35 +193,6 @@ def _wait_until_healthy(url: str) -> None:
         if time.monotonic() > give_up_s:
             raise ApplicationStartError(f"{url}/health does not answer as it should: {why}")
         time.sleep(0.2)
-
-
-@contextlib.contextmanager
-def _engines_undisturbed(config: AppConfig) -> Iterator[None]:
-    """For the time of the block, everything else keeps off one core for each engine that was started.
-
-    This is for vLLM's engines on CPUs; the Transformers engine computes in its replica. While the application starts
-    or ends, it uses every core. Later processes inherit their parents' cores, but engines take all (`take_all_cores`).
-    """
-    cores, models, here = os.sched_getaffinity(0), config.each_model(), psutil.Process()
-    if any(each.engine.num_gpus or each.engine.kind != "vllm" for each in models):
-        yield
-        return
-    try:
-        beside = cores_beside_engines(cores, sum(each.engine_replicas for each in models))
-        keep_to(beside, (here, *here.children(recursive=True)))
-        yield
-    finally:
-        keep_to(cores, (here, *here.children(recursive=True)))
-
-
-def keep_to(cores: set[int], processes: Iterable[psutil.Process]) -> None:
-    """Move the processes that are no engines to these cores, thread by thread: each thread has cores of its own."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if not " ".join(process.cmdline()).startswith(VLLM_TITLE):
-                for thread in process.threads():
-                    with contextlib.suppress(OSError):  # it too, or it may not be moved
-                        os.sched_setaffinity(thread.id, cores)
 
 
 def say(line: str) -> None:

@@ -21,16 +21,9 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deployments.app import ROUTER_QUEUE, _engine_deployment, _groups, _router_deployment
 from deployments.command import one_machine
-from deployments.command.one_machine import (
-    VLLM_TITLE,
-    _check_resources,
-    _engines_undisturbed,
-    _wait_until_healthy,
-    check_address,
-    end,
-    fresh_run_dir,
-    running,
-)
+from deployments.command.claims import check_address, fresh_run_dir
+from deployments.command.cores import VLLM_TITLE, engines_undisturbed
+from deployments.command.one_machine import _check_resources, _wait_until_healthy, end, running
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
 from deployments.config.router import RouterSection
@@ -84,7 +77,7 @@ listen stats
 # Takes the folder of a port, leaves a process of its own behind, prints the pid of that, and waits to be killed.
 HOLDER = """
 import subprocess, sys, time
-from deployments.command.one_machine import fresh_run_dir
+from deployments.command.claims import fresh_run_dir
 from policies.errors import ApplicationStartError
 try:
     run_dir = fresh_run_dir(int(sys.argv[1]))
@@ -409,7 +402,7 @@ def test_everything_but_the_engine_keeps_off_a_core_while_the_application_serves
     ):
         everything = (os.getpid(), other.pid, engine.pid)
         try:
-            with _engines_undisturbed(AppConfig(model="m")):
+            with engines_undisturbed(AppConfig(model="m")):
                 beside = cores_beside_engines(cores, 1)
                 assert [os.sched_getaffinity(pid) for pid in everything] == [beside, beside, cores]
             assert [os.sched_getaffinity(pid) for pid in everything] == [cores] * 3
@@ -436,5 +429,5 @@ def test_an_engine_that_comes_later_takes_all_cores(monkeypatch: pytest.MonkeyPa
 def test_with_engines_on_gpus_or_in_the_replica_itself_everything_may_run_anywhere() -> None:
     cores = os.sched_getaffinity(0)
     for engine in ({"num_gpus": 1}, {"kind": "transformers"}):
-        with _engines_undisturbed(AppConfig.model_validate({"model": "m", "engine": engine})):
+        with engines_undisturbed(AppConfig.model_validate({"model": "m", "engine": engine})):
             assert os.sched_getaffinity(0) == cores

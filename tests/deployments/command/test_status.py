@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from deployments.command import cli
+from deployments.command import cli, status_tables
 from deployments.command import status as module
-from deployments.command.status import Looked, batch_rows, class_rows, number, percent, plain, seconds, short
+from deployments.command.status_tables import Looked, batch_rows, class_rows, number, percent, plain, seconds, short
 from tests.http_server import Asked, answering
 
 UNKNOWN = {"error": {"message": "this address needs an API key", "type": "Unauthorized", "param": None, "code": 401}}
@@ -145,5 +145,5 @@ def test_what_a_client_has_named_cannot_steer_the_terminal() -> None:
 
 def test_heads_are_those_of_the_page() -> None:
     page = (Path(module.__file__).parents[1] / "http/page/index.html").read_text()
-    for heads in (module.CLASSES, module.REPLICAS, module.RECENT):
+    for heads in (status_tables.CLASSES, status_tables.REPLICAS, status_tables.RECENT):
         assert json.dumps(heads, ensure_ascii=False) in page

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from deployments.command.one_machine import keep_to
+from deployments.command.cores import keep_to
 from tests.integration.application import START_TIMEOUT_S, Sluice
 from tests.integration.several_models.models import SCALED
 from tests.waiting import wait_until

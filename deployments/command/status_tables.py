@@ -1,0 +1,197 @@
+"""The tables of `sluice status`. Titles, heads and words are those of the page."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+SHOWN = 10  # requests, and batches
+NONE = "–"
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """The state of an application at one time.
+
+    Attributes:
+        status: the first model's, with those of the others under `more_models`.
+        metrics: (name, labels, value) of each of Sluice's samples.
+    """
+
+    status: Mapping[str, Any]
+    metrics: Sequence[tuple[str, Mapping[str, str], float]] = ()
+
+
+def tables(looked: Looked) -> "Group":
+    """To be printed by rich."""
+    from rich.console import Group
+
+    status = looked.status
+    shown: list[Any] = [
+        _head(looked),
+        _table("Classes", CLASSES, class_rows(looked), "no classes"),
+        _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
+        _table("Recent requests", RECENT, recent_rows(status), "none yet"),
+    ]
+    if "open_batches" in status:
+        found = status["open_batches"]
+        empty = "what runs batches does not answer now" if found is None else "none"
+        shown.append(_table("Batches in progress", BATCHES, batch_rows(found), empty))
+    return Group(*shown)
+
+
+CLASSES = ("class", "first token within", "a token within", "waiting", "requests", "in time", "called late", "refused")
+REPLICAS = ("replica", "model", "slots", "KV cache", "phase", "unread tokens", "slowness", "prefix hits", "now")
+RECENT = (
+    *("ended", "request", "class", "prompt", "predicted", "answer"),
+    *("waited", "first token", "replica", "", "outcome"),
+)
+BATCHES = ("batch", "model", "endpoint", "now", "done", "failed", "expected end", "window ends")
+
+
+def _table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    looks: Any = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
+    made = Table(title=f"\n{title}", pad_edge=False, show_edge=False, **looks)
+    for head in heads:
+        made.add_column(head)
+    for row in rows:
+        made.add_row(*map(plain, row))
+    if not made.row_count:
+        made.add_row(empty)
+    return made
+
+
+def _head(looked: Looked) -> str:
+    status, models = looked.status, _models(looked.status)
+    replicas = sum(len(each["replicas"]) for each in models)
+    built = next((labels for name, labels, _ in looked.metrics if name == "sluice_build_info"), {})
+    versions = ", ".join(f"{name} {built.get(key, '')}" for name, key in _BUILT)
+    names = ", ".join(plain(each["model"]) for each in models)
+    return f"{names} · {_several(replicas, 'replica')} · {_several(status['routers'], 'router')} · {versions}"
+
+
+_BUILT = (("Sluice", "version"), ("vLLM", "vllm"), ("Ray", "ray"))
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _models(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [status, *status.get("more_models", ())]
+
+
+def class_rows(looked: Looked) -> Iterator[Row]:
+    for name, promised in sorted(looked.status["classes"].items()):
+        waiting = sum(count for lane, count in looked.status["waiting"].items() if lane.rpartition(":")[0] == name)
+        ended = _total(looked, "sluice_slo_requests_total", name)
+        met = _total(looked, "sluice_slo_requests_total", name, ttft="met", tpot="met")
+        late, refused = (_total(looked, f"sluice_{what}_requests_total", name) for what in ("late", "refused"))
+        targets = (seconds(promised[key]) if promised[key] else "none" for key in ("ttft_s", "tpot_s"))
+        counts = (number(waiting), number(ended), percent(met / ended if ended else None), number(late))
+        yield (name, *targets, *counts, number(refused))
+
+
+def _total(looked: Looked, metric: str, slo_class: str, **labels: str) -> float:
+    wanted = {"slo_class": slo_class, **labels}.items()
+    return sum(value for name, found, value in looked.metrics if name == metric and wanted <= found.items())
+
+
+def replica_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    for each in _models(status):
+        for group, pool in (("", each), ("prefill ", each.get("prefill") or {"replicas": {}})):
+            for replica_id, load in pool["replicas"].items():
+                yield (replica_id, f"{group}{each['model']}", *_of_replica(load))
+
+
+def _of_replica(load: Mapping[str, Any]) -> Row:
+    engine = load["engine"]
+    blocks, asked = engine.get("total_blocks"), engine.get("prefix_cache_query_tokens")
+    used = 1 - engine["free_blocks"] / blocks if blocks else None
+    hits = engine["prefix_cache_hit_tokens"] / asked if asked else None
+    return (
+        f"{load['running']} of {load['slots']}",
+        percent(used),
+        engine.get("phase") or NONE,
+        number(load["unread_tokens"]),
+        f"×{number(load['slowness'], 2)}",
+        percent(hits),
+        load["now"],
+    )
+
+
+def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    for each in status.get("recent_requests", ())[:SHOWN]:
+        moved = f"moved {each['moves']}×" if each["moves"] else ""
+        recalled = f"recalled {each['recalls']}×" if each["recalls"] else ""
+        yield (
+            f"{datetime.fromtimestamp(each['at']):%H:%M:%S}",
+            short(each["request_id"]),
+            each["slo_class"],
+            number(each["prompt_tokens"]),
+            number(each["predicted_tokens"]),
+            number(each["output_tokens"]),
+            seconds(each["wait_s"]),
+            seconds(each["ttft_s"]),
+            each["replica"] or NONE,
+            moved or recalled,
+            each["outcome"],
+        )
+
+
+def batch_rows(found: Mapping[str, Any] | None) -> Iterator[Row]:
+    """Batches of the asking key; None while the runner of batches does not answer."""
+    if found is None:
+        return
+    shown = found["oldest"][:SHOWN]
+    for each in shown:
+        yield (
+            each["id"],
+            each["model"] or NONE,
+            each["endpoint"],
+            each["status"].replace("_", " "),
+            f"{number(each['completed'] + each['failed'])} of {number(each['total'])}",
+            number(each["failed"]),
+            moment(each["expected_end"]),
+            f"{moment(each['expires_at'])} ({each['completion_window']})",
+        )
+    if found["count"] > len(shown):
+        yield (f"and {number(found['count'] - len(shown))} more",)
+
+
+def moment(unix_s: float | None) -> str:
+    return NONE if unix_s is None else datetime.fromtimestamp(unix_s).isoformat(" ", "minutes")
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 1:
+        return f"{number(1000 * value, 1 if value < 0.01 else 0)} ms"
+    return f"{number(value, 2)} s"
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{number(100 * value, 1)} %"
+
+
+def short(request_id: str) -> str:
+    return f"{request_id[:16]}…{request_id[-7:]}" if len(request_id) > 24 else request_id
+
+
+def plain(text: object) -> str:
+    """Without control characters: clients choose ids of requests, which must not steer the terminal."""
+    return "".join(each if each.isprintable() else "?" for each in str(text))
