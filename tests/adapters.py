@@ -10,7 +10,7 @@ RANK = 8
 
 
 def write_adapter(folder: Path, model: Path, *, strength: float) -> Path:
-    """Of strength 0 it changes nothing."""
+    """An adapter of strength 0 changes nothing."""
     config = json.loads(Path(model, "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
     widths = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}

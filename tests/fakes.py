@@ -75,7 +75,7 @@ class FakeBatch(msgspec.Struct):
 
 
 def digest(tokens: Sequence[int], before: int = 0) -> int:
-    """Of tokens that follow others; the next token is the digest of all of them, cut to a vocabulary."""
+    """The digest of tokens that follow others; the next token is the digest of all of them, cut to a vocabulary."""
     return zlib.crc32(array("q", tokens), before)
 
 

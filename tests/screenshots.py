@@ -62,7 +62,7 @@ def ask(client: openai.OpenAI, number: int) -> None:
 
 
 def report_picture(folder: Path) -> None:
-    """Of two classes, with the pointer on a curve."""
+    """A report of two classes, with the pointer on a curve."""
     rng = np.random.default_rng(0)
     arrival_s, answers = np.cumsum(rng.exponential(1 / 7, REQUESTS)), rng.lognormal(5.0, 0.8, REQUESTS)
     prompts = {"chat": rng.lognormal(6.3, 0.8, REQUESTS), "report": rng.lognormal(7.4, 0.8, REQUESTS)}

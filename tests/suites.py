@@ -126,7 +126,7 @@ SUITES = (
 
 
 def touched_files(since: str) -> list[str]:
-    """Of all commits since then, and what is not committed."""
+    """Files of all commits since then, and those that are not committed."""
     asked = (["git", "log", f"--since={since}", "--name-only", "--format="], ["git", "diff", "--name-only", "HEAD"])
     found = (subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in asked)
     return sorted({line for lines in found for line in lines.splitlines() if line})

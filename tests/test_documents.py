@@ -28,7 +28,7 @@ _NO_METRICS = {"sluice_engine", "sluice_prefill", "sluice_control"}  # Ray's res
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them: a second one of a name ends in -1."""
+    """The anchors of its headings, as GitHub makes them: a second one of a name ends in -1."""
     found: dict[str, int] = {}
     for heading in _HEADING.findall(prose(page)):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -74,7 +74,7 @@ def _of_any_name(path: str) -> str:
 
 @cache
 def _configuration_keys() -> set[str]:
-    """Of the application, of an API key's entry and of the chart, with every section that they stand in."""
+    """The keys of the application, of an API key's entry and of the chart, with the sections in which they stand."""
     table = (ROOT / "k8s/sluice/README.md").read_text()
     of_chart = [path for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for path in cell.split(", ")]
     paths = [*(key.path for model in (AppConfig, KeyEntry) for key in all_keys(model)), *of_chart]

@@ -94,7 +94,7 @@ def test_vllm_is_imported_in_its_room_alone() -> None:
 
 
 def room(parts: Sequence[str]) -> str:
-    """Of a module below `deployments`."""
+    """The room of a module below `deployments`."""
     two = "/".join(parts[:2])
     return two if two in ROOMS else parts[0]
 

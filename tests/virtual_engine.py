@@ -152,7 +152,7 @@ class VirtualEngine:
 
     @property
     def results(self) -> list[StepResult]:
-        """Of all steps so far, where the scheduler is ours."""
+        """The results of all steps so far, if the scheduler is ours."""
         self.scheduler.report()
         return self._results
 

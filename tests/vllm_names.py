@@ -61,7 +61,7 @@ class Sources:
         return set(chain(*(found for text in texts for found in _DEFINED.findall(text))))
 
     def arguments(self, modules: set[str]) -> dict[str, str]:
-        """Of every function and method in these modules."""
+        """The arguments of every function and method in these modules."""
         found: dict[str, str] = {}
         for module in modules:
             path = module.replace(".", "/")

@@ -86,7 +86,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 class Asker:
-    """Asks `requests` requests, so many at once, and more until it is `enough`; keeps account of each."""
+    """Asks `requests` requests, `concurrency` at once, and more until it is `enough`; keeps account of each."""
 
     def __init__(self, client: RoutedClient[FakeRequest, FakeBatch], options: argparse.Namespace) -> None:
         self._client, self._options = client, options

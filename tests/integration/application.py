@@ -152,7 +152,7 @@ class Sluice:
             kill_all(self.processes())
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """Of this model, or of the first with all others under ``more_models``."""
+        """The status of this model, or of the first with all others under ``more_models``."""
         first: dict[str, Any] = json.loads(self._get("/sluice/status"))
         models = {each["model"]: each for each in (first, *first.get("more_models", ()))}
         return models[model] if model else first

@@ -44,6 +44,6 @@ def lines(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 
 def ids(client: openai.OpenAI, batch: Batch) -> Counter[str]:
-    """Of all lines of output and of errors."""
+    """The ids of all lines of output and of errors."""
     found = (*lines(client, batch.output_file_id), *lines(client, batch.error_file_id))
     return Counter(each["custom_id"] for each in found)

@@ -37,7 +37,7 @@ def _installed_from_here() -> None:
 async def under_load(
     ask: Callable[[int], Awaitable[AnswerT]], clients: int, act: Callable[[Event], None]
 ) -> list[list[AnswerT]]:
-    """What each of so many clients was answered, which ask again and again until `act`, in a thread, has returned.
+    """The answers to each client; all ask again and again until `act`, in a thread, has returned.
 
     So `act` may wait for a moment that a slow machine would miss under a load that ends by itself. It may set the event
     for nobody to ask anything new from then on.
@@ -59,7 +59,7 @@ async def under_load(
 
 @pytest.fixture(scope="session")
 def receiver() -> Iterator[Receiver]:
-    """Of the traces of `sluice`."""
+    """The receiver of the traces of `sluice`."""
     with receiving() as started:
         yield started
 

@@ -60,7 +60,7 @@ class RayHead:
         return {**settings, "http_options": {"host": "127.0.0.1", "port": self.http_port}}
 
     def get(self, path: str) -> bytes:
-        """Of the dashboard."""
+        """A page of the dashboard."""
         with urllib.request.urlopen(_with_token(f"{self.dashboard}{path}", self.env), timeout=60) as response:
             body: bytes = response.read()
         return body
@@ -115,7 +115,7 @@ def ray_env(http_port: int, home: Path, *, loopback: bool, **more: str) -> Itera
         bare |= {"PYTHONPATH": str(REPOSITORY), **more}
         first, *_ = (line.removeprefix("#   ") for line in LOCAL.read_text().splitlines() if line.startswith("#   "))
         assert first == 'eval "$(sluice env --loopback)"'
-        # Ray makes a token for whoever starts one of its own in a program, and then asks for it here.
+        # Ray makes a token when a program starts one of its own, and then asks for it here.
         subprocess.run([RAY, "get-auth-token", "--generate"], env=bare, check=True, capture_output=True, timeout=60)
         options = f"--loopback --port {http_port}" if loopback else ""
         lines = f"{first.replace('--loopback', options)} && exec env -0"
@@ -144,7 +144,7 @@ def ray_head(folder: Path, *options: str, loopback: bool = True, **more: str) ->
 
 @contextlib.contextmanager
 def second_node(head: RayHead, folder: Path, *options: str) -> Iterator[None]:
-    """Of the same Ray, on this machine too, for the time of the block."""
+    """A second node of the same Ray, on this machine too, for the time of the block."""
     log = folder / "second.log"
     host = head.address.partition(":")[0]
     own = ["--node-ip-address", host, "--address", head.address]

@@ -236,7 +236,7 @@ def answers(
 
 @cache
 def stock_answers(requests: int = FEWER, branches: bool = True) -> Tokens:
-    """Of an engine without further arguments: several tests compare with the same."""
+    """The answers of an engine without further arguments: several tests compare with the same."""
     return answers(None, workload(requests, branches=branches), sessions=conversations() if branches else None)[0]
 
 

@@ -123,7 +123,7 @@ async def test_lists_have_pages(service: Service) -> None:
     assert [file.id async for file in client.files.list(purpose="batch_output")] == []
 
 
-async def test_whoever_has_another_key_finds_nothing(service: Service) -> None:
+async def test_a_client_with_another_key_finds_nothing(service: Service) -> None:
     mine, yours = service.client(), service.client("yours")
     batch = await begun(mine)
     for call in (

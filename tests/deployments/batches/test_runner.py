@@ -31,7 +31,7 @@ SECTION = BatchesSection(segment_s=0.02)
 
 
 class Folder:
-    """Of files and batches, with what a client would do to it."""
+    """A folder of files and batches, and what a client would do to it."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

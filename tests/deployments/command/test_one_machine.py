@@ -162,7 +162,7 @@ def test_no_port_is_given_twice_before_its_server_comes_up() -> None:
 
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[int]]:
-    """Of this process, which keeps no others meanwhile."""
+    """The marks of this process, which keeps no others meanwhile."""
     made: deque[int] = deque()
     monkeypatch.setattr(ports, "_marks", made)
     yield made

@@ -97,7 +97,7 @@ async def test_a_file_is_parsed_again_when_it_has_changed_and_not_before(tmp_pat
 
 async def test_tokens_go_on_while_keys_are_read(tmp_path: Path) -> None:
     file, went_on = tmp_path / "keys.yaml", threading.Event()
-    os.mkfifo(file)  # whoever reads it waits for whoever writes it
+    os.mkfifo(file)  # a reader of it waits for its writer
 
     def write() -> bool:
         did = went_on.wait(60)

@@ -141,32 +141,23 @@ async def broken(request: Request) -> PlainTextResponse:
     raise RuntimeError("broken")
 
 
-async def refused_in_a_stream(request: Request) -> StreamingResponse:
-    """As vLLM does: the stream has begun when the engine refuses."""
+async def refused(request: Request) -> JSONResponse | StreamingResponse:
+    """As vLLM does: a stream has begun when the engine refuses, or when no replica came for what was queued."""
+    found, why = context(), request.query_params["why"]
+    if why == "Redis is away":
+        found.refused = StateStoreError(why)
+        return JSONResponse({}, 500)
 
     async def stream() -> AsyncIterator[bytes]:
-        context().refused = AdmissionError("no room", 6.2)
+        if why == "no room":
+            found.refused = AdmissionError(why, 6.2)
+        else:
+            found.timings.append(RequestTiming(received_s=0.0, submitted_s=0.0, unserved=ReplicaLostError(why)))
         yield b'data: {"error": ...}'
         yield b"data: [DONE]"
 
+    found.queued = why != "no room"
     return StreamingResponse(stream(), media_type="text/event-stream")
-
-
-async def queued_in_vain(request: Request) -> StreamingResponse:
-    """As a request for which no replica came."""
-    unserved = ReplicaLostError("no replica took it")
-
-    async def stream() -> AsyncIterator[bytes]:
-        context().timings.append(RequestTiming(received_s=0.0, submitted_s=0.0, unserved=unserved))
-        yield b'data: {"error": ...}'
-
-    context().queued = True
-    return StreamingResponse(stream(), media_type="text/event-stream")
-
-
-async def state_away(request: Request) -> JSONResponse:
-    context().refused = StateStoreError("Redis is away")
-    return JSONResponse({}, 500)
 
 
 STREAMED = ("a", "data: {", '"service_tier":null')
@@ -186,9 +177,7 @@ PATHS = {
     "/": what_it_got,
     "/served": served,
     "/broken": broken,
-    "/refused": refused_in_a_stream,
-    "/in-vain": queued_in_vain,
-    "/state-away": state_away,
+    "/refused": refused,
     "/health": what_it_got,
 }
 
@@ -373,16 +362,16 @@ async def test_a_key_may_ask_for_more_time_than_its_class_has_and_not_for_less(l
 # What is let in
 
 
-async def test_a_refusal_is_a_refusal_also_where_a_stream_had_begun(client: httpx.AsyncClient) -> None:
-    response = await client.post("/refused")
-    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-    assert response.json()["error"]["message"] == "no room"
-
-
-@pytest.mark.parametrize(("path", "why"), [("/in-vain", "no replica took it"), ("/state-away", "Redis is away")])
-async def test_what_cannot_be_served_now_gets_503_in_words(client: httpx.AsyncClient, path: str, why: str) -> None:
-    response = await client.post(path)
-    assert (response.status_code, response.json()["error"]["message"]) == (503, why)
+@pytest.mark.parametrize(
+    ("why", "status", "retry_after"),
+    [("no room", 429, "7"), ("no replica took it", 503, None), ("Redis is away", 503, None)],
+)
+async def test_a_refusal_is_a_refusal_even_if_a_stream_had_begun(
+    client: httpx.AsyncClient, why: str, status: int, retry_after: str | None
+) -> None:
+    response = await client.post("/refused", params={"why": why})
+    assert (response.status_code, response.json()["error"]["message"]) == (status, why)
+    assert response.headers.get("retry-after") == retry_after
 
 
 async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
@@ -505,13 +494,9 @@ def test_the_times_add_up_to_all_that_has_passed() -> None:
     assert split["engine"] == pytest.approx(6.0)
     assert 10.0 <= sum(split.values()) <= 10.0 + (time.monotonic() - now_s) + 1e-6
     assert min(split.values()) >= 0.0
-
-
-def test_a_request_that_never_got_a_replica_has_only_framework_time() -> None:
-    now_s = time.monotonic()
-    split = split_time(HttpContext(now_s - 1, "standard", [RequestTiming(received_s=now_s - 1, submitted_s=now_s)]))
-    assert (split["queue"], split["engine"]) == (0.0, 0.0)
-    assert split["framework"] >= 1.0
+    without_replica = split_time(HttpContext(now_s - 1, "standard", [RequestTiming(received_s=0.0, submitted_s=now_s)]))
+    assert (without_replica["queue"], without_replica["engine"]) == (0.0, 0.0)
+    assert without_replica["framework"] >= 1.0
 
 
 # Streams, message by message
@@ -644,7 +629,7 @@ ENDED = {
 
 
 async def test_it_has_what_the_router_tells_of_its_answers(log: pytest.LogCaptureFixture) -> None:
-    """Of two answers and one that was refused: what is known of them, together, and the times of the first."""
+    """Two answers and a refused one: the sums of their numbers, and the times of the first."""
 
     async def answers(scope: Scope, receive: Receive, send: Send) -> None:
         context().model = "m"

@@ -77,7 +77,7 @@ def test_lines_for_people_hold_all_on_one_line(tmp_path: Path) -> None:
 
 def test_long_lines_of_several_processes_arrive_whole(tmp_path: Path) -> None:
     """A pipe takes no more than 4096 bytes of a line at once. On a busy machine a process may leave lines out, and one
-    that never got the lock before its end all of them: the system gives it to whoever asks first."""
+    that never got the lock before its end all of them: the system gives it to the first that asks."""
     workers = [f'for number in range(200): log("{name}" * 30_000)' for name in "abc"]
     with node(tmp_path, *workers) as started:
         messages = [json.loads(line)["message"] for line in read(started)]

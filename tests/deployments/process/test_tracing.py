@@ -27,7 +27,7 @@ UNSAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whoever runs the tests; and what is to be sent is sent soon."""
+    """Without the variables of the user who runs the tests; spans are sent soon."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", *ENDPOINT, "OTEL_TRACES_SAMPLER", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
@@ -181,7 +181,7 @@ async def test_who_begins_a_trace_decides_whether_it_is_sampled_and_else_the_rat
     assert tracing.begin_server("POST", now_s, headers=UNSAMPLED) is None
     begun = [tracing.begin("a", now_s) for _ in range(1000)]
     assert 150 < sum(span.is_sampled for span in begun) < 350
-    # And whoever goes on with one elsewhere is told.
+    # And another process that goes on with one is told.
     for span in begun[:100]:
         taken_over = tracing.begin_server("POST", now_s, headers=span.headers)
         assert (taken_over is not None) == span.is_sampled

@@ -146,7 +146,7 @@ def test_every_router_knows_what_the_engines_have_cached(sluice: Sluice, client:
 
 
 def test_metrics_count_requests_of_both_routers(sluice: Sluice, ask: Ask) -> None:
-    """Of a class that hardly another test uses: the page shows each other router as of that one's last heartbeat."""
+    """In a class that hardly another test uses: the page shows each other router as of that one's last heartbeat."""
 
     def requests() -> float:
         return sluice.counted("sluice_requests_total", slo_class="interactive")

@@ -31,7 +31,7 @@ def new_replicas_on(cores: set[int], sluice: Sluice) -> Iterator[None]:
         keep_to(everywhere, sluice.parents_of_new_replicas())
 
 
-def cores_of_whoever_came(now: list[psutil.Process], before: list[psutil.Process]) -> set[int]:
+def cores_of_the_new_one(now: list[psutil.Process], before: list[psutil.Process]) -> set[int]:
     (came,) = (process for process in now if process not in before)
     return os.sched_getaffinity(came.pid)
 
@@ -58,8 +58,8 @@ async def test_replicas_come_with_the_load_and_leave_with_it(models: Sluice) -> 
     with new_replicas_on(a_core, models):
         asking = [asyncio.create_task(ask_until(done, number)) for number in range(16)]
         await asyncio.to_thread(wait_until, lambda: replicas(models) == 2, START_TIMEOUT_S, "a second replica")
-    assert cores_of_whoever_came(models.engine_replicas(), relays) == a_core
-    assert cores_of_whoever_came(models.engine_cores(), engines) == everywhere, "its engine takes all cores"
+    assert cores_of_the_new_one(models.engine_replicas(), relays) == a_core
+    assert cores_of_the_new_one(models.engine_cores(), engines) == everywhere, "its engine takes all cores"
     done.set()
     answers = await asyncio.gather(*asking)
     assert all(answers)

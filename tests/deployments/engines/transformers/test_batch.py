@@ -158,7 +158,7 @@ def test_a_batch_of_cancelled_rows_is_over_at_once(model: Any) -> None:
 
 
 class Small(GangModel):
-    """A real model on a device with little memory: prefill and decode fail beyond so many cache places."""
+    """A real model on a device with little memory: prefill and decode fail beyond this many cache places."""
 
     def __init__(self, model: Any, places: int, error: type[Exception]) -> None:
         self._places, self._error = 10**9, error

@@ -88,7 +88,7 @@ def go_on(gang: GangModel, asked: list[list[int]], logits: torch.Tensor, held: G
 
 @pytest.fixture
 def shapes(model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """Of every pass's input."""
+    """The shape of every pass's input."""
     seen: list[tuple[int, ...]] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(tuple(call[1][0].shape)))
     yield seen

@@ -28,7 +28,7 @@ def test_greedy_takes_the_likeliest() -> None:
     assert tokens(*[sampling(temperature=0.0)] * 6) == LOGITS.argmax(dim=-1).tolist()
 
 
-def test_a_seeded_row_draws_the_same_whoever_shares_its_batch() -> None:
+def test_a_seeded_row_draws_the_same_beside_any_others() -> None:
     def drawn(*others: RowSampling) -> list[int]:
         mine = sampling(temperature=1.5, seed=7)
         same = LOGITS[:1].expand(len(others) + 1, -1)
