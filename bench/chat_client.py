@@ -8,7 +8,6 @@ What is timed:
     TTFT        from just before the request is sent (connecting included, where that is needed) to the first chunk
                 with a token
     ITL         from one chunk with tokens to the next; a server that is behind may put several tokens into a chunk
-    end to end  to the end of the HTTP answer
 
 A chunk counts as a chunk with tokens unless it only announces the role: vLLM sends one chunk a step also where the
 token's text is empty (half a character, a special token).
@@ -40,7 +39,6 @@ class Answer:
 
     ttft_s: float
     itl_s: tuple[float, ...]
-    end_to_end_s: float
     output_tokens: int
 
 
@@ -116,7 +114,7 @@ class StreamRecording:
         if chunk.carries_tokens():
             self._token_chunks_s.append(now_s)
 
-    def finish(self, now_s: float) -> Answer:
+    def finish(self) -> Answer:
         """Raises: RequestFailed: the stream held an error, or lacks its end, its tokens or its usage."""
         times_s = self._token_chunks_s
         if self._error is not None:
@@ -128,7 +126,6 @@ class StreamRecording:
         return Answer(
             ttft_s=times_s[0] - self._started_s,
             itl_s=tuple(later - earlier for earlier, later in zip(times_s, times_s[1:], strict=False)),
-            end_to_end_s=now_s - self._started_s,
             output_tokens=self._output_tokens,
         )
 
@@ -187,7 +184,7 @@ class ChatConnection(asyncio.Protocol):
         if status != 200:
             return self._fail(f"HTTP {status}: {_shown(self._refusal)}")
         try:
-            self._answer.set_result(self._recording.finish(self._now_s))
+            self._answer.set_result(self._recording.finish())
         except RequestFailed as error:
             self._answer.set_exception(error)
 

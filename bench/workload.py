@@ -19,19 +19,18 @@ VOCABULARY = (
 )
 
 
+PROMPT_WORDS = 16, 96  # least and most of a prompt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """`prompt_words` is the least and the greatest number of words in a prompt.
-
-    Raises: ValueError: a number out of its range, or a url that is not http://host[:port][/prefix].
-    """
+    """Raises: ValueError: a number that is not positive, or a url that is not http://host[:port][/prefix]."""
 
     url: str
     model: str
     concurrency: int
     requests: int
     max_tokens: int = 128
-    prompt_words: tuple[int, int] = (16, 96)
     seed: int = 0
     timeout_s: float = 120.0
 
@@ -39,8 +38,6 @@ class LoadConfig:
         for name in ("concurrency", "requests", "max_tokens", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 1 <= self.prompt_words[0] <= self.prompt_words[1]:
-            raise ValueError(f"prompt_words must be two growing positive numbers, got {self.prompt_words}")
         parts = urlsplit(self.url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"url must look like http://127.0.0.1:8000, got {self.url!r}")
@@ -51,7 +48,7 @@ def prompt_texts(config: LoadConfig) -> Iterator[str]:
     rng = random.Random(config.seed)
     vocabulary = VOCABULARY.split()
     for number in range(config.requests):
-        words = rng.choices(vocabulary, k=rng.randint(*config.prompt_words))
+        words = rng.choices(vocabulary, k=rng.randint(*PROMPT_WORDS))
         yield f"Question {rng.randrange(10**6)}-{number}: {' '.join(words)}?"
 
 

@@ -143,9 +143,7 @@ def _gang_rate(work: Workload, bins: MultiBinConfig) -> float:
 
 def gang(setting: Setting, answers: Answers) -> FloatArray:
     """Ratios of shape (traffic, bins, runs, sources)."""
-    jobs = list(product(TRAFFIC, BINS, range(setting.runs)))
-    found = np.array(setting.each(partial(_gang, answers), jobs))
-    return found.reshape(len(TRAFFIC), len(BINS), setting.runs, len(SOURCES))
+    return setting.grid(partial(_gang, answers), TRAFFIC, BINS)
 
 
 def gang_table(found: FloatArray) -> list[str]:
@@ -177,9 +175,7 @@ def _measured(finished: Run) -> list[float]:
 
 def continuous(setting: Setting, answers: Answers) -> FloatArray:
     """Measures of shape (loads, runs, orders, sources, measures)."""
-    jobs = list(product(LOADS, range(setting.runs)))
-    found = np.array(setting.each(partial(_continuous, answers), jobs), dtype=np.float64)
-    return found.reshape(len(LOADS), setting.runs, len(ORDERS), len(SOURCES), len(MEASURES))
+    return setting.grid(partial(_continuous, answers), LOADS)
 
 
 def continuous_table(found: FloatArray) -> list[str]:
@@ -192,7 +188,7 @@ def continuous_table(found: FloatArray) -> list[str]:
 
 
 def _against_first(values: FloatArray) -> list[str]:
-    """Of shape (runs, sources). A count of which the first may be 0 is given as it is."""
+    """Cells of values of shape (runs, sources). A count of which the first may be 0 is given as it is."""
     first = values[:, 0]
     if not first.all():
         return [spread(source) for source in values.T]

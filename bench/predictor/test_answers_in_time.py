@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.predictor.test_speed_of_serving import CALLERS, PAUSE_S, fresh_prompts, spread
+from bench.predictor.test_speed_of_serving import CALLERS, PAUSE_S, batch_of, fresh_prompts
+from bench.summary import Spread
 from policies.types import FloatArray
 from predictor.asking import Asking, AskingConfig
 from predictor.batching import Batcher, BatchingConfig
@@ -51,20 +52,17 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 def batch_costs(ranker: Ranker) -> tuple[list[float], list[float]]:
-    """Tokens, and CPU seconds of batches of about so many: lower quartiles."""
+    """Mean tokens of batches by budget, and the lower quartiles of the CPU seconds that they take."""
     prompts = fresh_prompts()
     tokens, seconds = [], []
     for budget in BUDGETS:
-        found = np.array([_batch_cost(ranker, [next(prompts)], budget, prompts) for _ in range(BATCHES)])
+        found = np.array([_batch_cost(ranker, batch_of(ranker, budget, prompts)) for _ in range(BATCHES)])
         tokens.append(float(found[:, 0].mean()))
         seconds.append(tokens[-1] * float(np.quantile(found[:, 1] / found[:, 0], 0.25)))
     return tokens, seconds
 
 
-def _batch_cost(ranker: Ranker, texts: list[str], budget: int, prompts: Any) -> tuple[int, float]:
-    batch = ranker.tokenizer.encode(texts)
-    while sum(map(len, batch)) < budget:
-        batch += ranker.tokenizer.encode([next(prompts)])
+def _batch_cost(ranker: Ranker, batch: list[list[int]]) -> tuple[int, float]:
     started_s = time.process_time()
     ranker.outputs(batch)
     return sum(map(len, batch)), time.process_time() - started_s
@@ -111,4 +109,4 @@ def test_answers_within_the_deadline_on_a_quiet_machine(deadline_s: float) -> No
             )
             for seed in range(REPEATS)
         ]
-        print(f"{1e3 * deadline_s:.0f} ms, {callers} callers: {spread(tuple(found))} % in time")
+        print(f"{1e3 * deadline_s:.0f} ms, {callers} callers: {Spread.of(found):.1f} % in time")

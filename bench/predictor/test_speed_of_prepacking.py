@@ -7,20 +7,19 @@ longest prompt, in the order of arrival.
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
+from bench.predictor.test_speed_of_serving import fresh_prompts
 from bench.session import turns
 from bench.summary import Spread
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker
 from predictor.model import head
-from predictor.samples import read_samples
 
-PROMPTS = Path(__file__).parents[2] / "tests" / "predictor" / "data" / "prompts.jsonl.gz"
 BATCH, BATCHES, REPEATS = 64, 4, 7
 
 
@@ -52,9 +51,7 @@ def seconds(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prompts_a_second(dtype: str) -> None:
     ranker = Ranker.load(DAY_0, dtype=dtype)  # type: ignore[arg-type]
-    texts = [sample.prompt for sample in read_samples([PROMPTS])]
-    order = np.random.default_rng(0).permutation(len(texts))[: BATCH * BATCHES]
-    prompts = ranker.tokenizer.encode([texts[index] for index in order])
+    prompts = ranker.tokenizer.encode(list(islice(fresh_prompts(), BATCH * BATCHES)))
     batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
     tolerance = 1e-4 if dtype == "float32" else 0.05
     np.testing.assert_allclose(packed_scores(ranker, batches[0]), padded_scores(ranker, batches[0]), atol=tolerance)

@@ -1,7 +1,7 @@
 """Milliseconds from a prompt to its score at 1, 16 and 64 callers at a time, by runtime, on this machine's CPU.
 
 Not collected by default; run with `pytest -s bench/predictor/test_speed_of_serving.py`. Each caller asks for another
-prompt as soon as it has its score, however late; no prompt comes twice, so the cache never helps. The runtimes take
+prompt as soon as it has its score; no prompt comes twice, so the cache never helps. The runtimes take
 turns within a repeat. Then, as a router asks: with the deadline of 15 ms, each caller every quarter of a second.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.summary import Spread
 from predictor.asking import Asking, AskingConfig
 from predictor.batching import Batcher, BatchingConfig
 from predictor.calibration import DAY_0
@@ -89,11 +90,11 @@ def test_latency_by_runtime_and_callers() -> None:
     print(f"\n{'runtime':<20}{'callers':>8}{'p50 ms':>22}{'p99 ms':>24}")
     for (name, callers), repeats in found.items():
         p50, p99 = zip(*repeats[1:], strict=True)  # the first round warms up and compiles
-        print(f"{name:<20}{callers:>8}{spread(p50):>22}{spread(p99):>24}")
+        print(f"{name:<20}{callers:>8}{format(Spread.of(p50), '.1f'):>22}{format(Spread.of(p99), '.1f'):>24}")
 
 
 def batch_of(ranker: Ranker, tokens: int, prompts: Iterator[str]) -> list[list[int]]:
-    """At least so many tokens, one prompt at least."""
+    """Prompts of at least this many tokens, and at least one prompt."""
     batch = ranker.tokenizer.encode([next(prompts)])
     while sum(map(len, batch)) < tokens:
         batch += ranker.tokenizer.encode([next(prompts)])
@@ -125,8 +126,4 @@ def test_answers_within_the_deadline() -> None:
     asyncio.run(answered_fraction(ranker, 1, prompts))
     for callers in CALLERS:
         found = [asyncio.run(answered_fraction(ranker, callers, prompts)) * 100 for _ in range(REPEATS)]
-        print(f"\n{callers / PAUSE_S:.0f} questions/s: {spread(tuple(found))} % answered within 15 ms")
-
-
-def spread(values: tuple[float, ...]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+        print(f"\n{callers / PAUSE_S:.0f} questions/s: {Spread.of(found):.1f} % answered within 15 ms")

@@ -34,7 +34,7 @@ def test_where_no_rate_is_too_high_none_is_made_up() -> None:
 def outcome(slo_class: str, ttft_s: float | None) -> Outcome:
     if ttft_s is None:
         return Outcome(slo_class=slo_class, answer=None, error="HTTP 429: full")
-    answer = Answer(ttft_s=ttft_s, itl_s=(0.005,), end_to_end_s=1.0, output_tokens=2)
+    answer = Answer(ttft_s=ttft_s, itl_s=(0.005,), output_tokens=2)
     return Outcome(slo_class=slo_class, answer=answer)
 
 

@@ -19,8 +19,6 @@ def make_load(*, requests_per_s: float, ttft_s: float | None, errors: dict[str, 
         ttft_p99_s=ttft_s,
         itl_p50_s=0.002,
         itl_p99_s=0.002,
-        end_to_end_p50_s=0.5,
-        end_to_end_p99_s=0.5,
         chunks_per_token=0.95,
         client_cpu_s=0.02,
     )
