@@ -17,7 +17,7 @@ from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import IdleOrder
-from policies.types import BatchState, RequestView, StepCoefficients, StepPlan, StepResult, StepTimes
+from policies.types import BatchState, StepCoefficients, StepPlan, StepResult, StepTimes
 from simulator import cluster
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.core import Event, EventLoop, Kind
@@ -176,12 +176,6 @@ def _serve(engine: Engine, given_work: Workload, capacity: int) -> None:
     loop.run()
 
 
-def test_the_same_seed_gives_the_same_run() -> None:
-    first, second = (run(small("auto"), workload(200, 15.0, seed=7)) for _ in range(2))
-    assert history(first) == history(second)
-    assert first.events == second.events
-
-
 def test_what_does_not_fit_the_cache_is_refused_and_the_rest_served() -> None:
     given_work = workload(50, 5.0, seed=2, prompt="uniform:100:3000")
     result = run(small("stock"), given_work)
@@ -325,24 +319,15 @@ def test_a_closed_loop_never_holds_more_than_its_clients() -> None:
     assert max(np.cumsum([step for _, step in edges])) == 5
 
 
-def test_a_replica_reserved_for_a_class_takes_no_other() -> None:
-    reserved = (frozenset({"chat"}), None)
-    labels = tuple("chat" if n % 2 else "batch" for n in range(80))
-    given_work = replace(workload(80, 5.0, seed=8), slo_class=labels)
-    result = run(small("stock", replica_classes=reserved), given_work)
-    assert_all_served(result)
-    assert {r.slo_class for r in result.requests if r.replica_id == "replica-0"} == {"chat"}
-
-
-def test_a_replacement_is_reserved_as_the_replica_was_that_it_replaces() -> None:
+def test_a_replica_reserved_for_a_class_takes_no_other_and_neither_does_its_replacement() -> None:
     labels = tuple("chat" if n % 2 else "batch" for n in range(80))
     given_work = replace(workload(80, 5.0, seed=8), slo_class=labels)
     failures = tuple(Failure(replica=n, at_s=at_s, replaced_after_s=1.0) for n, at_s in ((0, 3.0), (2, 8.0)))
     reserved = (frozenset({"chat"}), None)
     result = run(small("stock", replica_classes=reserved, failures=failures), given_work)
     assert_all_served(result)
-    for replica_id in ("replica-2", "replica-3"):
-        assert {r.slo_class for r in result.requests if r.replica_id == replica_id} == {"chat"}
+    served = {(r.replica_id, r.slo_class) for r in result.requests if r.replica_id != "replica-1"}
+    assert served == {(f"replica-{n}", "chat") for n in (0, 2, 3)}
 
 
 def test_a_cached_prefix_spares_its_prefill_and_still_takes_its_room() -> None:
@@ -432,16 +417,6 @@ def test_promises_that_are_far_off_hold_nobody_back(mode: str) -> None:
     assert np.median([r.ttft_s for r in bound.requests]) < 2 * np.median([r.ttft_s for r in free.requests])
 
 
-def test_a_policy_of_another_family_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="batch policy must be one of auto, stock"):
-        ClusterConfig(times=TIMES, batch="fcfs")
-
-
-def test_views_handed_to_policies_are_those_of_waiting_requests() -> None:
-    request = Request(request_id="r", arrival_s=0.0, prompt_tokens=10, output_tokens=5, cached_tokens=99)
-    assert request.view() == RequestView(request_id="r", arrival_s=0.0, prompt_tokens=10, cached_tokens=9)
-
-
 def test_a_wait_in_the_router_opens_no_refill() -> None:
     given = workload(300, 1000.0, seed=5, prompt="uniform:50:150", output="exponential:60")
 
@@ -478,13 +453,6 @@ def test_an_idle_engine_takes_a_whole_batch_of_one_bin_and_class_and_nothing_unt
         assert (batch[0].entered_s or 0.0) >= free_s
         free_s = max(r.finished_s or 0.0 for r in batch)
     assert max(map(len, batches)) == 4
-
-
-def test_a_batch_that_is_not_full_goes_when_a_request_has_waited_long_enough() -> None:
-    result = run(in_batches(max_wait_s=2.0, replicas=40), workload(40, 0.5, seed=2))
-    waits = [(r.entered_s or 0.0) - r.arrival_s for r in result.requests]
-    assert max(waits) == pytest.approx(2.0)
-    assert min(map(len, together(result))) < 4
 
 
 def test_what_a_lost_engine_had_of_a_batch_is_served_by_another() -> None:

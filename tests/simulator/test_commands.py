@@ -31,6 +31,7 @@ from simulator.workload import length_law, poisson, synthetic
 
 pytestmark = pytest.mark.long
 
+H100, L40S = "Llama-3.1-8B@h100_sxm", "Llama-3.1-8B@l40s"
 FEW = ("--requests", "24", "--arrivals", "poisson:20")
 
 
@@ -143,17 +144,8 @@ def test_plots_draw_a_curve_and_the_targets_of_each_class(tmp_path: Path, monkey
     save = plots.save
     monkeypatch.setattr(plots, "save", keep)
     trace = two_classes(tmp_path / "mine.csv.gz")
-    run(
-        "simulate",
-        "--trace",
-        str(trace),
-        "--target",
-        "chat:0.5:0.03",
-        "--target",
-        "batch:inf:0.1",
-        "--plot",
-        str(tmp_path / "a.png"),
-    )
+    targets = ("--target", "chat:0.5:0.03", "--target", "batch:inf:0.1")
+    run("simulate", "--trace", str(trace), *targets, "--plot", str(tmp_path / "a.png"))
     dashed = [[line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] for axes in made[0].axes]
     curves = [[line.get_label() for line in axes.lines if line.get_linestyle() == "-"] for axes in made[0].axes]
     assert dashed == [[0.5], [0.1, 0.03], []]
@@ -165,7 +157,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     classes = {"chat": {"ttft_s": 0.5, "tpot_s": 0.03}, "batch": {"ttft_s": 60.0, "tpot_s": 1.0}}
     targets = {name: Target(ttft_s=each["ttft_s"], tpot_s=each["tpot_s"]) for name, each in classes.items()}
     live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
-    profile = engine_profile("Llama-3.1-8B@l40s")
+    profile = engine_profile(L40S)
     simulated = system("sluice", profile, EngineConfig(), 1, targets)
     promised = {name: (promise.ttft_s, promise.tpot_s) for name, promise in live.promises().items()}
     assert (simulated.order, simulated.promises) == (live.order.policy, promised)
@@ -206,7 +198,7 @@ def test_rules_of_the_papers_are_simulated_as_they_are_served(
 
 
 def test_settings_of_the_system_s_own_policy_lie_over_those_that_it_has() -> None:
-    profile, targets = engine_profile("Llama-3.1-8B@l40s"), {"*": Target(ttft_s=0.5, tpot_s=0.03)}
+    profile, targets = engine_profile(L40S), {"*": Target(ttft_s=0.5, tpot_s=0.03)}
     whole = system("sluice", profile, EngineConfig(), 1, targets)
     changed = system("sluice", profile, EngineConfig(), 1, targets, batch="auto", batch_settings={"refill": 4})
     other = system("sluice", profile, EngineConfig(), 1, targets, batch="memory_aware", batch_settings={"window": 500})
@@ -245,11 +237,9 @@ def test_what_calibrate_writes_is_an_engine_to_simulate(tmp_path: Path) -> None:
 
 
 def test_a_plan_names_the_cheapest_that_meets_the_target_and_what_each_feature_adds(tmp_path: Path) -> None:
-    engines = ("Llama-3.1-8B@h100_sxm", "Llama-3.1-8B@l40s")
-    argv = [item for name in engines for item in ("--engine", name)]
-    prices = ["--price", f"{engines[0]}=3", "--price", f"{engines[1]}=1"]
-    found = plan(tmp_path / "plan.json", *argv, *prices, "--replicas", "1,2", "--target", "*:10:1")
-    assert found["cheapest"]["1.0"]["point"]["engine"] == engines[1]
+    asked = ("--engine", H100, "--engine", L40S, "--price", f"{H100}=3", "--price", f"{L40S}=1", "--replicas", "1,2")
+    found = plan(tmp_path / "plan.json", *asked, "--target", "*:10:1")
+    assert found["cheapest"]["1.0"]["point"]["engine"] == L40S
     assert found["cheapest"]["1.0"]["cost"] == pytest.approx(1.0)
     assert set(found["features"]["1.0"]) == {*FEATURES, "everything (against stock)"}
 
@@ -263,7 +253,7 @@ def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
     targets = {"chat": Target(ttft_s=0.5, tpot_s=0.02), "batch": Target(ttft_s=10.0, tpot_s=1.0)}
     engine = EngineConfig(slots=16, total_blocks=300, max_batch_tokens=1024)
     idle = set(FEATURES)
-    profile = engine_profile("Llama-3.1-8B@l40s")
+    profile = engine_profile(L40S)
     mixed = replace(profile.times.mixed, prefill_s=1.5 * profile.times.mixed.prefill_s)
     dear = replace(profile, times=replace(profile.times, mixed=mixed), clock=None)
     for on, promised in ((profile, targets), (dear, None)):  # phases are for requests that were promised nothing
@@ -274,23 +264,12 @@ def test_every_feature_of_a_plan_changes_what_is_simulated_somewhere() -> None:
 
 
 def test_a_plan_does_not_depend_on_how_many_cores_make_it(tmp_path: Path) -> None:
-    one, two = (
-        plan(tmp_path / f"{n}.json", "--replicas", "1", "--processes", n, "--engine", "Llama-3.1-8B@h100_sxm")
-        for n in ("1", "2")
-    )
+    one, two = (plan(tmp_path / f"{n}.json", "--replicas", "1", "--processes", n, "--engine", H100) for n in ("1", "2"))
     assert one == two
 
 
 def test_a_plan_tries_the_cheapest_first_and_nothing_dearer_than_its_answer(tmp_path: Path) -> None:
-    engines = [
-        "--engine",
-        "Llama-3.1-8B@h100_sxm",
-        "--engine",
-        "Llama-3.1-8B@l40s",
-        "--price",
-        "Llama-3.1-8B@h100_sxm=3",
-    ]
-    asked = (*engines, "--replicas", "2,1", "--target", "*:10:1")
+    asked = ("--engine", H100, "--engine", L40S, "--price", f"{H100}=3", "--replicas", "2,1", "--target", "*:10:1")
     few = plan(tmp_path / "few.json", *asked)
     assert [each["cost"] for each in few["tried"]] == pytest.approx([1.0, 1.0]), "both systems, for they cost the same"
     found = plan(tmp_path / "all.json", *asked, "--all")

@@ -155,16 +155,6 @@ def test_a_prepacked_prefill_takes_the_time_of_its_rows(packing: Packing, tokens
     assert (packed.batch_s(batch), PaddedTimes(times=times).batch_s(batch)) == (tokens, 45)
 
 
-def test_bins_that_follow_the_load_are_few_while_it_is_low_and_more_when_it_is_high() -> None:
-    settings = MultiBinConfig(bins=8, seconds_per_token=1 / UNIT, batch_size=8, refit_every=64, prior_mean_tokens=UNIT)
-    counts = []
-    for rate in (0.01, 10.0):
-        work, times = uniform(2000, rate), LengthTimes(s_per_token=1 / UNIT)
-        result = run_gang(GangConfig(max_wait_s=math.inf), settings, times, work, replicas=64)
-        counts.append(len(result.cluster.bins.edges) - 1)
-    assert counts[0] < counts[1]
-
-
 def test_without_a_replica_nothing_can_run() -> None:
     with pytest.raises(ConfigError, match="replicas"):
         served(1, 8, uniform(8, rate=1.0), replicas=0)

@@ -1,7 +1,6 @@
 """Reading and making workloads, and predictions with errors."""
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
@@ -48,25 +47,27 @@ def test_a_trace_is_read_with_all_its_columns(tmp_path: Path, rng: np.random.Gen
     assert read.slo_class == ("b", "a")
 
 
-def test_words_become_tokens_only_where_tokens_are_missing(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "words.csv"
-    path.write_text("prompt_words,output_words,output_tokens\n100,100,7\n")
-    read = read_workload(path, rng=rng)
-    assert (read.prompt_tokens[0], read.output_tokens[0]) == (133, 7)
-
-
-def test_prompts_as_json_lines_are_counted_by_their_characters(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "x" * 40, "output_chars": 80, "output_words": 9}) + "\n")
-    read = read_workload(path, rng=rng)
-    assert (read.prompt_tokens[0], read.output_tokens[0]) == (10, 20)
-
-
-def test_json_lines_of_unequal_keys_take_the_length_that_all_have(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "a" * 8, "output_chars": 40, "output_tokens": 7}, {"prompt": "b" * 8, "output_chars": 80}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert read_workload(path, rng=rng).output_tokens.tolist() == [10, 20]
+@pytest.mark.parametrize(
+    ("name", "text", "prompt_tokens", "output_tokens"),
+    [
+        ("words.csv", "prompt_words,output_words,output_tokens\n100,100,7\n", [133], [7]),
+        ("chars.jsonl", '{"prompt": "aaaaaaaa", "output_chars": 80, "output_words": 9}\n', [2], [20]),
+        ("said.jsonl", '{"prompt_chars": 400, "output_tokens": 5}\n', [100], [5]),
+        (
+            "of_unequal_keys.jsonl",
+            '{"prompt": "aaaa", "output_chars": 40, "output_tokens": 7}\n{"prompt": "b", "output_chars": 80}\n',
+            [1, 1],
+            [10, 20],
+        ),
+    ],
+    ids=["words", "characters", "told", "rows of unequal keys"],
+)
+def test_words_and_characters_become_tokens_where_not_all_rows_have_tokens(
+    name: str, text: str, prompt_tokens: list[int], output_tokens: list[int], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    (tmp_path / name).write_text(text)
+    read = read_workload(tmp_path / name, rng=rng)
+    assert (read.prompt_tokens.tolist(), read.output_tokens.tolist()) == (prompt_tokens, output_tokens)
 
 
 def test_sessions_start_within_an_hour_and_keep_their_own_times(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -108,12 +109,6 @@ def test_a_file_without_outputs_is_refused(tmp_path: Path, rng: np.random.Genera
     path.write_text("prompt_tokens,output_tokens\n5,many\n")
     with pytest.raises(InputError, match="many"):
         read_workload(path, rng=rng)
-
-
-def test_json_lines_may_say_how_long_their_prompts_are(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "outputs.jsonl"
-    path.write_text('{"prompt_chars": 400, "output_tokens": 5}\n')
-    assert read_workload(path, rng=rng).prompt_tokens.tolist() == [100]
 
 
 @pytest.mark.parametrize(
@@ -159,40 +154,19 @@ def test_a_square_wave_is_slow_in_one_half_and_fast_in_the_other(rng: np.random.
     assert len(times) / times[-1] == pytest.approx(11.0, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "poisson",
-        "poisson:0",
-        "waves:1",
-        "gamma:1",
-        "square:1:2",
-        "all:3",
-        "poisson:x",
-        "poisson:nan",
-        "poisson:-1",
-        "square:5:5:0",
-    ],
+WRONG_ARRIVALS = "poisson poisson:0 waves:1 gamma:1 square:1:2 all:3 poisson:x poisson:nan poisson:-1 square:5:5:0"
+WRONG_LAWS = (
+    "normal:3 uniform:1 lognormal:x:1 constant uniform:9:2 lognormal:-5:1 lognormal:5:1e200 constant:-3 exponential:inf"
 )
+
+
+@pytest.mark.parametrize("text", WRONG_ARRIVALS.split())
 def test_unknown_arrivals_are_refused_with_a_list(text: str) -> None:
     with pytest.raises(InputError, match="poisson:RATE"):
         arrival_law(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "normal:3",
-        "uniform:1",
-        "lognormal:x:1",
-        "constant",
-        "uniform:9:2",
-        "lognormal:-5:1",
-        "lognormal:5:1e200",
-        "constant:-3",
-        "exponential:inf",
-    ],
-)
+@pytest.mark.parametrize("text", WRONG_LAWS.split())
 def test_unknown_length_laws_are_refused_with_a_list(text: str) -> None:
     with pytest.raises(InputError, match="lognormal:MEAN:SIGMA"):
         length_law(text)
