@@ -21,7 +21,9 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyErr
 
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.tickets import unknown_ticket
 from predictor.learned import Scored
+from router.packing import LUA_NAMES, packed_limits, packed_quotas, packed_reading, packed_settlements, packed_ticket
 from router.state_store import (
     Assignment,
     FinishedLength,
@@ -47,6 +49,7 @@ _NOT_IN_SCRIPTS = "ACL failure in script|user executing the script can't"
 _LUA = Path(__file__).with_name("lua")
 _info_decoder = msgspec.msgpack.Decoder(ReplicaInfo)
 _length_decoder = msgspec.msgpack.Decoder(FinishedLength)
+_OF_NOBODY = packed_ticket(unknown_ticket(""))
 _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
 
 
@@ -57,7 +60,7 @@ def state_version() -> str:
 
     In a rolling update of Sluice itself old and new routers are up at once; they must not read each other's tables.
     """
-    scripts = b"".join(path.read_bytes() for path in sorted(_LUA.glob("*.lua")))
+    scripts = LUA_NAMES.encode() + b"".join(path.read_bytes() for path in sorted(_LUA.glob("*.lua")))
     kept = (ReplicaInfo.__struct_fields__, FinishedLength._fields, Scored._fields)
     return hashlib.sha256(scripts + repr((PROTOCOL, *kept)).encode()).hexdigest()[:12]
 
@@ -177,54 +180,12 @@ def _by_bin(lanes: Mapping[str, int]) -> dict[tuple[str, int], int]:
     return dict(waiting)
 
 
-def _packed(ticket: Ticket) -> bytes:
-    """As router/lua/prelude.lua reads it. Lua's arrays end at nil: false stands for None."""
-    fields = (
-        ticket.slo_class,
-        ticket.bin_index,
-        ticket.deadline_key,
-        ticket.work_s,
-        ticket.router_id,
-        False if ticket.arrival_s is None else ticket.arrival_s,
-        False if ticket.predicted_output_tokens is None else ticket.predicted_output_tokens,
-        ticket.step_s,
-        ticket.prefixes,
-        ticket.fills_idle,
-        ticket.recallable,
-        ticket.bucket,
-        False if ticket.prompt_tokens is None else ticket.prompt_tokens,
-        ticket.api_key,
-        False if ticket.deadline_s is None else ticket.deadline_s,
-        False if ticket.late_key is None else ticket.late_key,
-        ticket.prompt_token_s,
-        ticket.unread_tokens,
-    )
-    return msgspec.msgpack.encode(fields)
-
-
 def _notice(request_id: str, replica_id: str | None = None) -> Notice:
     return Recall(request_id) if replica_id is None else Assignment(request_id, replica_id)
 
 
-def _packed_limits(limits: Limits) -> bytes:
-    return msgspec.msgpack.encode((limits.max_waiting, limits.max_wait_s, limits.max_of_key))
-
-
-def _packed_quotas(quotas: Iterable[Quota]) -> bytes:
-    return msgspec.msgpack.encode([(quota.name, quota.cost, quota.per_s, quota.burst) for quota in quotas])
-
-
 def _asked(ticket: Ticket, limits: Limits) -> tuple[str | bytes, ...]:
-    return ticket.request_id, _packed(ticket), _packed_limits(limits), _packed_quotas(limits.quotas)
-
-
-def _packed_reading(reading: Reading | None) -> bytes:
-    """As router/lua/prelude.lua reads it; nothing for None."""
-    if reading is None:
-        return b""
-    most = False if reading.max_unread_tokens is None else reading.max_unread_tokens
-    token_s = False if reading.prompt_token_s is None else reading.prompt_token_s
-    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most, token_s))
+    return ticket.request_id, packed_ticket(ticket), packed_limits(limits), packed_quotas(limits.quotas)
 
 
 def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
@@ -256,9 +217,9 @@ async def _look_for_the_primary(client: "redis.Redis") -> None:
         await client.connection_pool.disconnect()
 
 
-def scripts_in(client: "redis.Redis", folder: Path) -> dict[str, AsyncScript]:
-    """The Lua scripts of a folder by their names, each behind its prelude."""
-    prelude = (folder / "prelude.lua").read_text()
+def scripts_in(client: "redis.Redis", folder: Path, names: str = "") -> dict[str, AsyncScript]:
+    """The Lua scripts of a folder by their names, each behind its prelude, and that behind ``names``."""
+    prelude = names + (folder / "prelude.lua").read_text()
     paths = [path for path in folder.glob("*.lua") if path.stem != "prelude"]
     return {path.stem: client.register_script(prelude + path.read_text()) for path in paths}
 
@@ -274,7 +235,7 @@ class RedisStateStore:
         application, *model = namespace.split(":", 1)
         self._application = f"{{sluice:{application}}}"  # the braces keep all of its keys in one slot of a cluster
         self._prefix = ":".join((self._application, *model))
-        self._scripts = scripts_in(client, _LUA)
+        self._scripts = scripts_in(client, _LUA, LUA_NAMES)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -294,12 +255,11 @@ class RedisStateStore:
         return None if taken else _refusal(*reply)
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
-        taken, *reply = await self._run("charge", _packed_quotas(quotas))
+        taken, *reply = await self._run("charge", packed_quotas(quotas))
         return None if taken else _refusal(*reply)
 
     async def settle(self, router_id: str, number: int, settlements: Sequence[Settlement]) -> None:
-        packed = msgspec.msgpack.encode([(each.name, each.cost, each.per_s) for each in settlements])
-        await self._run("settle", router_id, number, packed)
+        await self._run("settle", router_id, number, packed_settlements(settlements))
 
     async def release(
         self,
@@ -309,7 +269,7 @@ class RedisStateStore:
         reading: Reading | None = None,
     ) -> None:
         lease_ms = "" if lease_s is None else int(lease_s * 1000)
-        await self._run("release", replica_id, lease_ms, _packed_reading(reading), *request_ids)
+        await self._run("release", replica_id, lease_ms, packed_reading(reading), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         await self._run("cancel", *request_ids)
@@ -327,7 +287,7 @@ class RedisStateStore:
         classes = f",{','.join(info.classes)}," if info.classes else ""
         gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
         packed, silence_ms = msgspec.msgpack.encode(info), int(info.silence_s * 1000)
-        fields = (packed, slots, classes, repr(slowness), gang, repr(info.gang_patience_s), silence_ms)
+        fields = (packed, slots, classes, repr(slowness), gang, repr(info.gang_patience_s), silence_ms, _OF_NOBODY)
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
@@ -339,7 +299,7 @@ class RedisStateStore:
         gang_sizes: Sequence[int] = (),
         reading: Reading | None = None,
     ) -> list[str] | None:
-        fields = (slots, repr(slowness), int(lease_s * 1000), ",".join(map(str, gang_sizes)), _packed_reading(reading))
+        fields = (slots, repr(slowness), int(lease_s * 1000), ",".join(map(str, gang_sizes)), packed_reading(reading))
         reply = await self._run("beat_replica", replica_id, *fields)
         return None if reply is None else _strings(reply)
 

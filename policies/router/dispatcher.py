@@ -22,7 +22,7 @@ from policies.router.ledger import Ledger, Place, Replica, Tally
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
 from policies.router.placement import Placement, soonest_first_token
 from policies.router.recall import RecallableView, WaitingView, recalls
-from policies.router.tickets import Reading, ReplicaTerms, Ticket
+from policies.router.tickets import Reading, ReplicaTerms, Ticket, unknown_ticket
 from policies.router.turns import Turns, band_of
 
 # In one call, which then takes a Lua script a millisecond at most; later ones start although they are late.
@@ -115,7 +115,7 @@ class Dispatcher:
         for request_id in running:
             place = self.places.get(request_id)
             if place is None:
-                place = self.places[request_id] = Place(_unknown(request_id), now_s)
+                place = self.places[request_id] = Place(unknown_ticket(request_id), now_s)
             elif place.replica_id:
                 continue
             else:
@@ -309,8 +309,3 @@ def _lane_view(name: LaneName, batch: Sequence[Place], now_s: float) -> LaneView
         keys=[place.ticket.deadline_key for place in batch],
         waited_s=now_s - min(place.since_s for place in batch),
     )
-
-
-def _unknown(request_id: str) -> Ticket:
-    """Of a request that a replica runs and nobody queued here."""
-    return Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class="")

@@ -79,6 +79,11 @@ class Ticket:
         return self.work_s + self.prompt_token_s * (self.unread_at(replica_id) - self.least_unread_tokens)
 
 
+def unknown_ticket(request_id: str) -> Ticket:
+    """For a request that a replica runs and nobody has queued."""
+    return Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What a replica says of the prompts that it holds.

@@ -11,10 +11,10 @@ local function work_ahead_s()
   local ahead, own = 0, 0
   for _, lane in ipairs(lanes) do
     local class = parts_of(lane)
-    local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[KEY])
+    local earlier = redis.call('ZCOUNT', P .. ':lane:' .. lane, '-inf', ticket[DEADLINE_KEY])
     local seconds = earlier * hash_number(':ahead', class) / hash_number(':waiting', class)
     ahead = ahead + seconds
-    own = class == ticket[CLASS] and own + seconds or own
+    own = class == ticket[SLO_CLASS] and own + seconds or own
   end
   return ahead, own
 end
@@ -25,9 +25,9 @@ local function paces()
   local replicas = redis.call('HKEYS', P .. ':replicas')
   table.sort(replicas)
   for _, replica in ipairs(replicas) do
-    if serves(replica, ticket[CLASS]) then
+    if serves(replica, ticket[SLO_CLASS]) then
       pace = pace + 1 / slowness_of(replica)
-      if redis.call('HGET', P .. ':serves', replica) == ',' .. ticket[CLASS] .. ',' then
+      if redis.call('HGET', P .. ':serves', replica) == ',' .. ticket[SLO_CLASS] .. ',' then
         own_pace = own_pace + 1 / slowness_of(replica)
       end
     end
@@ -50,14 +50,14 @@ local function waiting_of_key(waiting, pace)
   if count == 0 or pace == 0 then
     return count, 0
   end
-  return count, count * hash_number(':ahead', ticket[CLASS]) / waiting / pace
+  return count, count * hash_number(':ahead', ticket[SLO_CLASS]) / waiting / pace
 end
 
 -- policies.router.admission.no_room
 local function no_room()
   local max_waiting, max_wait_s, max_of_key = unpack(limits)
   local pace, own_pace = paces()
-  local waiting, wait_s = hash_number(':waiting', ticket[CLASS]), predicted_wait_s(pace, own_pace)
+  local waiting, wait_s = hash_number(':waiting', ticket[SLO_CLASS]), predicted_wait_s(pace, own_pace)
   local count, of_key_s = waiting_of_key(waiting, pace)
   if count >= max_of_key then
     return { 0, 'max_key_share', tostring(of_key_s) }
@@ -70,7 +70,7 @@ end
 
 local only_admits = ARGV[5] == 'admit'
 local had_a_place = not only_admits and forget(id)
-if had_a_place and had_a_place[ROUTER] == ticket[ROUTER] then
+if had_a_place and had_a_place[ROUTER_ID] == ticket[ROUTER_ID] then
   limits, quotas = { math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
 end
 
@@ -94,7 +94,7 @@ spend(spent)
 if only_admits then
   return { 1, {} }
 end
-ticket[REPLICA], ticket[SINCE_MS], ticket[CHARGE] = '', now_ms(), 0
+ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
 if replica and not had_a_place and not is_late(ticket, replica) then
   -- What waits has no use for this replica: as through its lane, in fewer moves.
   put_on(id, ticket, replica)
@@ -103,4 +103,4 @@ if replica and not had_a_place and not is_late(ticket, replica) then
 end
 save_ticket(id, ticket)
 put_in_lane(id, ticket)
-return { 1, dispatch(ticket[ROUTER], not (had_a_place or replica)) }
+return { 1, dispatch(ticket[ROUTER_ID], not (had_a_place or replica)) }

@@ -3,6 +3,6 @@
 local places = {}
 for i, id in ipairs(ARGV) do
   local ticket = load_ticket(id)
-  places[i] = ticket and ticket[REPLICA]
+  places[i] = ticket and ticket[REPLICA_ID]
 end
 return places

@@ -1,7 +1,7 @@
 -- Shared by every script: the tables, and the moves that keep them consistent.
 --
 -- KEYS[1] is the prefix P; it carries a hash tag, so that all keys live in one cluster slot.
---   P:tickets       hash  id -> msgpack of the fields below
+--   P:tickets       hash  id -> msgpack of the fields in router/packing.py, whose names stand before this script
 --   P:lane:<l>      zset  id -> deadline key: lane l            P:occupied  set of lanes that hold anything
 --                   A lane is "<class>:<bin>:<bucket>".
 --   P:waiting       hash  class -> tickets that wait            P:ahead     hash  class -> their predicted seconds
@@ -41,13 +41,6 @@
 -- The twin in Python is policies/router/dispatcher.py; a contract test runs both over the same histories.
 
 local P, APPLICATION = KEYS[1], KEYS[2]
-local CLASS, BIN, KEY, WORK, ROUTER, ARRIVAL, PREDICTED, STEP, HITS = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FILLS_IDLE, RECALLABLE, BUCKET, PROMPT, API_KEY, DEADLINE, LATE_KEY, TOKEN, UNREAD = 10, 11, 12, 13, 14, 15, 16, 17, 18
-local REPLICA, SINCE_MS, CHARGE = 19, 20, 21 -- since when it is in its lane, or on its replica
-
--- policies.router.order: BAND_S, Band.IN_TIME, Band.NO_TARGET, Band.LATE, STARTS_FOR_THE_PATIENT.
-local BAND, IN_TIME, BEHIND, LATE, STARTS_FOR_THE_PATIENT = 1e10, 1, 2, 3, 10
-local MOST_CALLED_LATE = 64 -- in one script, which then takes a millisecond at most
 
 local function now_s()
   local time = redis.call('TIME')
@@ -149,17 +142,17 @@ local function offer(replica)
 end
 
 local function lane_of(ticket)
-  return ticket[CLASS] .. ':' .. ticket[BIN] .. ':' .. ticket[BUCKET]
+  return ticket[SLO_CLASS] .. ':' .. ticket[BIN_INDEX] .. ':' .. ticket[BUCKET]
 end
 
 -- What waits of the class and the API key of this ticket; nil where it has no key.
 local function of_key(ticket)
-  return ticket[API_KEY] ~= '' and P .. ':of_key:' .. ticket[CLASS] .. ':' .. ticket[API_KEY] or nil
+  return ticket[API_KEY] ~= '' and P .. ':of_key:' .. ticket[SLO_CLASS] .. ':' .. ticket[API_KEY] or nil
 end
 
 -- policies.router.turns.band_of; nil where keys take no turns.
 local function band_of(ticket)
-  local band = ticket[API_KEY] ~= '' and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND)
+  local band = ticket[API_KEY] ~= '' and ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S)
   return (band == IN_TIME or band == LATE) and band or nil
 end
 
@@ -175,20 +168,20 @@ end
 
 -- A ticket that waits goes by its key, from now on.
 local function rank(id, ticket)
-  redis.call('ZADD', P .. ':lane:' .. lane_of(ticket), ticket[KEY], id)
+  redis.call('ZADD', P .. ':lane:' .. lane_of(ticket), ticket[DEADLINE_KEY], id)
   if of_key(ticket) then
-    redis.call('ZADD', of_key(ticket), ticket[KEY], id)
+    redis.call('ZADD', of_key(ticket), ticket[DEADLINE_KEY], id)
   end
   local band = band_of(ticket)
   if band then
-    redis.call('ZADD', turns_of(ticket[CLASS], band), 'NX', 0, ticket[API_KEY])
+    redis.call('ZADD', turns_of(ticket[SLO_CLASS], band), 'NX', 0, ticket[API_KEY])
   end
 end
 
 local function put_in_lane(id, ticket)
   rank(id, ticket)
   redis.call('SADD', P .. ':occupied', lane_of(ticket))
-  add_counted(':waiting', ':ahead', ticket[CLASS], 1, ticket[WORK])
+  add_counted(':waiting', ':ahead', ticket[SLO_CLASS], 1, ticket[WORK_S])
 end
 
 local function take_from_lane(id, ticket)
@@ -200,8 +193,8 @@ local function take_from_lane(id, ticket)
   if of_key(ticket) then
     redis.call('ZREM', of_key(ticket), id)
   end
-  if add_counted(':waiting', ':ahead', ticket[CLASS], -1, -ticket[WORK]) and of_key(ticket) then
-    redis.call('DEL', turns_of(ticket[CLASS], IN_TIME), turns_of(ticket[CLASS], LATE))
+  if add_counted(':waiting', ':ahead', ticket[SLO_CLASS], -1, -ticket[WORK_S]) and of_key(ticket) then
+    redis.call('DEL', turns_of(ticket[SLO_CLASS], IN_TIME), turns_of(ticket[SLO_CLASS], LATE))
   end
 end
 
@@ -238,9 +231,9 @@ end
 -- router.state_store.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to read, by
 -- replica, and the one that has least.
 local function unread_of(ticket)
-  local left, least = {}, ticket[UNREAD]
-  for _, pair in ipairs(ticket[HITS]) do
-    local unread = math.max(0, ticket[UNREAD] - pair[2])
+  local left, least = {}, ticket[UNREAD_TOKENS]
+  for _, pair in ipairs(ticket[PREFIXES]) do
+    local unread = math.max(0, ticket[UNREAD_TOKENS] - pair[2])
     left[pair[1]], least = unread, math.min(least, unread)
   end
   return left, least
@@ -248,24 +241,24 @@ end
 
 -- router.state_store.Ticket.work_at_s
 local function work_at_s(ticket, unread, least)
-  return ticket[WORK] + ticket[TOKEN] * (unread - least)
+  return ticket[WORK_S] + ticket[PROMPT_TOKEN_S] * (unread - least)
 end
 
 local function put_on(id, ticket, replica)
   local left, least = unread_of(ticket)
-  local unread = left[replica] or ticket[UNREAD]
-  ticket[REPLICA] = replica
+  local unread = left[replica] or ticket[UNREAD_TOKENS]
+  ticket[REPLICA_ID] = replica
   ticket[SINCE_MS] = now_ms()
-  ticket[CHARGE] = work_at_s(ticket, unread, least) * slowness_of(replica)
+  ticket[CHARGE_S] = work_at_s(ticket, unread, least) * slowness_of(replica)
   save_ticket(id, ticket)
   redis.call('SADD', P .. ':on:' .. replica, id)
   if unread > 0 then
     redis.call('HSET', P .. ':unread_of:' .. replica, id, unread)
     redis.call('HINCRBY', P .. ':unread', replica, unread)
   end
-  add_counted(':running', ':work', replica, 1, ticket[CHARGE])
+  add_counted(':running', ':work', replica, 1, ticket[CHARGE_S])
   if ticket[RECALLABLE] and is_for_all(replica) then
-    redis.call('ZADD', P .. ':recallable', ticket[KEY], id)
+    redis.call('ZADD', P .. ':recallable', ticket[DEADLINE_KEY], id)
   end
   offer(replica)
 end
@@ -276,10 +269,10 @@ local function no_longer_recallable(id)
 end
 
 local function take_from_replica(id, ticket)
-  local replica = ticket[REPLICA]
+  local replica = ticket[REPLICA_ID]
   if redis.call('SREM', P .. ':on:' .. replica, id) == 1 then
     note_read(replica, id)
-    add_counted(':running', ':work', replica, -1, -ticket[CHARGE])
+    add_counted(':running', ':work', replica, -1, -ticket[CHARGE_S])
     if ticket[RECALLABLE] then
       no_longer_recallable(id)
     end
@@ -309,7 +302,7 @@ local function forget(id)
     return nil
   end
   redis.call('HDEL', P .. ':tickets', id)
-  if ticket[REPLICA] == '' then
+  if ticket[REPLICA_ID] == '' then
     take_from_lane(id, ticket)
   else
     take_from_replica(id, ticket)
@@ -378,15 +371,15 @@ local function offers_to(ticket, owed)
   end
   local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
   local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
-  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[KEY] / BAND) == LATE
+  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
   local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
     local known, most, token_s = reading_in(readings[i])
     local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
-    if is_for(classes[i] or '', ticket[CLASS]) and not (late and most and ahead > 0) then
-      local unread, pace = left[id] or ticket[UNREAD], token_s or ticket[TOKEN] * slowness
+    if is_for(classes[i] or '', ticket[SLO_CLASS]) and not (late and most and ahead > 0) then
+      local unread, pace = left[id] or ticket[UNREAD_TOKENS], token_s or ticket[PROMPT_TOKEN_S] * slowness
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
-      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP] * slowness }
+      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness }
       others = others > 0 and math.min(others, redis.call('HLEN', P .. ':unread_of:' .. id)) or 0
     end
   end
@@ -424,17 +417,17 @@ end
 local function note_start(ticket)
   redis.call('INCR', P .. ':starts')
   if ticket[API_KEY] ~= '' then
-    redis.call('ZINCRBY', P .. ':served', ticket[WORK], ticket[API_KEY])
+    redis.call('ZINCRBY', P .. ':served', ticket[WORK_S], ticket[API_KEY])
   end
-  if ticket[ARRIVAL] then
+  if ticket[ARRIVAL_S] then
     local latest = tonumber(redis.call('GET', P .. ':started') or '-inf')
-    if latest > ticket[ARRIVAL] then
+    if latest > ticket[ARRIVAL_S] then
       local longest = tonumber(redis.call('GET', P .. ':overtaken') or '0')
-      if latest - ticket[ARRIVAL] > longest then
-        redis.call('SET', P .. ':overtaken', latest - ticket[ARRIVAL], 'KEEPTTL')
+      if latest - ticket[ARRIVAL_S] > longest then
+        redis.call('SET', P .. ':overtaken', latest - ticket[ARRIVAL_S], 'KEEPTTL')
       end
     else
-      redis.call('SET', P .. ':started', ticket[ARRIVAL], 'KEEPTTL')
+      redis.call('SET', P .. ':started', ticket[ARRIVAL_S], 'KEEPTTL')
     end
   end
 end
@@ -447,20 +440,20 @@ end
 
 -- policies.router.order.is_late, from a replica that could take it, of a ticket that was not called that before.
 local function is_late(ticket, replica)
-  if not ticket[LATE_KEY] or not ticket[DEADLINE] or ticket[KEY] == ticket[LATE_KEY] then
+  if not ticket[LATE_KEY] or not ticket[DEADLINE_S] or ticket[DEADLINE_KEY] == ticket[LATE_KEY] then
     return false
   end
   local _, _, token_s = reading_of(replica)
-  local unread = unread_of(ticket)[replica] or ticket[UNREAD]
-  local reading_s = unread * (token_s or ticket[TOKEN] * slowness_of(replica))
-  return now_s() + reading_s > ticket[DEADLINE]
+  local unread = unread_of(ticket)[replica] or ticket[UNREAD_TOKENS]
+  local reading_s = unread * (token_s or ticket[PROMPT_TOKEN_S] * slowness_of(replica))
+  return now_s() + reading_s > ticket[DEADLINE_S]
 end
 
 -- Give it the key of those behind.
 local function call_late(ticket)
-  local reason = now_s() > ticket[DEADLINE] and 'passed' or 'reading'
-  redis.call('HINCRBY', P .. ':late', ticket[CLASS] .. ':' .. reason, 1)
-  ticket[KEY] = ticket[LATE_KEY]
+  local reason = now_s() > ticket[DEADLINE_S] and 'passed' or 'reading'
+  redis.call('HINCRBY', P .. ':late', ticket[SLO_CLASS] .. ':' .. reason, 1)
+  ticket[DEADLINE_KEY] = ticket[LATE_KEY]
 end
 
 -- Of the keys that wait in this class and band, the least served one's first ticket, and what it was served; nil when
@@ -477,7 +470,7 @@ local function first_turn(class, band)
       redis.call('ZADD', turns, served, key)
     else
       local waits = P .. ':of_key:' .. class .. ':' .. key
-      local first = redis.call('ZRANGEBYSCORE', waits, band * BAND, '(' .. (band + 1) * BAND, 'LIMIT', 0, 1)[1]
+      local first = redis.call('ZRANGEBYSCORE', waits, band * BAND_S, '(' .. (band + 1) * BAND_S, 'LIMIT', 0, 1)[1]
       if first then
         return first, tonumber(served)
       end
@@ -489,10 +482,10 @@ end
 -- policies.router.turns: whose turn it is where the order has this ticket go to this replica.
 local function in_turn(head, ticket, replica, owed)
   local band, least = band_of(ticket), math.huge
-  if not band or (band == IN_TIME and not first_turn(ticket[CLASS], LATE)) then
+  if not band or (band == IN_TIME and not first_turn(ticket[SLO_CLASS], LATE)) then
     return head, ticket, replica
   end
-  local classes = band == LATE and redis.call('HKEYS', P .. ':waiting') or { ticket[CLASS] }
+  local classes = band == LATE and redis.call('HKEYS', P .. ':waiting') or { ticket[SLO_CLASS] }
   table.sort(classes)
   for _, class in ipairs(classes) do
     local id, served = first_turn(class, band)
@@ -524,14 +517,14 @@ local function next_owed()
   end
   local owed
   for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
-    local found = redis.call('ZRANGEBYSCORE', P .. ':lane:' .. lane, BEHIND * BAND, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-    local ends = found[1] and tonumber(found[2]) % BAND
+    local found = redis.call('ZRANGEBYSCORE', P .. ':lane:' .. lane, NO_TARGET * BAND_S, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    local ends = found[1] and tonumber(found[2]) % BAND_S
     if ends and ends <= now_s() and (not owed or ends < owed.ends or (ends == owed.ends and found[1] < owed.id)) then
       owed = { id = found[1], lane = lane, ends = ends }
     end
   end
   local ticket = owed and load_ticket(owed.id)
-  local replica = ticket and ticket[LATE_KEY] == ticket[KEY] and choose(ticket, true) -- other keys have no bands
+  local replica = ticket and ticket[LATE_KEY] == ticket[DEADLINE_KEY] and choose(ticket, true) -- other keys have no bands
   if replica then
     return in_turn(owed, ticket, replica, true)
   end
@@ -557,7 +550,7 @@ local function start_singles(started)
   while true do
     local head, ticket, replica = next_owed()
     if replica then
-      redis.call('HINCRBY', P .. ':owed', ticket[CLASS], 1)
+      redis.call('HINCRBY', P .. ':owed', ticket[SLO_CLASS], 1)
     else
       head, ticket, replica = next_start(heads)
     end
@@ -570,7 +563,7 @@ local function start_singles(started)
       rank(head.id, ticket)
     else
       start(head.id, ticket, replica)
-      started[#started + 1] = { head.id, replica, ticket[ROUTER] }
+      started[#started + 1] = { head.id, replica, ticket[ROUTER_ID] }
     end
     look_again(heads, head.lane)
     if redis.call('EXISTS', P .. ':free') == 0 then
@@ -631,7 +624,7 @@ local function next_gang(replica)
     local batch = serves(replica, class) and formed(lane, math.min(size, sizes[bin + 1] or size), max_wait_s)
     if batch then
       local is_patient = patience_s > 0 and longest_wait_s(batch.ids) < patience_s
-      batch.band, batch.turn = math.floor(batch.key / BAND), is_patient and bin or -1
+      batch.band, batch.turn = math.floor(batch.key / BAND_S), is_patient and bin or -1
       batch.bin, batch.bucket, batch.class = bin, bucket, class
       if not best or goes_before(batch, best) then
         best = batch
@@ -659,7 +652,7 @@ local function start_gangs(started)
       for _, id in ipairs(batch.ids) do
         local ticket = load_ticket(id)
         start(id, ticket, pair[2])
-        started[#started + 1] = { id, pair[2], ticket[ROUTER] }
+        started[#started + 1] = { id, pair[2], ticket[ROUTER_ID] }
       end
     end
   end
@@ -693,7 +686,7 @@ local function recall()
         break
       end
       local id = last[1]
-      local owner = load_ticket(id)[ROUTER]
+      local owner = load_ticket(id)[ROUTER_ID]
       redis.call('ZREM', P .. ':recallable', id)
       redis.call('SADD', P .. ':recalled', id)
       owners[owner] = owners[owner] or {}
@@ -757,7 +750,7 @@ local function remove_routers(routers)
   end
   for _, id in ipairs(redis.call('HKEYS', P .. ':tickets')) do
     local ticket = load_ticket(id)
-    if gone[ticket[ROUTER]] and ticket[REPLICA] == '' then
+    if gone[ticket[ROUTER_ID]] and ticket[REPLICA_ID] == '' then
       forget(id)
     end
   end

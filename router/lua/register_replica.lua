@@ -1,5 +1,5 @@
 -- ARGV: replica, info, slots, classes it is reserved for ("" for all, else ",a,b,"), slowness, max_wait_s of its gang
--- batches ("" for single requests), their patience_s, silence_ms, id ... of what it runs
+-- batches ("" for single requests), their patience_s, silence_ms, a ticket of nobody, id ... of what it runs
 -- A replica joins, or comes back after the tables were lost, or after it was out of their reach.
 local replica = ARGV[1]
 redis.call('HSET', P .. ':replicas', replica, ARGV[2])
@@ -14,11 +14,11 @@ else
   redis.call('HSET', P .. ':gangs', replica, ARGV[6])
   redis.call('HSET', P .. ':gang_patience', replica, ARGV[7])
 end
-for i = 9, #ARGV do
+for i = 10, #ARGV do
   local ticket = load_ticket(ARGV[i])
   if not ticket then
-    put_on(ARGV[i], { '', 0, 0, 0, '', false, false, 0, {}, false, false, 0, false, '', false, false, 0, 0, '', 0, 0 }, replica)
-  elseif ticket[REPLICA] == '' then -- its router went on alone meanwhile
+    put_on(ARGV[i], cmsgpack.unpack(ARGV[9]), replica)
+  elseif ticket[REPLICA_ID] == '' then -- its router went on alone meanwhile
     take_from_lane(ARGV[i], ticket)
     put_on(ARGV[i], ticket, replica)
   end

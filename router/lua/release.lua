@@ -7,7 +7,7 @@ if has_read then
 end
 for i = 4, #ARGV do
   local ticket = load_ticket(ARGV[i])
-  if ticket and ticket[REPLICA] == ARGV[1] and ticket[SINCE_MS] <= latest then
+  if ticket and ticket[REPLICA_ID] == ARGV[1] and ticket[SINCE_MS] <= latest then
     forget(ARGV[i]) -- which offers what is left as well
     has_read = false
   end

@@ -33,11 +33,11 @@ end
 for _, lane in ipairs(redis.call('SMEMBERS', P .. ':occupied')) do
   for _, id in ipairs(redis.call('ZRANGE', P .. ':lane:' .. lane, 0, -1)) do
     local ticket = load_ticket(id)
-    local bin = ticket[PREDICTED] and range_of(ticket[PREDICTED], bins) or ticket[BIN]
-    local bucket = ticket[PROMPT] and range_of(ticket[PROMPT], buckets) or ticket[BUCKET]
-    if bin ~= ticket[BIN] or bucket ~= ticket[BUCKET] then
+    local bin = ticket[PREDICTED_OUTPUT_TOKENS] and range_of(ticket[PREDICTED_OUTPUT_TOKENS], bins) or ticket[BIN_INDEX]
+    local bucket = ticket[PROMPT_TOKENS] and range_of(ticket[PROMPT_TOKENS], buckets) or ticket[BUCKET]
+    if bin ~= ticket[BIN_INDEX] or bucket ~= ticket[BUCKET] then
       take_from_lane(id, ticket)
-      ticket[BIN], ticket[BUCKET] = bin, bucket
+      ticket[BIN_INDEX], ticket[BUCKET] = bin, bucket
       save_ticket(id, ticket)
       put_in_lane(id, ticket)
     end

@@ -12,13 +12,14 @@ import yaml
 from deployments.config.model import DEMO_MODEL
 from deployments.process.environment import cores_beside_engines
 from deployments.process.ports import free_port
+from router.packing import TICKET
 from tests import tutorial
 from tests.integration.application import Sluice
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-KEY, ARRIVAL = 2, 5  # of a ticket; router/lua/prelude.lua counts from 1
+KEY, ARRIVAL = TICKET.index("deadline_key"), TICKET.index("arrival_s")
 
 
 @pytest.fixture(scope="module")
