@@ -27,7 +27,7 @@ def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 def _end_with_parent() -> None:
-    """Whoever is killed cannot end its engine, which would go on holding the GPU: so a thread there watches it."""
+    """A killed parent cannot end its engine, which would keep the GPU: a thread in the child watches the parent."""
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=_kill_after, args=(parent.sentinel,), daemon=True, name="end-with-parent").start()

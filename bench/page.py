@@ -38,7 +38,7 @@ examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Cores that each role used while nobody looked, and while somebody did."""
+    """Cores that each role used while the page was closed, and while it was open."""
 
     alone: Mapping[Role, float]
     watched: Mapping[Role, float]

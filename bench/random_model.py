@@ -20,7 +20,7 @@ example, which prints the command to go on with:
 
 
 def write_config(folder: Path, **changes: object) -> None:
-    """Of a Qwen3 with 8 layers of 512: 25 million parameters beside 512 for each token of the vocabulary.
+    """Write a Qwen3 with 8 layers of width 512: 25 million parameters and 512 for each token of the vocabulary.
 
     `changes` are other values than those, by their names in config.json.
     """

@@ -123,7 +123,7 @@ def _values(runs: Sequence[Run], value: Value) -> list[float] | None:
 
 
 def _cpu_by_role(pairing: Pairing) -> str:
-    """A token's CPU, and what of it is above idle: the rest is used whether anybody asks or not."""
+    """CPU of a token, and the part above what idle processes use."""
     columns = [f"c = {each}{what}" for what in ("", ", above idle") for each in _concurrencies(pairing)]
     head = ["CPU, µs per output token", "", *columns, "idle, % of a core"]
     rows = [

@@ -80,5 +80,5 @@ def differences(contender: Sequence[float], baseline: Sequence[float]) -> list[f
 
 
 def paired_ratios(contender: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Of `ratios`. Two runs of a repeat follow each other at once: what slows a machine down for minutes falls out."""
+    """The spread of `ratios`. The two runs of a repeat follow each other, so slow minutes of a machine cancel out."""
     return Spread.of(ratios(contender, baseline))

@@ -129,7 +129,7 @@ def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployme
 
 
 def _placement(engine: EngineSection) -> dict[str, Any]:
-    """Of an engine over several nodes, whose workers have the GPUs: vLLM finds the group in which its replica runs."""
+    """The placement group of an engine over several nodes; vLLM finds the group in which its replica runs."""
     if not engine.placement_group_bundles:
         return {}
     return {

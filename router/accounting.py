@@ -17,7 +17,7 @@ from router.timing import RequestTiming
 
 
 class Accounting:
-    """Of one router.
+    """Counts and charges the requests of one router.
 
     Attributes:
         settlements: what is still to be told to the shared state of the tokens that keys used.
@@ -140,7 +140,7 @@ class Accounting:
             self.settlements.settle(entry.bill, entry.timing.output_tokens, is_over=is_over)
 
     def note_overdrafts(self, entries: Iterable[Entry[Any]]) -> None:
-        """Of requests that go on beyond what they were charged: they may go on for long."""
+        """Charge requests that go on beyond what they were charged: they may go on for long."""
         for entry in entries:
             self._settle(entry, is_over=False)
 

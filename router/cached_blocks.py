@@ -20,7 +20,7 @@ from router.metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 BlockHashes = Sequence[int]
-"""Of a prompt's whole blocks, in order: unsigned integers of 8 bytes, which an `array` of type "Q" holds in as much."""
+"""Hashes of a prompt's whole blocks, in order: unsigned integers of 8 bytes, in an `array` of type "Q"."""
 
 HASH_BYTES = 8
 INT_BYTES = 48  # of a Python integer that holds one, as its allocator rounds up
@@ -141,7 +141,7 @@ class CachedBlocks:
 
     @property
     def hashing(self) -> BlockHashing | None:
-        """Of the replica that is known longest, by which prompts are hashed; None while none is known."""
+        """How prompts are hashed: as by the replica that is known longest; None while none is known."""
         return next((replica.told.hashing for replica in self._replicas.values()), None)
 
     def apply(self, replica_id: str, changes: BlockChanges) -> bool:
@@ -191,7 +191,7 @@ class CachedBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Of sets and hashes."""
+        """Bytes of sets and hashes."""
         tables = sum(sys.getsizeof(replica.told.blocks) for replica in self._replicas.values())
         return tables + INT_BYTES * len(self)
 

@@ -47,7 +47,7 @@ class Classified:
 
 
 class TicketWriter(Protocol):
-    """What a routed client needs of whoever writes its tickets; see `Classifier`."""
+    """What a routed client needs of the writer of its tickets; see `Classifier`."""
 
     @property
     def prefixes(self) -> PrefixHits:

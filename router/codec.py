@@ -67,7 +67,7 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
     def size(self, request: RequestT) -> RequestSize: ...
 
     def block_hashes(self, request: RequestT, hashing: BlockHashing) -> BlockHashes:
-        """Of its prompt's whole blocks, as an engine would look them up; none where it would not. Takes about 2 us a
+        """Hashes of its prompt's whole blocks, as an engine would look them up; none where it would not. About 2 us a
         block, in any thread."""
 
     def with_ticket(
@@ -84,7 +84,7 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
         """The request, telling the replica which trace it is a part of; also once it goes on elsewhere."""
 
     def unread_tokens(self, request: RequestT, replica_id: str) -> int:
-        """Of its prompt, those that its ticket counts as unread on this replica; all without a ticket."""
+        """Tokens of its prompt that its ticket counts as unread on this replica; all without a ticket."""
 
     def cached_tokens(self, output: Output) -> int | None:
         """How many tokens of its prompt the engine had in its cache, said with a first output; None where it is not."""

@@ -36,7 +36,7 @@ class Connections:
         """Args:
         lost_after_looks: a connected replica that is missing in the shared state in more of them, in a row, is lost.
         drop_after_s: one that is out of reach is dropped no more often than that.
-        opened: is called with each new connection, before anybody else has it.
+        opened: is called with each new connection, before any other part has it.
         is_needed: whether requests were given to this replica.
         drop: takes a replica out of the tables.
         """
@@ -49,7 +49,7 @@ class Connections:
 
     @property
     def replica_ids(self) -> Iterable[str]:
-        """Of all, those that are still being opened included."""
+        """Ids of all replicas, those with a connection in the making included."""
         return self._attempts.keys()
 
     @property

@@ -48,7 +48,7 @@ def _escaped(value: str) -> str:
 
 
 class KeyMetrics:
-    """Of one router. A page without any where no request had a key."""
+    """Metrics of one router's API keys. The page is empty where no request had a key."""
 
     def __init__(self, namespace: str, labels: Mapping[str, str]) -> None:
         self._names: set[str] = set()

@@ -83,7 +83,7 @@ class ProcessPage:
 
 
 def _values(counter: Counter, **labels: str) -> Iterator[float]:
-    """Of all series that have these labels."""
+    """Values of all series that have these labels."""
     for family in counter.collect():
         for sample in family.samples:
             if labels.items() <= sample.labels.items():

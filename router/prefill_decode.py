@@ -8,7 +8,7 @@ theirs. To the decode replicas' client a prefill elsewhere is a `Preparation` of
 The decode replica gets the whole request and samples every token of the answer itself, the first one too: so nothing is
 doubled or lost whatever the sampling, at the price of computing the last prompt token twice. All that can go wrong on
 the way (no prefill replica, a queue too long, a replica lost, a cache that is gone) ends in the same place: the
-decode replica reads the prompt itself. A cache is offered once: whoever gets the request after that reads the prompt.
+decode replica reads the prompt itself. A cache is offered once: a later replica reads the prompt.
 """
 
 import asyncio
@@ -167,11 +167,11 @@ class PrefillPool(Generic[RequestT, OutputsT]):
 
     @property
     def slowness(self) -> float:
-        """Of the slowest."""
+        """The slowness of the slowest replica."""
         return max((load.slowness for load in self.client.snapshot.replicas.values()), default=1.0)
 
     def offers(self, size: RequestSize, mine_s: float) -> list[PrefillOffer]:
-        """Of all replicas, each once it is through with what it has and its part of what waits.
+        """Offers of all replicas, each for when it has finished its work and its part of the queue.
 
         As of the last heartbeat; `mine_s` is what this router has given to the pool since, in any case.
         """
@@ -187,7 +187,7 @@ class PrefillPool(Generic[RequestT, OutputsT]):
         ]
 
     def unread_tokens(self, size: RequestSize) -> int:
-        """Of a prompt, where most of it is cached."""
+        """Unread tokens of a prompt on the replica that has most of it cached."""
         return size.prompt_tokens - max(self.client.hits(size).values(), default=0)
 
     async def prefill(
@@ -361,7 +361,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
 
     @property
     def snapshot(self) -> Snapshot:
-        """Of the decode pool."""
+        """The snapshot of the decode pool."""
         return self.decoding.snapshot
 
     async def start(self) -> None:
@@ -375,7 +375,7 @@ class SplitClient(Generic[RequestT, OutputsT]):
         await self.decoding.close()
 
     async def statuses(self) -> dict[str, dict[str, Any]]:
-        """Of both pools at once: an engine that hangs in each is waited for once."""
+        """Statuses of both pools, asked at once: engines that hang in both cost one wait."""
         answering, reading = await asyncio.gather(self.decoding.statuses(), self.pool.client.statuses())
         return {**answering, **reading}
 

@@ -9,7 +9,7 @@ SHOWN = 50
 
 
 class RecentRequests:
-    """Of one router; each publishes its own, so that any router can show those of all."""
+    """The last requests of one router; each router publishes its own, so that any can show those of all."""
 
     def __init__(self) -> None:
         self._ended: deque[Mapping[str, Any]] = deque(maxlen=SHOWN)
@@ -28,6 +28,6 @@ class RecentRequests:
 
 
 def latest(pages: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Of several routers together, the last one first."""
+    """The last requests of several routers together, the latest first."""
     ended = [each for page in pages for each in json.loads(page)]
     return sorted(ended, key=lambda each: -float(each["at"]))[:SHOWN]

@@ -55,8 +55,8 @@ _notice_decoder = msgspec.msgpack.Decoder(list[tuple[str, ...]])
 
 @cache
 def state_version() -> str:
-    """Of the tables and of what is read from them: it changes with the scripts, with the fields of what those keep
-    unread, and with the relay's protocol.
+    """The version of the tables and of what is read from them: it changes with the scripts, with the fields that those
+    keep unread, and with the relay's protocol.
 
     In a rolling update of Sluice itself old and new routers are up at once; they must not read each other's tables.
     """
@@ -87,7 +87,7 @@ def tls_options(url: str, ca_certs: str | None) -> dict[str, Any]:
 
 
 def not_a_url(setting: str) -> ConfigError:
-    """Without the words of whoever parsed it, which may hold a part of the password."""
+    """An error without the parser's words, which may hold a part of the password."""
     return ConfigError(
         f"{setting} is not a Redis URL: it begins with redis://, rediss:// or unix://, and special characters of the "
         "password are percent-encoded"

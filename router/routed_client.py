@@ -242,7 +242,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     @property
     def snapshot(self) -> Snapshot:
-        """Of the shared state, as of the last heartbeat."""
+        """The snapshot of the shared state, as of the last heartbeat."""
         return self.queueing.snapshot
 
     @property

@@ -35,11 +35,11 @@ class RoutedClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterTerms:
-    """Of all routed clients of one model.
+    """What all routed clients of one model go by.
 
     Attributes:
         door: the limits of every class.
-        config: of it, `heartbeat_s` stays what it is when a client starts.
+        config: times and bounds; a changed `heartbeat_s` holds for clients that start later.
     """
 
     door: Door

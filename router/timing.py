@@ -106,7 +106,7 @@ class HttpContext:
             await self.abort(running)
 
     def detached(self) -> "HttpContext":
-        """Of the same client's request, for what goes on when its exchange is over."""
+        """A context of the same client's request, for work that goes on when its exchange is over."""
         return HttpContext(
             self.received_s,
             self.slo_class,

@@ -65,7 +65,7 @@ class Backlog:
         return sum(request not in self._own for request in requests)
 
     def ended(self, requests: Iterable[Request], now_s: float) -> list[Event]:
-        """Of either kind; at others it sees what became of their promises."""
+        """Requests have ended; those of others tell it whether they kept their promises."""
         for request in requests:
             if request in self._own:
                 self._in_flight -= 1

@@ -33,7 +33,7 @@ class Curve(NamedTuple):
 
     @property
     def shares(self) -> FloatArray:
-        """Of those that came, which took so long as each value or less, shape (n,)."""
+        """The share of all requests that took at most each value, shape (n,)."""
         return np.arange(1, len(self.values) + 1) / self.came
 
 

@@ -53,7 +53,7 @@ class EngineProfile:
     gpus: int = 1
 
     def cache(self, tokens: int | None) -> int:
-        """Tokens of KV cache: so many if given, else what is known.
+        """Tokens of KV cache: `tokens` if given, else those of the profile.
 
         Raises:
             ConfigError: neither is.

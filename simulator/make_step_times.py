@@ -97,7 +97,7 @@ class _Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AllReduce:
-    """Of a cluster: sizes in bytes, ascending, with the milliseconds of each by number of GPUs."""
+    """All-reduce times of a cluster: sizes in bytes, ascending, with the milliseconds of each by number of GPUs."""
 
     bytes: FloatArray
     ms: dict[int, FloatArray] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def _read(path: Path, sizes: tuple[str, str], point: tuple[str, ...]) -> Times:
 
 
 def _all_reduce(path: Path, cluster: str) -> _AllReduce:
-    """Of GPUs in one machine."""
+    """All-reduce times among the GPUs of one machine."""
     times: dict[int, dict[int, float]] = {}
     for row in _csv(path):
         if (row["cluster"], row["collective"], row["devices_per_node"]) == (cluster, "all_reduce", row["num_workers"]):

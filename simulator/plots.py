@@ -60,7 +60,7 @@ def draw_distributions(runs: Sequence[tuple[str, FloatArray, FloatArray]], path:
 
 
 def draw_requests(kinds: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Shares of requests within so many seconds, by kind of time and class, with the targets as dashed lines."""
+    """Share of requests over seconds, by kind of time and class, with the targets as dashed lines."""
     made = figure(1, len(kinds))
     for axes, (kind, curves) in zip(made.axes, kinds.items(), strict=True):
         for index, (name, curve) in enumerate(curves.items()):

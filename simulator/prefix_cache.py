@@ -40,7 +40,7 @@ class PrefixCache:
         return found
 
     def keep(self, request: Request, tokens: int) -> None:
-        """A request ended, with so many tokens computed."""
+        """A request ended with `tokens` tokens computed."""
         if request.session is None:
             return
         self._tokens += tokens - self._kept.pop(request.session, 0)

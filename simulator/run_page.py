@@ -62,7 +62,7 @@ def run_page(
 
 
 def distribution(kind: str, curves: Mapping[str, Curve]) -> Chart:
-    """Shares of requests within so many seconds, by class, with the classes' targets."""
+    """Share of requests over seconds, by class, with the classes' targets."""
     lines, marks = list[Line](), list[Mark]()
     for index, (slo_class, curve) in enumerate(curves.items()):
         name = _class_name(slo_class)

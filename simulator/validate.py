@@ -155,7 +155,7 @@ def _milliseconds(name: str, real_s: FloatArray, ours_s: FloatArray) -> dict[str
 
 
 def validate_run(options: argparse.Namespace) -> list[str]:
-    """Of `--run`.
+    """The lines that `--run` prints.
 
     Raises:
         ConfigError, InputError: the engine, its cache or the record is not known.

@@ -1,4 +1,4 @@
-"""python -m bench.predictor.end_to_end: what a prediction of lengths is worth to whoever waits, by who predicts.
+"""python -m bench.predictor.end_to_end: what a prediction of lengths is worth to waiting requests, by predictor.
 
   gang        throughput of gang batches of 8, everything there at once, with bins against without
   continuous  two replicas with continuous batching, a cache that binds and forecast admission: waits and preemptions

@@ -170,7 +170,7 @@ def _grouped(runs: Iterable[Run], *names: str) -> dict[tuple[Any, ...], list[Run
 
 
 def _ratios(runs: Iterable[Run], above: str, below: str) -> list[float]:
-    """Of the runs in which it was measured."""
+    """Ratios of two layouts over the runs that measured both."""
     return [run[above] / run[below] for run in runs if above in run]
 
 

@@ -1,7 +1,7 @@
 """Decode steps of a gang whose requests have rows of their own, against packed rows: paper 004, section 4.8.
 
 Whole steps of the model, masks and all, from the same keys and values, and the move to a new layout shared out over the
-steps until the next. In turn, at several moments of a gang's life: when everyone has so many tokens of an answer.
+steps until the next. In turn, at several moments of a gang's life: when every request has as many answered tokens.
 """
 
 import time

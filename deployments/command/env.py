@@ -47,7 +47,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises ApplicationStartError where --loopback finds its port taken, or a folder of somebody else's."""
+    """Raises ApplicationStartError where --loopback finds its port taken, or a folder that another user owns."""
     env = {
         **serve_env(),
         **(_on_loopback(options.port) if options.loopback else _on_a_cluster()),

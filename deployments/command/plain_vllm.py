@@ -25,7 +25,7 @@ def _own_folder() -> Path:
     """The same one for every start. Python imports from it, so no other user may write there.
 
     Raises:
-        ConfigError: somebody else may.
+        ConfigError: another user may write there.
     """
     folder = Path(tempfile.gettempdir(), f"plain-vllm-{os.getuid()}")
     with suppress(FileExistsError):

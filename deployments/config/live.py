@@ -126,7 +126,7 @@ class EngineTerms(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: AppConfig, changed: AppConfig, role: Role) -> "EngineTerms":
-        """Of one model: `config` is what its engines began with."""
+        """What one model's engines go by: `config` is what they began with."""
         begun = config.scheduler_settings(role)
         settings = None if begun is None else changed.plug_in_settings(role)
         live = None if settings is None else settings.model_dump(mode="json", include=settings.live_keys())

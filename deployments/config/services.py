@@ -90,8 +90,8 @@ class ResponsesSection(Section):
     keep_s: Seconds = 86_400.0
     """How long a response is kept after its end."""
     max_stored_bytes: int = Field(default=64 << 20, ge=1)
-    """Of all stored responses, each with its whole conversation; for another the oldest go. It must fit what memory
-    Redis has besides its queue."""
+    """Bytes of all stored responses with their conversations; beyond it the oldest are deleted. Redis needs this much
+    memory besides its queue."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """Of `max_stored_bytes`, how much one API key may fill before its own oldest go. Requests without a key have it
-    all."""
+    """The share of `max_stored_bytes` that one API key may fill before its own oldest are deleted. Requests without a
+    key may fill all of it."""

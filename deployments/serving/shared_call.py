@@ -13,7 +13,7 @@ T = TypeVar("T")
 class SharedCall(Generic[T]):
     """A costly call: it runs once at a time, and what it returns is everybody's for `fresh_s` from its beginning.
 
-    So what anybody gets is no older than that, or than the call takes. One that failed is made again.
+    So a result is no older than that, or than the call takes. A failed call is made again.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, T]], fresh_s: float, clock: Clock) -> None:

@@ -19,7 +19,7 @@ from policies.checks import require_at_least
 from policies.errors import ConfigError, InputError
 
 IdleOrder = Literal["deadline", "shortest_first", "longest_first"]
-"""Of the requests of a class that fills idle capacity, among themselves."""
+"""The order among requests of one class that fills idle capacity."""
 
 # Beyond any context; a window of 8 s, cut in as many, is as fine as a key can be.
 _LONGEST_PROMPT = 1 << 20
@@ -105,7 +105,7 @@ class Deadline:
         self.config = config
 
     def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
-        """Of a request that is in time.
+        """The key of a request that is in time.
 
         Raises:
             InputError: arrival_s is not finite.
@@ -187,10 +187,10 @@ def is_late(deadline_s: float, reading_s: float, now_s: float) -> bool:
 
 
 STARTS_FOR_THE_PATIENT = 10
-"""One start in so many is for whoever stands behind and has no patience left: beyond capacity nothing else would ever
+"""One start in this many goes to a request behind that has no patience left: beyond capacity nothing else would ever
 let them start, and a tenth costs those in time a tenth at most."""
 
 
 def is_owed_a_start(starts: int, key: float, now_s: float) -> bool:
-    """Whether the next start, after so many, is for a request behind those in time that has this key."""
+    """Whether the next start, after `starts` starts, goes to the request behind those in time that has this key."""
     return starts % STARTS_FOR_THE_PATIENT == STARTS_FOR_THE_PATIENT - 1 and key % BAND_S <= now_s

@@ -79,7 +79,7 @@ class PrefillDecodeConfig:
         min_prompt_tokens: prompts of which a decode replica would read less are never split.
         max_batch_tokens: the longest chunk that a step of a decode replica reads.
         max_wait_s: the longest that a prompt may wait for a prefill replica.
-        gain: reading the prompt on a decode replica must take so many times the seconds by which the way over a prefill
+        gain: reading on a decode replica must take this many times the seconds by which the way over a prefill
             replica is longer.
 
     Raises:
@@ -162,7 +162,7 @@ class PrefillDecode:
         return Why.SPLIT if config.mode == "always" else self._worth(state, offer)
 
     def _soonest(self, state: SplitState) -> PrefillOffer | None:
-        """Of those that would start in time, the one that would be through with the prompt first."""
+        """The replica that would have read the prompt first, among those that would start in time."""
         in_time = (offer for offer in state.offers if offer.wait_s <= self.config.max_wait_s)
         return min(in_time, key=lambda offer: offer.wait_s + offer.slowness * self._there_s(state, offer), default=None)
 
@@ -188,12 +188,12 @@ class PrefillDecode:
 
     @property
     def prompt_token_s(self) -> float:
-        """Of `prefill_s`, those of one token."""
+        """Seconds of `prefill_s` for each prompt token."""
         return self._times.prefill.prefill_s
 
     @property
     def step_s(self) -> float:
-        """Of `prefill_s`, those that do not hang on the prompt."""
+        """Seconds of `prefill_s` that do not depend on the prompt."""
         return self._times.prefill.overhead_s
 
     def patience_s(self, prompt_tokens: int, slowness: float = 1.0) -> float:
@@ -208,7 +208,7 @@ class PrefillDecode:
 
 
 def prefill_replicas(replicas: int, prefill_s: float, decode_s: float) -> int:
-    """How many of so many replicas should only prefill, by the predicted seconds of either kind of work.
+    """How many of `replicas` should only prefill, by the predicted seconds of either kind of work.
 
     The nearest whole number to the prefill's share, with at least one replica for each; 0 where the share of a single
     replica is not reached: small setups stay unsplit.

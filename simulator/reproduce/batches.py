@@ -182,7 +182,7 @@ def _found(finished: Run, job: Job) -> Found:
 
 
 def _tokens(requests: Sequence[Request], edges: FloatArray) -> tuple[int, ...]:
-    """Of answers, by when they ended; later ones are not counted."""
+    """Tokens of answers by the time of their end; answers after the last edge are not counted."""
     ended = [(each.finished_s, each.output_tokens) for each in requests if each.finished_s is not None]
     ends_s, tokens = np.array(ended).reshape(-1, 2).T
     return tuple(np.histogram(ends_s, edges, weights=tokens)[0].astype(int).tolist())

@@ -206,7 +206,7 @@ def _point(setting: Setting, case: tuple[str, str, float]) -> _Point:
 
 
 def _capacity(points: Sequence[_Point], attainment: float = 0.8) -> str:
-    """Server rate at which so many still meet their targets, between the rates that were tried."""
+    """Server rate at which the share `attainment` meets its targets, interpolated between the rates that were tried."""
     for lower, upper in pairwise(points):
         if lower.attainment >= attainment > upper.attainment:
             share = (lower.attainment - attainment) / (lower.attainment - upper.attainment)

@@ -101,7 +101,7 @@ def test_a_batch_counts_its_tokens_while_it_runs_and_nothing_of_it_runs_once_it_
 
 
 def client_of(*statuses: str) -> openai.OpenAI:
-    """Of a server that tells these, one after the other."""
+    """A client of a server that reports these statuses one after the other."""
     left = list(statuses)
 
     def answer(request: httpx.Request) -> httpx.Response:

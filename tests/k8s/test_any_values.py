@@ -109,7 +109,7 @@ def test_values_render_or_are_refused(helm4: Helm4, values: dict[str, Any]) -> N
 
 
 def test_the_applications_own_defaults_pass_the_schema(helm4: Helm4) -> None:
-    """Whoever writes them out gets what they are."""
+    """Values that repeat the defaults change nothing."""
     app = AppConfig(model="demo").model_dump(mode="json", exclude_none=True)
     for section in ("engine", "keys"):
         allowed = SCHEMA["definitions"][f"app{section.capitalize()}Section"]["properties"]

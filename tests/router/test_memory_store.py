@@ -95,9 +95,9 @@ async def test_what_two_keys_were_served_differs_by_one_requests_work_at_most(
 
 
 async def in_time(keys: dict[str, float], *, named: bool, seconds: float = 120.0) -> dict[str, float]:
-    """Of each key's requests, at so many per second, the share that starts in time where one per second can.
+    """The share of each key's requests that starts in time, where one per second can start.
 
-    Who waits for 20 s gives up.
+    `keys` are requests per second by key. A request that has waited for 20 s gives up.
     """
     replica, sent, kept, lots = Replica(), Counter[str](), Counter[str](), Random(0)
     await replica.begin()

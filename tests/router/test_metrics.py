@@ -88,7 +88,7 @@ def test_shared_state_is_shown_by_bin_and_replica() -> None:
 
 
 def test_no_page_says_when_a_counter_was_made() -> None:
-    """Of what is counted elsewhere that would be when the page was."""
+    """For counters kept elsewhere it would be the time of the page."""
     metrics = RouterMetrics(labels={"router": "a"})
     metrics.of("standard").ttft_s.observe(0.1)
     metrics.requests.labels("standard", "0", "stop").inc()

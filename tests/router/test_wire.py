@@ -159,7 +159,7 @@ async def test_a_router_with_another_secret_is_refused(ends: tuple[Pair, Pair]) 
 
 
 async def test_a_replica_that_does_not_know_the_secret_is_refused(ends: tuple[Pair, Pair]) -> None:
-    """It lets anybody in, and so learns a router's proof; its own it cannot give."""
+    """It lets every client in, and so learns a router's proof; its own it cannot give."""
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = wire.Hello(wire.PROTOCOL, "v1", "r", b"n" * 32)

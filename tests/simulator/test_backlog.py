@@ -37,7 +37,7 @@ def in_time(requests: list[Request]) -> float:
 
 
 def tokens(finished: Run) -> int:
-    """Of answers that ended before the last request came."""
+    """Tokens of answers that ended before the last request came."""
     last_s = max(request.arrival_s for request in finished.requests)
     every = (*finished.requests, *finished.backlog)
     return sum(r.output_tokens for r in every if r.finished_s is not None and r.finished_s <= last_s)

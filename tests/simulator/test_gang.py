@@ -69,7 +69,7 @@ def test_a_partial_batch_goes_when_its_head_has_waited_long_enough() -> None:
 
 
 def lengths(*outputs: int, every_s: float) -> Workload:
-    """Answers of so many tokens, known beforehand, one arriving after another."""
+    """Requests with known answers of these lengths, one arriving after another."""
     tokens = np.array(outputs)
     arrival_s = every_s * np.arange(len(tokens))
     return Workload.of("given", arrival_s, tokens, tokens, predicted_output_tokens=tokens.astype(float))

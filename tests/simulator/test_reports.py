@@ -33,7 +33,7 @@ def asked(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two classes, one with a name that a careless page would take for a picture elsewhere."""
+    """A report of two classes, one with a name that a careless page would take for a picture elsewhere."""
     folder = tmp_path_factory.mktemp("simulated")
     rows = [f"{0.1 * n},{200 + n},{20 + n},{'chat' if n % 2 else WICKED}" for n in range(80)]
     (folder / "mine.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,slo_class", *rows]))

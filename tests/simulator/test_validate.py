@@ -41,7 +41,7 @@ def as_csv(requests: list[Request], path: Path) -> Path:
 
 
 def as_bench(requests: list[Request], path: Path, failed: int = 0) -> Path:
-    """As `vllm bench serve` writes it, with so many requests more that failed."""
+    """A file as `vllm bench serve` writes it, with `failed` further requests that failed."""
     gaps_s = [(r.finished_s or 0.0) - _first_s(r) for r in requests]
     written = {
         "start_times": [r.arrival_s + 5000.0 for r in requests] + [5000.0] * failed,

@@ -79,7 +79,7 @@ def test_documents_in_one_row_do_not_see_each_other(tokenizer: Any) -> None:
 
 
 def _small_model(tokenizer: Any) -> Any:
-    """Of its kind: Muon's bfloat16 takes seconds a step where the processor has no instructions for it."""
+    """A small model of the same kind: Muon's bfloat16 takes seconds a step on many processors."""
     config = training.new_model(tokenizer).config
     config.update({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64})
     config.layer_types = config.layer_types[:1]

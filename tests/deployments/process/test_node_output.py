@@ -95,7 +95,7 @@ sys.stdin.read()
 
 
 def test_nobody_waits_for_an_output_that_stands_still_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
-    """The worker has written all, and goes on, before anybody reads; then the next line comes after the count."""
+    """The worker has written all, and goes on, before the output is read; then the next line comes after the count."""
     lines = 3 * MOST_WAITING_BYTES // 1000
     with node(tmp_path, f"import time\n{FLOOD.format(lines=lines)}") as started:
         file = tmp_path / "worker-0.err"

@@ -32,14 +32,14 @@ def taught(lengths: IntArray, overflow_probability: float, window: int) -> Forec
 
 
 def admitted(policy: ForecastAdmission, cache_tokens: int) -> int:
-    """Of many that wait for an empty engine."""
+    """How many of many waiting requests an empty engine admits."""
     room = {"free_blocks": cache_tokens, "total_blocks": cache_tokens, "block_size": 1}
     state = state_of(waiting=queue_of(MANY, PROMPT_TOKENS), slots=MANY, **room)
     return int(min(policy.plan(state).starts, MANY))
 
 
 def overflow_chance(law: str, accepted: float, answers: int, growth: int = 1) -> float:
-    """At the worst horizon, over samples of so many answers and over futures of what is admitted after each. All that
+    """At the worst horizon, over samples of `answers` answers and over futures of what is admitted after each. All that
     the policy remembers is `growth` times as long as what came before, and the cache grows alike."""
     rng, cache_tokens = np.random.default_rng(7), growth * CACHE_TOKENS
     horizons = np.unique(np.round(growth * 3300 * np.linspace(0.0, 1.0, 60) ** 2.5))

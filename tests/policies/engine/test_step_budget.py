@@ -116,7 +116,7 @@ def test_without_a_promise_too_the_pace_of_reading_is_that_far_into_the_prompt()
 
 
 def _in_progress(computed: int, tpot_s: float = 0.02) -> BatchState:
-    """One that decodes, and a prompt of which so many tokens have been computed and 10 000 are left."""
+    """One request that decodes, and a prompt with `computed` tokens computed and 10 000 left."""
     running = RunningRequests.of(
         prompt_tokens=[100, computed + 10_000],
         output_tokens=[100, 0],

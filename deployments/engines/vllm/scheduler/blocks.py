@@ -1,7 +1,7 @@
 """KV blocks for what policies count, tokens, where layers of several kinds share one pool (vLLM's hybrid caches).
 
-A group of layers with full attention takes a block of each request for every so many tokens. One with a window takes
-them as far as the window, one with a state (Mamba, cross attention) the same few of every request. So a batch is
+A group of layers with full attention takes a block for every `block_size` tokens of a request. One with a window takes
+blocks up to the window, one with a state (Mamba, cross attention) the same few for every request. So a batch is
 counted in two ways, either of which is safe: as if windows had no end, exact as long as requests are shorter; and as
 if every request filled its windows. The way that leaves more room holds.
 """
@@ -18,12 +18,12 @@ from policies.types import RequestView, RunningRequests
 
 
 class Group(NamedTuple):
-    """Of layers that share a block table.
+    """A group of layers that share a block table.
 
     Attributes:
         block_size: tokens per block.
         most: blocks that one request holds, however long it is; None grows with every token.
-        in_flight: blocks besides that steps on their way hold, of all requests together.
+        in_flight: further blocks that steps in flight hold, all requests together.
         windowed: it grows with every token until then.
     """
 
@@ -82,11 +82,11 @@ class PoolShare:
         return max(1, min(slots, len(running) + begun + room))
 
     def _mean_blocks(self, running: RunningRequests) -> int:
-        """Of one request like those that run."""
+        """Mean blocks of a running request."""
         return self._blocks(running.total_tokens // len(running) if len(running) else 0)
 
     def _blocks(self, tokens: int) -> int:
-        """Of a request: its states, and a block of every other group at least."""
+        """Blocks of a request with these tokens: its states, and at least a block of every other group."""
         blocks = self._states
         for group in self._others:
             grown = 1 + tokens // group.block_size

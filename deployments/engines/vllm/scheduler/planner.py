@@ -24,7 +24,7 @@ from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, St
 
 
 class Planner:
-    """Of one scheduler, from a change of settings to the next.
+    """Plans the steps of one scheduler, from a change of settings to the next.
 
     Attributes:
         policy: what is asked.

@@ -5,7 +5,7 @@
 
 No line of vLLM's scheduling is repeated here. A `Planner` sets the knobs that vLLM has already:
 
-* at most so many requests: `max_num_active_reqs`, which never evicts;
+* the most requests: `max_num_active_reqs`, which never evicts;
 * DECODE: no admission, and prompts in progress are put off as on a throttled step of data-parallel engines;
 * PREFILL: running decodes are not eligible before the next step, which is how vLLM staggers decodes in pipelines;
 * token budget: `max_num_scheduled_tokens`;

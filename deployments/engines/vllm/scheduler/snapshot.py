@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
 
     @property
     def mean_context_tokens(self) -> float:
-        """Of those that decode."""
+        """Mean context of the requests that decode."""
         running, chunks = self.state.running, self.chunks
         decoding = len(running) - len(chunks)
         return (running.total_tokens - sum([one.num_tokens for one in chunks])) / decoding if decoding else 0.0
@@ -206,7 +206,7 @@ class SnapshotTaker:
         ]
 
     def _hit_tokens(self, request: Request) -> int:
-        """Of its prompt, those that vLLM's cache holds. Changes nothing there."""
+        """Tokens of the prompt that vLLM's cache holds. Does not change the cache."""
         cache = self._scheduler.kv_cache_manager
         if request.num_computed_tokens or not cache.prefix_cache_lookup_enabled(request):
             return int(request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""Steps of an engine on their way, and those that have ended until somebody wants to know.
+"""Steps of an engine in flight, and ended steps until their results are asked for.
 
 What a step holds is counted when it has just been scheduled, while it is in the processor's caches: the engine waits
 for whatever is done when it comes back, so then little more is noted than the time, and outputs of steps are not kept,
@@ -122,7 +122,7 @@ class StepAccount:
         return kv_tokens
 
     def results(self, record: Callable[[Request], FinishedRequest]) -> Iterator[StepResult]:
-        """Of the steps that have ended, each once; ``record`` is called once for every request that departed."""
+        """Results of the ended steps, each once; ``record`` is called once for every request that departed."""
         ended, self._ended = self._ended, []
         for content, ended_s, step_s, departed in ended:
             finished = tuple([record(one) if isinstance(one, Request) else one for one in departed])

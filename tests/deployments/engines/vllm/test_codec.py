@@ -181,7 +181,7 @@ def test_parsers_of_a_plugin_are_imported_with_the_arguments(kind: str, tmp_path
 
 
 def test_a_resumed_answer_tells_the_experts_of_no_token_twice() -> None:
-    """Of three tokens of a prompt and the first of two that were sent they are known."""
+    """The experts of three prompt tokens and of the first of two sent tokens are known."""
     resumed = VllmCodec().recover(request_with(), [4, 5]).request
     assert resumed.prompt_token_ids == [1, 2, 3, 4, 5]
     assert resumed.sampling_params.routed_experts_prompt_start == 4

@@ -423,7 +423,7 @@ WITH_KEY = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
 
 @pytest.fixture
 async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
-    """Of a router that serves it under a prefix, to those who have a key."""
+    """A client of a router that serves under a prefix and asks for a key."""
 
     metrics = RouterMetrics(labels={"router": "a"})
 

@@ -42,7 +42,7 @@ STEP = StepCoefficients(overhead_s=0.01)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    """Of the demo model, with a cache of few blocks."""
+    """An engine of the demo model with a cache of few blocks."""
     cache = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024")
     argv = [*DEMO_ARGS, *cache, "--disable-log-stats"]
     with pytest.MonkeyPatch.context() as patch:
