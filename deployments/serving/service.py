@@ -117,25 +117,39 @@ async def opened_service(
             application=config.name,
             classes=config.classes,
         )
-        user_config = UserConfig(in_force, keys, front_ends, background)
-        pages = Pages(front_ends, user_config, batches, None if responses is None else responses.store)
-        cors = [await _finished(front_end.app, pages) for front_end in front_ends]
-        _keep_from_collections()
-        middleware = SluiceMiddleware(
-            _application(config, front_ends, batches, background, responses),
-            bodies=RequestBodies(in_force.view(partial(_body_limits, front_ends))),
-            promises=in_force.view(_promises),
-            keys=keys,
-            charge=front_ends[0].charge,
-            traces=None if tracing is None else HttpTraces(tracing),
-        )
-        yield Service(
-            app=CORSMiddleware(middleware, **cors[0]),
-            middleware=middleware,
-            front_ends=front_ends,
-            keys=keys,
-            user_config=user_config,
-        )
+        traces = None if tracing is None else HttpTraces(tracing)
+        yield await _assembled(in_force, front_ends, keys, background, responses, batches, traces)
+
+
+async def _assembled(
+    in_force: Live[InForce],
+    front_ends: Sequence[FrontEnd],
+    keys: KeyRing,
+    background: BackgroundTasks,
+    responses: BackgroundResponses | None,
+    batches: RemoteRunner | None,
+    traces: HttpTraces | None,
+) -> Service:
+    """Out of parts that are open."""
+    user_config = UserConfig(in_force, keys, front_ends, background)
+    pages = Pages(front_ends, user_config, batches, None if responses is None else responses.store)
+    cors = [await _finished(front_end.app, pages) for front_end in front_ends]
+    _keep_from_collections()
+    middleware = SluiceMiddleware(
+        _application(in_force.now.config, front_ends, batches, background, responses),
+        bodies=RequestBodies(in_force.view(partial(_body_limits, front_ends))),
+        promises=in_force.view(_promises),
+        keys=keys,
+        charge=front_ends[0].charge,
+        traces=traces,
+    )
+    return Service(
+        app=CORSMiddleware(middleware, **cors[0]),
+        middleware=middleware,
+        front_ends=front_ends,
+        keys=keys,
+        user_config=user_config,
+    )
 
 
 def _of_model(number: int, in_force: InForce) -> InForce:
