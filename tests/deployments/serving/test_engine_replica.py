@@ -203,14 +203,17 @@ async def test_an_engine_that_has_loaded_waits_for_a_redis_that_is_away(
 
 
 @pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
-async def test_a_replica_that_waits_for_redis_in_vain_leaves(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("times", "error"), [(math.inf, StateStoreError), (1, StateStoreAccessError)], ids=["it is away", "it refuses"]
+)
+async def test_a_loaded_replica_that_redis_does_not_let_in_leaves_in_time_or_at_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str, times: float, error: type[StateStoreError]
 ) -> None:
     engine = fleet.config.engine.model_copy(update={"start_timeout_s": 2.0})
     fleet.config = fleet.config.model_copy(update={"engine": engine})
     with monkeypatch.context() as away:
-        away.setattr(RedisStateStore, name, fails(math.inf, getattr(RedisStateStore, name)))
-        with pytest.raises(StateStoreError, match="no answer"):
+        away.setattr(RedisStateStore, name, fails(times, getattr(RedisStateStore, name), error))
+        with pytest.raises(error, match="no answer"):
             await fleet.start(new_replica())
     assert fleet.engine.ended
     assert await fleet.store.replica_infos() == []
@@ -258,18 +261,6 @@ async def test_a_replica_that_redis_refuses_loads_no_model(fleet: Fleet) -> None
     with pytest.raises(StateStoreAccessError, match="redis_url"):
         await new_replica().__init__(fleet.config, f"redis://:wrong@{fleet.address}")  # type: ignore[misc]
     assert fleet.built == 0
-
-
-@pytest.mark.parametrize("name", ["register_replica", "replica_infos"])
-async def test_a_replica_that_redis_refuses_once_it_has_loaded_leaves_at_once(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    with monkeypatch.context() as refused:
-        refused.setattr(RedisStateStore, name, fails(1, getattr(RedisStateStore, name), StateStoreAccessError))
-        with pytest.raises(StateStoreAccessError):
-            await fleet.start(new_replica())
-    assert fleet.engine.ended
-    assert await fleet.store.replica_infos() == []
 
 
 @pytest.mark.parametrize(("cuda", "backend"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12"), (None, "nixl-cu12")])
