@@ -83,6 +83,14 @@ class Replica:
     async def reader(self, router_id: str = "a") -> Reader:
         return Reader(await self.connection(router_id))
 
+    async def busy(self) -> Reader:
+        """Holds a request of this router, and makes no step before it is resumed."""
+        reader = await self.reader()
+        self.engine.pause()
+        reader.add("x")
+        await until(lambda: self.engine.held == 1)
+        return reader
+
     async def running(self) -> int | None:
         load = (await self.store.snapshot()).replicas.get("r")
         return load.running if load else None
@@ -204,14 +212,18 @@ async def test_a_stopped_request_frees_its_slot_and_says_no_more(replica: Replic
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [[b"not msgpack"], [msgspec.msgpack.encode({"request_id": "x"})]],
-    ids=["not msgpack", "not a request"],
+    ("kind", "part"),
+    [
+        (wire.Kind.ADD, b"not msgpack"),
+        (wire.Kind.ADD, msgspec.msgpack.encode({"request_id": "x"})),
+        (wire.Kind.OUTPUTS, b""),
+    ],
+    ids=["not msgpack", "not a request", "not of a router"],
 )
-async def test_a_malformed_request_ends_that_connection_alone(replica: Replica, parts: list[bytes]) -> None:
+async def test_a_malformed_frame_ends_that_connection_alone(replica: Replica, kind: wire.Kind, part: bytes) -> None:
     good, bad = [await replica.reader(name) for name in ("a", "b")]
     good.add("x", 20)
-    bad.connection.add(parts)
+    wire.write_frame(bad.connection._writer, kind, [part])
     await bad.ended
     await good.answered()
     assert replica.relay.healthy
@@ -236,12 +248,6 @@ async def test_a_connection_that_fails_unforeseen_is_counted_and_costs_no_other(
     status = await good.status()
     assert (status["background_failures"], status["held"]) == ({"serve": 1}, 0)
     assert "what nobody thought of" in caplog.text
-
-
-async def test_a_frame_that_no_router_sends_ends_the_connection(replica: Replica) -> None:
-    reader = await replica.reader()
-    wire.write_frame(reader.connection._writer, wire.Kind.OUTPUTS, [b""])
-    await reader.ended
 
 
 async def test_outputs_too_large_for_a_frame_cost_their_connection_alone(
@@ -331,10 +337,7 @@ async def test_an_answer_to_a_heartbeat_that_is_older_than_an_end_frees_nothing(
     store = HoldsAnswers(redis_url, namespace)
     replica = Replica(store, lease_s=1e-3)  # the request is older than it at once
     await replica.relay.start("127.0.0.1")
-    reader = await replica.reader()
-    replica.engine.pause()
-    reader.add("x")
-    await until(lambda: replica.engine.held == 1)
+    reader = await replica.busy()
     await replica.give_slot("x")
     await until(lambda: store.named[-1] == ["x"])
     store.beat_answers.clear()
@@ -367,10 +370,7 @@ async def test_a_request_that_runs_longer_than_the_lease_keeps_its_slot(begin: B
 
 
 async def test_a_replica_that_was_dropped_registers_again_with_what_it_runs(replica: Replica) -> None:
-    reader = await replica.reader()
-    replica.engine.pause()
-    reader.add("x")
-    await until(lambda: replica.engine.held == 1)
+    await replica.busy()
     await replica.store.drop_replica("r")
     await settled(replica.running, 1)
     replica.engine.resume()
@@ -429,10 +429,7 @@ async def test_what_is_to_be_repeated_is_called_at_every_heartbeat_though_it_fai
 
 
 async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Replica) -> None:
-    reader = await replica.reader()
-    replica.engine.pause()
-    reader.add("x")
-    await until(lambda: replica.engine.held == 1)
+    reader = await replica.busy()
     draining = asyncio.create_task(replica.relay.drain())
     await until(lambda: replica.relay.slots == 0)
     await asyncio.sleep(0.05)
@@ -446,10 +443,7 @@ async def test_draining_waits_for_the_last_request_and_takes_no_more(replica: Re
 
 
 async def test_status_counts_what_it_holds(replica: Replica) -> None:
-    reader = await replica.reader()
-    replica.engine.pause()
-    reader.add("x")
-    await until(lambda: replica.engine.held == 1)
+    reader = await replica.busy()
     counted = {"running": 1, "waiting": 0, "held": 1, "slots": 4, "background_failures": {}}
     assert await reader.status() == counted
     questions = await asyncio.gather(*(reader.status() for _ in range(20)))
