@@ -127,12 +127,6 @@ class PromisedQueue(Generic[T]):
         self.changed = True
         return head
 
-    def put_behind(self) -> None:
-        """The head is late."""
-        head = self._sorted.pop()
-        head.band = Band.LATE
-        self._insert(head)
-
     def remove(self, waiting: Waiting[T]) -> None:
         self._take(waiting)
         self._yielded.discard(waiting)

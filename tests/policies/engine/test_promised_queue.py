@@ -87,12 +87,6 @@ def test_what_is_in_time_is_counted_apart() -> None:
     assert (made.in_time, made.in_time_tokens, len(made)) == (2, 12, 4)
 
 
-def test_the_head_is_put_behind() -> None:
-    made = queue(entry("a", arrival=1.0, due=5.0), entry("b", arrival=2.0, due=6.0))
-    made.put_behind()
-    assert names(made) == "ba"
-
-
 def test_a_prompt_in_progress_is_named_when_it_would_make_others_late() -> None:
     made = queue(entry("a", due=2.0))
     long = Waiting("p", arrival_s=0.0, deadline_s=20.0, unread_tokens=50, reads=True)

@@ -3,6 +3,9 @@
 import asyncio
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
+
 from policies.errors import AdmissionError, StateStoreError
 from router.admission import Tenant
 from router.timing import RequestTiming
@@ -34,9 +37,6 @@ class Routed:
             raise AdmissionError("no room", retry_after_s=6.5)
 
     async def submit(self, request: Any, **_: Any) -> None:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        from vllm.v1.metrics.stats import PrefillStats
-
         if self.raises is not None:
             raise self.raises
         self.asked.append(request)

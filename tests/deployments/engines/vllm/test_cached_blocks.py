@@ -24,6 +24,7 @@ from deployments.engines.vllm.engine import VllmEngine
 from router.cached_blocks import BlockChanges, BlockHashing, BlockSet, CachedBlocks
 from router.metrics import RouterMetrics
 from tests.deployments.engines.vllm.links import core_link
+from tests.deployments.engines.vllm.requests import request_of
 from tests.fakes import ManualClock
 from tests.virtual_engine import VirtualEngine
 
@@ -51,18 +52,7 @@ def told(engine: VirtualEngine, since: int | None = None) -> BlockChanges:
 
 
 def asked(prompt: list[int], **more: Any) -> EngineCoreRequest:
-    params = more.pop("sampling_params", SamplingParams(max_tokens=1))
-    empty = dict.fromkeys(EngineCoreRequest.__struct_fields__[:10])
-    return EngineCoreRequest(
-        **{
-            **empty,
-            "request_id": "x",
-            "arrival_time": 0.0,
-            "prompt_token_ids": prompt,
-            "sampling_params": params,
-            **more,
-        }
-    )
+    return request_of(*prompt, **{"sampling_params": SamplingParams(max_tokens=1), **more})
 
 
 class Router:

@@ -34,6 +34,7 @@ from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_
 from router.admission import Tenant
 from router.state_store import Ticket
 from router.timing import HttpContext, current
+from tests.deployments.engines.vllm.requests import request_of
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -41,18 +42,7 @@ NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalt
 
 
 def request_with(**changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "request_id": "a",
-        "prompt_token_ids": [1, 2, 3],
-        "mm_features": None,
-        "sampling_params": SamplingParams(max_tokens=9),
-        "pooling_params": None,
-        "arrival_time": 0.0,
-        "lora_request": None,
-        "cache_salt": None,
-        "data_parallel_rank": None,
-    }
-    return EngineCoreRequest(**{**fields, **changes})
+    return request_of(1, 2, 3, **changes)
 
 
 def test_what_belongs_to_repeated_tokens_leaves_with_them() -> None:

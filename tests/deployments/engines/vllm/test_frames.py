@@ -38,6 +38,7 @@ from deployments.engines.vllm.frames import (
     OutputFields,
     RequestFields,
 )
+from tests.deployments.engines.vllm.requests import request_of
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
@@ -88,9 +89,10 @@ def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and
     pixels = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
     elem = MultiModalFieldElem(data=pixels, field=MultiModalBatchedField())
     feature = MultiModalFeatureSpec(MultiModalKwargsItem({"pixels": elem}), "image", "hash", PlaceholderRange(0, 3))
-    request = EngineCoreRequest(
-        request_id="a",
-        prompt_token_ids=[1, 2, 3],
+    request = request_of(
+        1,
+        2,
+        3,
         mm_features=[feature],
         sampling_params=SamplingParams(
             max_tokens=9,
@@ -99,11 +101,9 @@ def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and
             extra_args={"mine": [1, {"2": 3.5}]},
             structured_outputs=StructuredOutputsParams(json={"type": "object"}),
         ),
-        pooling_params=None,
         arrival_time=1.5,
         lora_request=LoRARequest("adapter", 7, "/adapter"),
         cache_salt="salt",
-        data_parallel_rank=None,
         priority=3,
         trace_headers={"traceparent": "00-1"},
         reasoning_ended=True,
@@ -123,9 +123,8 @@ def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and
 
 
 def test_a_prompt_of_embeddings_has_its_length() -> None:
-    empty = dict.fromkeys(EngineCoreRequest.__struct_fields__[:9])
     embeds = torch.ones(5, 300)
-    request = EngineCoreRequest(**{**empty, "request_id": "a", "arrival_time": 0.0, "prompt_embeds": embeds})
+    request = request_of(prompt_token_ids=None, prompt_embeds=embeds)
     codec = FrameCodec()
     relayed = codec.decode_request(sent(MsgpackEncoder().encode(request)))
     assert relayed.prompt_tokens == codec.unread_tokens(relayed, "r") == 5

@@ -28,16 +28,14 @@ from deployments.config.router import RouterSection
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import RoutedAsyncLLM, RoutedEngineCore
 from deployments.engines.vllm.grammars import Compiled
-from deployments.http.keys import KeyRing, digest
-from deployments.http.middleware import SluiceMiddleware, log_causes
-from deployments.http.promises import Promises
+from deployments.http.keys import digest
+from deployments.http.middleware import log_causes
 from deployments.serving import service
 from policies.errors import AdmissionError, InputError, PolicyError, StateStoreError
 from policies.live import Live
-from policies.router.promise import NO_PROMISE
 from router.metrics import RouterMetrics
 from router.timing import HttpContext, current
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import behind_middleware, free
 from tests.deployments.engines.vllm.routed import ROOM, Routed
 from tests.waiting import until
 
@@ -85,14 +83,7 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
 
 @pytest.fixture
 def served(vllms: FastAPI) -> ASGIApp:
-    keys = KeyRing(file=None, environment=None, client=None, application="app", classes=ROOM)
-    return SluiceMiddleware(
-        vllms,
-        bodies=request_bodies(),
-        promises=Live(Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard")),
-        keys=keys,
-        charge=free,
-    )
+    return behind_middleware(vllms, ROOM)
 
 
 @pytest.fixture

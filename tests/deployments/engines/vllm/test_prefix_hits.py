@@ -31,6 +31,7 @@ from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo
 from router.terms import RoutedClientConfig, RouterTerms, TicketTerms
 from router.timing import RequestTiming
+from tests.deployments.engines.vllm.requests import request_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -100,9 +101,8 @@ class Router:
 
 
 def asked(prompt: Sequence[int], **more: Any) -> EngineCoreRequest:
-    empty = dict.fromkeys(EngineCoreRequest.__struct_fields__[:10])
-    given = {"request_id": secrets.token_hex(8), "arrival_time": 0.0, "prompt_token_ids": list(prompt), **more}
-    return EngineCoreRequest(**{**empty, "sampling_params": SamplingParams(max_tokens=20, ignore_eos=True), **given})
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    return request_of(*prompt, request_id=secrets.token_hex(8), sampling_params=params, **more)
 
 
 class Service:

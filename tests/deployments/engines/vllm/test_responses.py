@@ -22,20 +22,17 @@ from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import RoutedAsyncLLM
 from deployments.engines.vllm.responses import KeptResponses, _conversation, _decoded, stored_responses
 from deployments.http.in_process import ask
-from deployments.http.keys import KeyRing, digest
+from deployments.http.keys import digest
 from deployments.http.middleware import TENANT, SluiceMiddleware
-from deployments.http.promises import Promises
 from deployments.process.ports import free_port
 from deployments.responses.background import BackgroundResponses
 from deployments.responses.http import ResponsesApi
 from deployments.responses.store import Place, ResponseStore
 from policies.errors import AdmissionError, StateStoreError
-from policies.live import Live
-from policies.router.promise import NO_PROMISE
 from router.admission import Tenant
 from router.background import BackgroundTasks
 from router.clock import MonotonicClock
-from tests.deployments.bodies import free, request_bodies
+from tests.deployments.bodies import behind_middleware, key_ring
 from tests.deployments.engines.vllm.routed import ROOM, Routed
 from tests.deployments.responses.stores import end_lease, stores, unstored
 from tests.waiting import until, until_async
@@ -93,15 +90,9 @@ async def made_router(llm: Any, store: ResponseStore | None, max_bytes: int = MA
     with stored_responses(kept):
         await init_app_state(llm.engine, made.state, llm.args, ("generate",))
     made.state.server = SimpleNamespace()
-    keys = KeyRing(file=None, environment=json.dumps(KEYS), client=None, application="app", classes=ROOM)
+    keys = key_ring(ROOM, entries=KEYS)
     await keys.reload()
-    served = SluiceMiddleware(
-        ResponsesApi(made, store),
-        bodies=request_bodies(),
-        promises=Live(Promises(dict.fromkeys(ROOM, NO_PROMISE), "standard")),
-        keys=keys,
-        charge=free,
-    )
+    served = behind_middleware(ResponsesApi(made, store), ROOM, keys=keys)
     return OneRouter(served, background, store, failures)  # type: ignore[arg-type]
 
 
