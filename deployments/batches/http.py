@@ -34,8 +34,6 @@ UPLOAD_PATH = "/v1/files"
 _OURS = re.compile(r"\w+ /v1/(files|batches)(/.*)?")
 _WINDOW = re.compile(r"(\d{1,6})([mhd])", re.ASCII)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
-_FORM_BYTES = 64 << 10  # a form's other fields and its separators
-_UPLOADS = 4  # at once in a router: each has its file on the disk before it is stored
 _FILES_OF_A_PAGE, _BATCHES_OF_A_PAGE, _MOST_OF_A_PAGE = 100, 20, 1000
 _METADATA_PAIRS = 16  # as OpenAI's API has it
 EXPECTED_END = "sluice_expected_end"
@@ -54,7 +52,7 @@ class BatchApi:
         self._section, self._look = section, look
         self._files, self._batches = Files(storage, section.keep_s), Batches(storage)
         self._endpoints = [each for each in ENDPOINTS if each in served]
-        self._uploads = asyncio.Semaphore(_UPLOADS)
+        self._uploads = asyncio.Semaphore(4)  # each has its file on the disk before it is stored
         routes = Router(
             [
                 _route(UPLOAD_PATH, "POST", self._upload),
@@ -75,7 +73,7 @@ class BatchApi:
         await self._served(scope, receive, send)
 
     async def _upload(self, request: Request) -> Response:
-        most = self._section.max_file_bytes + _FORM_BYTES
+        most = self._section.max_file_bytes + (64 << 10)  # for the form's other fields and its separators
         bounded = Request(request.scope, _bounded(request.receive, most, self._too_large))
         try:
             async with (

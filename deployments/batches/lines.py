@@ -15,7 +15,6 @@ MAX_LINE_BYTES = 16 << 20  # more than the body of any request may have
 MAX_ERRORS = 100  # told of a batch: a user with that many corrects the program that made the file
 MAX_CUSTOM_ID_CHARS = 512  # each stands in a line of output
 _SHOWN_CHARS = 64  # of a refused value, in the message
-_DIGEST_BYTES = 8  # of a custom_id: in one of 10^9 batches of 100 000 lines two are alike by chance
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -151,7 +150,8 @@ def _check_model(line: Line, others: str | None, models: Collection[str]) -> Non
 
 
 def _digest(custom_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest())
+    """In one of 10^9 batches of 100 000 lines two are alike by chance."""
+    return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
 
 
 def _repeated(digests: "array[int]", numbers: "array[int]") -> list[LineError]:

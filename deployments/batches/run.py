@@ -21,8 +21,6 @@ from policies.batches.turns import Waiting
 
 WINDOW_LINES = 1024  # read ahead, and sent in the order of their bodies, so that equal prefixes come together
 WINDOW_BYTES = 4 << 20  # of those lines in memory
-RESULTS_BYTES = 8 << 20  # of results that wait for a segment; beyond that nothing more is sent
-SAMPLES = 120  # segments from which the end is estimated: ten minutes of them by default
 
 
 class BatchRun:
@@ -39,7 +37,7 @@ class BatchRun:
         self._results: list[Result] = []
         self._results_bytes, self._has_room = 0, asyncio.Event()
         self._window: deque[Line] = deque()
-        self._answered: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
+        self._answered: deque[tuple[float, int]] = deque(maxlen=120)  # of ten minutes by default: the end's estimate
 
     @classmethod
     async def opened(cls, record: BatchRecord, batches: Batches, files: Files) -> "BatchRun":
@@ -140,7 +138,7 @@ class BatchRun:
         self.progress = replace(
             progress, completed=progress.completed + (not result.is_error), failed=progress.failed + result.is_error
         )
-        if self._results_bytes >= RESULTS_BYTES:
+        if self._results_bytes >= 8 << 20:  # nothing more is sent until they are in a segment
             self._has_room.clear()
             self.wake.set()
 

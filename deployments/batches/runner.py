@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0  # how often it looks for batches that it was not told of
 LOAD_S = 1.0  # how often it looks at the engines' load
-SWEEP_S = 3600.0  # how often old files are removed: they are kept for days
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again; each is twice the one before
 MOST_SHOWN = 100  # open batches of one owner, in the status
@@ -78,7 +77,7 @@ class Runner:
     def start(self) -> None:
         self._background.repeat(self._look, 0.0, "batches")
         self._background.repeat(self._observe, LOAD_S, "load of engines")
-        self._background.repeat(self._sweep, SWEEP_S, "old files")
+        self._background.repeat(self._sweep, 3600.0, "old files")  # which were kept for days
 
     async def close(self) -> None:
         await self._background.close()

@@ -27,7 +27,6 @@ Status = Literal["validating", "in_progress", "finalizing", "completed", "failed
 ENDED = ("completed", "failed", "expired", "cancelled")
 _MAX_HEADER_BYTES = 64 << 20  # the numbers of all lines of a segment, in JSON
 _OPEN = "open"
-_CREATING_S = 3600.0  # a batch that was opened and is still not written has lost its creator
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,7 +237,7 @@ class Batches:
         for owner, batch_id in self.open_ids():
             if self._is_whole(owner, batch_id):
                 yield self.get(owner, batch_id)
-            elif time.time() - made_at_s(batch_id) > _CREATING_S:
+            elif time.time() - made_at_s(batch_id) > 3600:  # its creator has been lost before it was written
                 self._storage.remove(_open(owner, batch_id))
 
     def close(self, record: BatchRecord) -> None:

@@ -23,14 +23,8 @@ CONTEXTS = (64, 256, 1024, 4096)
 PROMPTS = (32, 128, 512, 2048)
 # The first steps of each load meet what is done once for a shape.
 WARM_UP_STEPS = 2
-# Blocks at the ends of contexts are part empty, and a full cache would preempt.
-CACHE_FRACTION = 0.8
 # As many batches must have been predicted, the last ones, before anything is said of the fit's error.
 PREDICTED_BATCHES = 3
-# Within a budget one batch takes no more of what is left: three of different shape are the least that can be fitted.
-BUDGET_FRACTION = 0.25
-# Steps that say how long the next one may take.
-RECENT_STEPS = 16
 
 
 class Engine(Protocol):
@@ -134,7 +128,7 @@ class Calibration:
         self._engine, self._steps, self._seconds = engine, steps, seconds
         self._todo = self._grid(most_batch)
         self._total = 1 + len(self._todo)
-        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent_s: deque[float] = deque(maxlen=16)  # the longest of these says how long the next step may take
         self._added: list[str] = []  # ids of the requests of the batch that runs
         self._times: StepTimes | None = None
         self._errors: deque[dict[Phase, list[float]]] = deque(maxlen=PREDICTED_BATCHES)
@@ -180,13 +174,14 @@ class Calibration:
         """For the tokens, too, that requests get while others are still read and while steps are measured."""
         filling = math.ceil(size * context / self._engine.max_batch_tokens)
         longest = context + filling + (1 + len(PROMPTS)) * (self._steps + WARM_UP_STEPS)
-        fits = size * longest + PROMPTS[-1] <= CACHE_FRACTION * self._engine.cache_tokens
+        # Blocks at the ends of contexts are part empty, and a full cache would preempt: so four fifths of it.
+        fits = size * longest + PROMPTS[-1] <= 0.8 * self._engine.cache_tokens
         return fits and longest < self._engine.max_request_tokens
 
     def _next(self) -> Batch | None:
         """The one farthest from all that were measured, of those for which there is time."""
         left_s = self._left_s()
-        share_s = BUDGET_FRACTION * left_s
+        share_s = left_s / 4  # at most for one batch: the least that can be fitted are three of different shape
         expected_s = {batch: self._expected_s(batch) for batch in self._todo}
         cheapest = min(self._todo, key=expected_s.__getitem__, default=None)
         if cheapest is None or expected_s[cheapest] > left_s:

@@ -14,10 +14,6 @@ import psutil
 from deployments.process.ports import address
 from policies.errors import ApplicationStartError
 
-# A Unix socket's path holds 107 characters, and HAProxy's temporary one takes this folder, /h/, a node id of 56, and
-# "/admin.sock.1234567.tmp".
-MAX_RUN_DIR_CHARS = 107 - len("/h/") - 56 - len("/admin.sock.1234567.tmp")
-
 
 def port_number(text: str) -> int:
     """The type of an option. Raises argparse.ArgumentTypeError."""
@@ -80,7 +76,8 @@ def own_folder(name: str) -> Path:
         ApplicationStartError: it is not ours, or its path is too long for the sockets that Ray Serve puts there.
     """
     folder = Path(tempfile.gettempdir(), name)
-    if len(str(folder)) > MAX_RUN_DIR_CHARS:
+    # A Unix socket's path holds 107 characters. The longest is HAProxy's temporary one, with a node id of 56.
+    if len(f"{folder}/h/{'':56}/admin.sock.1234567.tmp") > 107:
         raise ApplicationStartError(
             f"{folder} is too long a path for Unix sockets: set TMPDIR to a shorter folder, such as /tmp"
         )

@@ -23,7 +23,6 @@ from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
 
 ENDING_S = 5.0  # for Ray's processes to end by themselves
-ANSWER_S = 30.0  # a router that starves beside others answers late, and asking anew makes it later
 STAGES = "stages"  # the file in which processes tell what they do while they start
 
 
@@ -184,7 +183,8 @@ def _wait_until_healthy(url: str) -> None:
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            with no_proxy.open(f"{url}/health", timeout=ANSWER_S) as response:
+            # A router that starves beside others answers late, and asking anew makes it later.
+            with no_proxy.open(f"{url}/health", timeout=30.0) as response:
                 if response.status == 200:
                     return
                 why = f"status {response.status}"

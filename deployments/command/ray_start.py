@@ -20,7 +20,6 @@ from deployments.process.environment import START_S
 from deployments.process.ports import free_port
 from policies.errors import ApplicationStartError
 
-OBJECT_STORE_BYTES = 80 << 20  # no data travels through Ray's object store
 LOOK_S = 0.1  # between two looks for the raylet
 # Of the raylet's command line. In the place of the agent is something that lives as long as the raylet, which ends when
 # its agent does; and it would wait for the agent to name ports: -1 says that there are none.
@@ -49,7 +48,7 @@ def start_ray(run_dir: Path, port: int, stages: Stages) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=80 << 20,  # little more than Ray demands: no data travels through its store
             _temp_dir=str(run_dir / "ray"),
         )
     stages.begin("starting Ray Serve: waiting for its controller and its proxy")

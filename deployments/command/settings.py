@@ -9,7 +9,6 @@ from deployments.config.application import AppConfig
 from deployments.config.model import DEMO
 from policies.errors import ConfigError
 
-DRAIN_TIMEOUT_S = 5.0  # a person who ends `sluice serve` does not wait for long streams
 PRESETS = {"papers": Path(__file__).parents[1] / "configs" / "papers.yaml"}
 """Whole systems by name, in files for `serve deploy`."""
 
@@ -47,7 +46,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     engine, router = section(settings, "engine"), section(settings, "router")
     engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
     for each in (engine, *_engines_of_more_models(settings)):
-        each.setdefault("drain_timeout_s", DRAIN_TIMEOUT_S)
+        each.setdefault("drain_timeout_s", 5.0)  # a person who ends `sluice serve` does not wait for long streams
         each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores
     for each in (router, section(settings, "predictor"), section(settings, "batches")):
         each.setdefault("num_cpus", 0)

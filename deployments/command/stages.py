@@ -8,7 +8,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Self, TextIO
 
-LOOK_S = 0.2  # between two looks at the file
 STILL_S = 20.0  # a stage that takes longer says so, and again: a start beside other work may take minutes
 
 
@@ -72,7 +71,7 @@ class Stages:
                 self._file.unlink()
 
     def _look_again(self) -> None:
-        while not self._is_over.wait(LOOK_S):
+        while not self._is_over.wait(0.2):
             with self._lock:
                 self._look()
                 if self._what:

@@ -29,7 +29,6 @@ An API key is read from OPENAI_API_KEY."""
 
 PATH = "/sluice/status"
 TIMEOUT_S = 10.0  # a status is asked for by a person who waits
-_WIDTH = 200  # columns of lines that do not go to a terminal
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -111,7 +110,7 @@ def _trying_again(error: SluiceError) -> str:
 def _console() -> "Console":
     from rich.console import Console  # only here, as openai
 
-    width = None if sys.stdout.isatty() else _WIDTH
+    width = None if sys.stdout.isatty() else 200  # columns
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 

@@ -25,7 +25,6 @@ from router.timing import HttpContext
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
-MAX_ERROR_BYTES = 2048  # of an error's body in the log
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 _CHUNK = b'data: {"'  # how one of a stream begins
@@ -200,10 +199,10 @@ class Exchange:
 
 
 def _error_in(status: int, message: Message) -> str | None:
-    """What the body of an error says, in OpenAI's shape or another."""
+    """What the body of an error says, in OpenAI's shape or another, within 2 kB."""
     if status < HTTPStatus.BAD_REQUEST:
         return None
-    text: str = message.get("body", b"")[:MAX_ERROR_BYTES].decode(errors="replace")
+    text: str = message.get("body", b"")[:2048].decode(errors="replace")
     with contextlib.suppress(ValueError, LookupError, TypeError):  # another shape, or longer
         return str(json.loads(text)["error"]["message"])
     return text

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 KEYS_ENV = "SLUICE_API_KEYS"
 RELOAD_S = 5.0  # from a change of a key to its effect
-MAX_KEYS = 100_000  # parsed within a second
-MAX_FILE_BYTES = 32 << 20  # some 300 bytes for each of them
+MAX_FILE_BYTES = 32 << 20  # some 300 bytes for each of the most keys
 _PREFIX = "sk-sluice-"
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times as fast; not in every build of PyYAML
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -76,7 +75,7 @@ class KeyEntry(BaseModel):
         )
 
 
-_entries = TypeAdapter(Annotated[list[KeyEntry], Field(max_length=MAX_KEYS)])
+_entries = TypeAdapter(Annotated[list[KeyEntry], Field(max_length=100_000)])  # which are parsed within a second
 
 
 def new_key() -> str:

@@ -12,13 +12,6 @@ from typing import Any, NamedTuple
 
 from policies.checks import require_at_least
 
-CHARS_PER_TOKEN = 16  # far beyond any language's mean; a text with more for each token of the context cannot fit
-BYTES_PER_TOKEN = 32  # room in a body for several prompts, and for what JSON adds
-LEAST_BODY_BYTES = 1 << 20  # a short context may come with long schemas and tools
-MEDIA_BODY_BYTES = 64 << 20  # images and sounds, in base64
-NUMBERS_PER_TOKEN = 4  # prompts of token ids, several in a request
-LEAST_NUMBERS = 1 << 16  # for embeddings of many short prompts
-
 # JSON keys under which clients send images and sounds: those are neither tokenized nor copied as text.
 _MEDIA_KEYS = frozenset(
     {"url", "data", "file_data", "image_url", "audio_url", "video_url", "images", "audio", "videos"}
@@ -90,11 +83,15 @@ class RequestLimits:
         cls, context_tokens: int, *, takes_media: bool, max_body_bytes: int | None, max_engine_requests: int
     ) -> "RequestLimits":
         """For a context of this many tokens, prompt and answer together; from it max_body_bytes follows if None."""
-        least_bytes = MEDIA_BODY_BYTES if takes_media else LEAST_BODY_BYTES
+        # A short context may come with long schemas and tools, and media come in base64.
+        least_bytes = 64 << 20 if takes_media else 1 << 20
         return cls(
-            max_body_bytes=max_body_bytes or least_bytes + BYTES_PER_TOKEN * context_tokens,
-            max_text_chars=max(1024, CHARS_PER_TOKEN * context_tokens),
-            max_numbers=max(LEAST_NUMBERS, NUMBERS_PER_TOKEN * context_tokens),
+            # Room for several prompts, and for what JSON adds.
+            max_body_bytes=max_body_bytes or least_bytes + 32 * context_tokens,
+            # Far beyond any language's mean: a text with more characters for each token of the context cannot fit.
+            max_text_chars=max(1024, 16 * context_tokens),
+            # Several prompts of token ids, or many short ones to embed.
+            max_numbers=max(1 << 16, 4 * context_tokens),
             max_engine_requests=max_engine_requests,
             takes_media=takes_media,
         )

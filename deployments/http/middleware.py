@@ -42,7 +42,6 @@ UNLOGGED_PATHS = ("/health", "/metrics", "/metrics/")
 UNTRACED_PATHS = (*UNLOGGED_PATHS, "/sluice/status")  # a page that is open asks for it every few seconds
 OPEN_PATHS = UNLOGGED_PATHS  # for probes and scrapers, which have no key
 READING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-BYTES_PER_TOKEN = 4.0  # what a body that is only tokenized is charged for, before its tokens are known
 STREAMED_PATHS = frozenset({"/v1/files"})  # uploads, whose bodies the application reads and bounds itself
 TENANT = "sluice.tenant"  # in the scope of a request that this process makes itself: in whose name
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # a body that one brings all the same is not read
@@ -159,7 +158,7 @@ class SluiceMiddleware:
         async with self._bodies.reading(receive) as body:
             self._promise(headers, context, body.service_tier)
             if _only_reads(path):
-                await self._charge(context.tenant, len(body.content) / BYTES_PER_TOKEN)
+                await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
             await exchange.serve(self._app, scope, replayed(body.content, receive))
 
     def _context(self, scope: Scope, headers: Headers) -> HttpContext:

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # vLLM puts the name of its process before a line.
 _ERROR = re.compile(rb"^(?:\(\w+ pid=\d+\) )?([\w.]*(?:Error|Exception): .*)", re.MULTILINE)
-_TAIL_BYTES = 64 << 10  # of a log, in which its last error is looked for
 _QUOTED = re.compile(r'[\s"=]')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in vLLM's lines
 OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
@@ -188,5 +187,5 @@ def _end_of(log: Path) -> bytes:
     if not log.is_file():
         return b""
     with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
         return file.read()

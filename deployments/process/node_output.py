@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 RAYLET_ENV = "RAY_RAYLET_PID"  # Ray sets it in each worker
 MOST_WAITING_BYTES = 4 << 20  # some ten thousand lines of requests
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-END_S = 1.0  # for the lines that wait when the process ends
 
 
 def open_node_output() -> int:
@@ -119,4 +118,4 @@ class NodeOutput:
 
     def _end(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, END_S)
+            self._changed.wait_for(lambda: not self._waiting, 1.0)

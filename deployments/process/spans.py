@@ -22,8 +22,6 @@ from router.trail import TraceHeaders
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # for spans that were not sent when the process ends
-END_S = 1.0  # and then for the thread that sends them
-MAX_STATE_CHARS = 512  # of a client's `tracestate`, which goes with every span; as W3C advises
 DEFAULT_SERVICE_NAME = "sluice"
 # They write a line or more for each batch that cannot be sent.
 _LOUD = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
@@ -135,7 +133,7 @@ class Tracing:
         if not closing.done():
             logger.warning("the last spans could not be sent within %g s", FLUSH_S)
             self._exporter.shutdown()  # ends the try that goes on, unless it waits for an answer by HTTP
-            await asyncio.wait([closing], timeout=END_S)
+            await asyncio.wait([closing], timeout=1.0)
         if closing.done():
             closing.result()
 
@@ -193,7 +191,8 @@ def _given(attributes: Attributes | None) -> dict[str, Attribute]:
 
 
 def _bounded(headers: TraceHeaders) -> TraceHeaders:
-    if len(headers.get("tracestate", "")) <= MAX_STATE_CHARS:
+    """Without a `tracestate` beyond the 512 characters that W3C advises: it goes with every span."""
+    if len(headers.get("tracestate", "")) <= 512:
         return headers
     return {name: value for name, value in headers.items() if name != "tracestate"}
 

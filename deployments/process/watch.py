@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from router.event_loop import CoreWait
 
 HANG_S = 90.0  # Ray Serve's own time, by its defaults, until it replaces a replica that does not answer
-LOOK_S = 1.0  # between two looks at the loop, or a quarter of the time after which it hangs
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +46,7 @@ def _watch(
     hang_s: float,
     end: Callable[[], object],
 ) -> None:
-    look_s = min(LOOK_S, hang_s / 4)
+    look_s = min(1.0, hang_s / 4)
     while not over.wait(look_s):
         turned, waited_s, looks = threading.Event(), core_wait.seconds(), 0
         try:

@@ -17,7 +17,6 @@ from router.redis_store import guarded, scripts_in
 
 LEASE_S = 20.0  # of a background response: its router may miss some signs of life, each a call's time
 CALL_TIMEOUT_S = 2.0  # a client waits for its answer meanwhile
-AWAY_S = 5.0  # for which nothing is stored unasked once Redis did not answer
 RECORD_BYTES = 1024  # the most that Redis needs for a response besides its JSON
 ID = re.compile(r"resp_[A-Za-z0-9_-]{1,96}", re.ASCII)
 
@@ -210,7 +209,7 @@ class ResponseStore:
         try:
             reply = await guarded(self._redis, call, CALL_TIMEOUT_S)
         except StateStoreError:
-            self._away_until_s = self._clock.now() + AWAY_S
+            self._away_until_s = self._clock.now() + 5.0  # in which nothing is stored unasked
             raise
         self._away_until_s = 0.0
         return reply
