@@ -184,6 +184,7 @@ def last_line(logs: Iterable[Path]) -> str:
 
 
 def _end_of(log: Path) -> bytes:
+    """The last 64 kB of a log; nothing if there is none."""
     if not log.is_file():
         return b""
     with log.open("rb") as file:
