@@ -23,7 +23,6 @@ ALONE = 12  # prompts that are read alone
 FULL_TOKENS = 64  # of each answer while all slots decode
 RATE_STEP = 1.25  # between two rates that are tried in search of capacity
 BISECTIONS, MOST_TRIES = 2, 12
-TIMEOUT_S = 600.0
 
 
 def add_options(parser: argparse.ArgumentParser, lengths: Lengths, rounds_of: str) -> None:
@@ -88,7 +87,7 @@ class OpenLoop:
         alone = Lengths(tight_prompt=mean, loose_prompt=mean, answer=2)
 
         async def ask_all() -> list[Answer]:
-            client = ChatClient(url, TIMEOUT_S, TEXT_PATH)
+            client = ChatClient(url, path=TEXT_PATH)
             answers = [await client.ask(each.body(model)) for each in draw_requests(ALONE, 1.0, alone, seed=3)]
             client.close()
             return answers
@@ -96,7 +95,7 @@ class OpenLoop:
         return statistics.median(answer.ttft_s for answer in uvloop.run(ask_all()))
 
     def ask(self, url: str, requests: Sequence[Request]) -> list[Outcome]:
-        return uvloop.run(run_open_loop(url, first_model(url), requests, TIMEOUT_S, self.session.bar.update))
+        return uvloop.run(run_open_loop(url, first_model(url), requests, self.session.bar.update))
 
     def in_time(self, outcomes: Sequence[Outcome]) -> list[bool]:
         """Whether each kept its targets; what was refused did not."""

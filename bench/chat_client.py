@@ -27,6 +27,7 @@ from bench.sse import EventDecoder
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 SHOWN_ERROR_BYTES = 300
+PATIENCE_S = 600.0  # for a whole answer, where nothing else is said
 
 
 class RequestFailed(Exception):
@@ -197,7 +198,9 @@ class ChatConnection(asyncio.Protocol):
 class ChatClient:
     """One request at a time; reconnects when the server has closed the connection. `url` is plain http."""
 
-    def __init__(self, url: str, timeout_s: float, path: str = CHAT_PATH, slo_class: str | None = None) -> None:
+    def __init__(
+        self, url: str, timeout_s: float = PATIENCE_S, path: str = CHAT_PATH, slo_class: str | None = None
+    ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "LoadConfig checks the url"
         self._host, self._port = parts.hostname, parts.port or 80

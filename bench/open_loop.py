@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.chat_client import TEXT_PATH, Answer, ChatClient, RequestFailed
+from bench.chat_client import PATIENCE_S, TEXT_PATH, Answer, ChatClient, RequestFailed
 
 TIGHT, LOOSE = "tight", "loose"
 ARRIVAL_CV = 2.0
@@ -130,7 +130,11 @@ class _Clients:
 
 
 async def run_open_loop(
-    url: str, model: str, requests: Sequence[Request], timeout_s: float, on_end: Callable[[], object] = lambda: None
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    on_end: Callable[[], object] = lambda: None,
+    timeout_s: float = PATIENCE_S,
 ) -> list[Outcome]:
     """Outcomes in order of arrival, when the last request is over."""
     bodies = [request.body(model) for request in requests]

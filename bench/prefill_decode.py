@@ -6,8 +6,8 @@
 Both systems are Sluice with two engines; the order alternates from repeat to repeat. Streams of short questions run
 throughout; every few seconds a burst of long prompts comes. What counts are the gaps between the chunks of the short
 ones' streams, from the first burst until the last has been answered, and the pause after it; a request that fails ends
-the whole. On a machine with as many cores as engines or fewer the two engines take each other's time, whatever is
-split: read the ratio, not the seconds.
+the whole. On a machine with as many cores as engines or fewer the two engines take each other's time in both systems:
+read the ratio, not the seconds.
 """
 
 import argparse
@@ -47,7 +47,6 @@ COUNTED = (
     "prefill_tokens_total",
     "prefill_padding_tokens_total",
 )
-REQUEST_TIMEOUT_S = 600.0
 WARM_UP_S = 5.0
 MEASURES = ("gap_p50_ms", "gap_p99_ms", "gap_max_ms", "long_ttft_p50_ms")
 
@@ -98,7 +97,7 @@ def body(model: str, prompt: list[int], max_tokens: int) -> bytes:
 
 
 def client(url: str) -> contextlib.closing[ChatClient]:
-    return contextlib.closing(ChatClient(url, REQUEST_TIMEOUT_S, TEXT_PATH))
+    return contextlib.closing(ChatClient(url, path=TEXT_PATH))
 
 
 class Load:

@@ -37,7 +37,6 @@ SLUICE, BLIND, IN_TURN, RAY = "Sluice", "Sluice, mode: stock", "vllm serve, in t
 SYSTEMS = {"sluice": SLUICE, "stock": BLIND, "vllm": IN_TURN, "ray": RAY}
 ENGINES = 2
 ANSWER_TOKENS = 8
-TIMEOUT_S = 300.0
 # Counters of tokens that engines found in their caches, as each kind of server names them.
 HITS = ("sluice_engine_prefix_cache_hit_tokens", "vllm:prefix_cache_hits")
 PREDICTED = "sluice_predicted_hit_tokens"
@@ -125,7 +124,7 @@ async def run_sessions(
 
     async def hold(session: Conversation) -> list[float]:
         with ExitStack() as stack:
-            clients = {url: stack.enter_context(closing(ChatClient(url, TIMEOUT_S, TEXT_PATH))) for url in urls}
+            clients = {url: stack.enter_context(closing(ChatClient(url, path=TEXT_PATH))) for url in urls}
             times_s = []
             for prompt, pause_s in zip(session.prompts, session.pauses_s, strict=True):
                 await asyncio.sleep(pause_s)

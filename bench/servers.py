@@ -127,7 +127,7 @@ def server_environment(mark: str) -> dict[str, str]:
 
 
 class Server:
-    """A child process with all that it started. As a context manager it is stopped at the end, whatever happened."""
+    """A child process with all that it started. As a context manager it is stopped at the end in any case."""
 
     def __init__(self, spec: ServerSpec, log_folder: Path, terminate_s: float = TERMINATE_S) -> None:
         self.spec = spec

@@ -44,7 +44,7 @@ class MedianInterval:
 def median_interval(values: Sequence[float], least_coverage: float = 0.9) -> MedianInterval | None:
     """From the k-th least to the k-th greatest of n values, by the greatest k with enough coverage.
 
-    Coverage is 1 - 2 P(Binomial(n, 1/2) < k), whatever the distribution. None where k would be 1, which is the range:
+    Coverage is 1 - 2 P(Binomial(n, 1/2) < k) for any distribution. None where k would be 1, which is the range:
     below 8 values.
     """
     ordered, count = sorted(values), len(values)

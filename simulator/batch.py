@@ -1,8 +1,8 @@
 """The running batch of an engine and its paged KV cache, as arrays.
 
 Row i is one request, in the order of admission. Blocks are counted, not numbered: a request holds
-ceil(computed / block_size) of them, and whoever needs one more when none is free costs the youngest its place
-(preemption by recompute, as vLLM).
+ceil(computed / block_size) of them. Where a request needs one more and none is free, the youngest loses its place
+(preemption by recompute, as in vLLM).
 """
 
 from itertools import compress
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def unread_tokens(self) -> int:
-        """Of prompts in progress."""
+        """Unread tokens of prompts in progress."""
         return int(self._counts[_LEFT, : len(self)].sum()) if self.prefilling else 0
 
     def fits(self, request: Request, kept_blocks: int = 0) -> bool:

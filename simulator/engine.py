@@ -48,8 +48,8 @@ class EngineConfig:
         ordered: what waits starts by its promise, as with Sluice's scheduler, not as it came.
         watermark: fraction of the blocks that is kept free when a request starts beside others.
         max_num_queued_reqs: most requests that an engine holds, running ones too; it refuses any more.
-        max_num_queued_tokens: it refuses what comes while the prompts of all requests without a first token have so
-            many tokens, whatever of them has been computed. The last three are vLLM's own; None sets no limit.
+        max_num_queued_tokens: it refuses what comes while the prompts of all requests without a first token have this
+            many tokens, read or not. The last three are vLLM's own; None sets no limit.
 
     Raises:
         ConfigError: a value is out of bounds.

@@ -1,4 +1,4 @@
-"""What went into a simulation or a plan, for its report to say: whoever reads it later has nothing else."""
+"""What went into a simulation or a plan, for its report to say: a later reader has nothing else."""
 
 import argparse
 from collections.abc import Iterable, Mapping

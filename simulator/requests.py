@@ -93,7 +93,7 @@ class Request:
 
     @property
     def missed_a_promise(self) -> bool:
-        """Of one that has ended."""
+        """Whether it ended, and later than it was promised."""
         return (self.ttft_s or 0.0) > self.promised_ttft_s or (self.tpot_s or 0.0) > self.promised_tpot_s
 
     @property

@@ -1,4 +1,4 @@
-"""The rig's null engine, speaking vLLM's structures: whatever is sent to it, only front end and router work."""
+"""The rig's null engine, speaking vLLM's structures: it computes nothing, so that only front end and router work."""
 
 import asyncio
 from typing import Any

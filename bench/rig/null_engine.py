@@ -102,7 +102,7 @@ class NullCodec:
 
 
 class NullEngine:
-    """Steps like an engine: whatever is due by the time of a step comes out in one batch."""
+    """Steps like an engine: all tokens that are due by the time of a step come out in one batch."""
 
     engine_version = VERSION
     gang_sizes: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ SCOPE = {"type": "http", "method": "POST", "path": PATH}
 
 
 class RigRouter:
-    """A routed client with a reader that wakes whoever waits for an answer.
+    """A routed client with a reader that wakes the caller that waits for an answer.
 
     Where the environment asks for traces, each request has what HTTP does for its trace besides.
     """

@@ -106,7 +106,7 @@ def walk_forward(source: Workload, parts: int) -> list[tuple[Workload, Workload]
 
 
 def fixed_bins(edges: FloatArray) -> MultiBinConfig:
-    """Bins between these edges, shape (bins + 1,), whatever lengths come."""
+    """Bins between these edges, shape (bins + 1,), which do not follow the lengths."""
     return MultiBinConfig(bins=len(edges) - 1, rule="fixed", initial_edges=tuple(edges.tolist()))
 
 

@@ -4,7 +4,7 @@ Every system is Sluice but for its placement, on engines with a block cache each
 
     round robin          in turn
     least work           the least predicted work, blind to prefixes
-    session affinity     where most of the prompt is cached, whatever waits there; the least work where nothing is
+    session affinity     where most of the prompt is cached, however long the queue; else the least work
     first token          the default: seconds until the first token, queue and hit in one price
 
 Sessions of agents start as a Poisson stream, then go by their own clocks. What they had before `WARM_UP_S` is served,
@@ -134,7 +134,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def of_agents(rows: Sequence[Mapping[str, str]], starts_per_s: float, seconds: float, rng: Generator) -> Workload:
-    """Sessions drawn with replacement; of long ones what comes within so many seconds from the first start of all.
+    """Sessions drawn with replacement; of long ones what comes within `seconds` of the first start of all.
 
     Those of fewer than five requests, and with prompts that no cache here would hold, are left out.
     """

@@ -69,7 +69,7 @@ def test_requests_are_sent_when_they_come_however_slow_the_answers_are() -> None
 
     async def run() -> list[Outcome]:
         async with serving(handler, "/v1/completions") as url:
-            return await run_open_loop(url, "a model", requests, 20.0)
+            return await run_open_loop(url, "a model", requests)
 
     requests = draw_requests(20, 40.0, LENGTHS, seed=0)
     began_s = time.perf_counter()
@@ -88,7 +88,7 @@ def test_a_refusal_is_an_outcome_with_its_reason() -> None:
 
     async def run() -> list[Outcome]:
         async with serving(handler, "/v1/completions") as url:
-            return await run_open_loop(url, "a model", draw_requests(3, 100.0, LENGTHS, seed=0), 20.0)
+            return await run_open_loop(url, "a model", draw_requests(3, 100.0, LENGTHS, seed=0))
 
     assert [(outcome.answer, outcome.error) for outcome in uvloop.run(run())] == [
         (None, "HTTP 429: too much waits")
