@@ -1,7 +1,6 @@
 """A pairing of two real servers in child processes; they answer as vLLM does, without a model."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,33 +8,7 @@ import pytest
 from bench.load import ServerUnusable
 from bench.pairing import WARM_UP_TOKENS, Pairing, Plan, measure_pairing
 from bench.servers import Server, ServerFailed, ServerSpec
-from deployments.process.ports import free_port
-
-TOY_SERVER = """
-import json, sys
-from aiohttp import web
-port, refuse = int(sys.argv[1]), sys.argv[2] == "refuse"
-async def chat(request):
-    asked = await request.json()
-    print("asked", json.dumps([asked["max_tokens"], asked["messages"][0]["content"]]), flush=True)
-    if refuse:
-        return web.json_response({"error": "closed today"}, status=503)
-    word = b'data: {"choices": [{"delta": {"content": "a"}}]}\\n\\n'
-    usage = b'data: {"choices": [], "usage": {"completion_tokens": %d}}\\n\\n' % asked["max_tokens"]
-    return web.Response(body=word * asked["max_tokens"] + usage + b"data: [DONE]\\n\\n")
-async def models(request):
-    return web.json_response({"data": [{"id": "toy"}]})
-async def health(request):
-    return web.Response()
-app = web.Application()
-app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models), web.get("/health", health)])
-web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
-"""
-
-
-def make_spec(name: str, program: str = TOY_SERVER, behaviour: str = "answer") -> ServerSpec:
-    port = free_port()
-    return ServerSpec(name=name, command=(sys.executable, "-c", program, str(port), behaviour), port=port)
+from tests.bench.toy_server import PROGRAM, toy_spec
 
 
 def asked(server: Server, max_tokens: int) -> list[str]:
@@ -59,7 +32,7 @@ def pair(
 def test_systems_take_turns_with_the_same_prompts_and_every_run_is_kept(tmp_path: Path) -> None:
     plan = Plan(concurrency=(1, 3), repeats=2, requests_per_client=4, least_requests=5, max_tokens=7, idle_s=0.1)
     counted: list[None] = []
-    pairing, (to_plain, to_ours) = pair(make_spec("plain"), make_spec("ours"), plan, tmp_path, counted)
+    pairing, (to_plain, to_ours) = pair(toy_spec("plain"), toy_spec("ours"), plan, tmp_path, counted)
 
     assert [(run.repeat, run.concurrency, run.system) for run in pairing.runs] == [
         (0, 1, "plain"),
@@ -82,9 +55,9 @@ def test_systems_take_turns_with_the_same_prompts_and_every_run_is_kept(tmp_path
 @pytest.mark.slow
 def test_pairings_that_share_a_server_send_it_no_prompt_twice(tmp_path: Path) -> None:
     plan = Plan(concurrency=(1, 3), repeats=2, requests_per_client=4, least_requests=5, max_tokens=7, idle_s=0.1)
-    with Server(make_spec("plain"), tmp_path) as shared:
+    with Server(toy_spec("plain"), tmp_path) as shared:
         for number, name in enumerate(("one", "other")):
-            with Server(make_spec(name), tmp_path) as contender:
+            with Server(toy_spec(name), tmp_path) as contender:
                 for server in (shared, contender):
                     server.wait_until_ready(30.0)
                 measure_pairing(shared, contender, plan, lambda stage: None, lambda: None, number)
@@ -95,13 +68,13 @@ def test_pairings_that_share_a_server_send_it_no_prompt_twice(tmp_path: Path) ->
 def test_a_system_that_refuses_everything_is_not_compared(tmp_path: Path) -> None:
     plan = Plan(concurrency=(1,), repeats=1, least_requests=2, requests_per_client=2)
     with pytest.raises(ServerFailed, match=r"ours answered none of 2 requests\nerror ×2: HTTP 503: .*closed today"):
-        pair(make_spec("plain"), make_spec("ours", behaviour="refuse"), plan, tmp_path, [])
+        pair(toy_spec("plain"), toy_spec("ours", behaviour="refuse"), plan, tmp_path, [])
 
 
 def test_a_server_without_models_is_named(tmp_path: Path) -> None:
-    healthy = TOY_SERVER.replace('web.get("/v1/models", models), ', "")
+    healthy = PROGRAM.replace('web.get("/v1/models", models), ', "")
     with pytest.raises(ServerUnusable, match="/v1/models gave no model"):
-        pair(make_spec("plain"), make_spec("ours", program=healthy), Plan(), tmp_path, [])
+        pair(toy_spec("plain"), toy_spec("ours", program=healthy), Plan(), tmp_path, [])
 
 
 @pytest.mark.parametrize("changes", [{"repeats": 0}, {"concurrency": ()}, {"concurrency": (4, 0)}, {"idle_s": 0.0}])

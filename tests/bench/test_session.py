@@ -16,6 +16,8 @@ from bench import session
 from bench.servers import ENGINE_ARGUMENTS, ServerSpec
 from bench.session import Session, exit_status, new_parser, run_session, turns
 from deployments.command import cli
+from deployments.process.ports import free_port
+from tests.bench.toy_server import toy_spec
 from tests.builds import install_build
 
 PROGRAMS = ("batches", "compare", "first_token", "goodput", "prefill_decode", "prefixes")
@@ -94,6 +96,34 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert program(name).main(["--first-port", str(taken.getsockname()[1]), "--logs", str(tmp_path)]) == 2
     assert "Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("compare", "--concurrency 1 2 --repeats 2 --requests-per-client 2 --idle-seconds 0.1", "| 2 "),
+        ("first_token", "--requests 9 --max-tokens 3", "Sluice 1x1 beside vllm serve, 9 pairs"),
+        (
+            "goodput",
+            "--capacity 50 --requests 20 --rounds 2 --slots 2 --loads 1 --answer 4",
+            "| vllm serve, best cap |",
+        ),
+        ("prefixes", "--sessions 2 --turns 2 --rounds 2 --think 0.01 --systems sluice,vllm", "| Sluice / this one "),
+        ("prefill_decode", "--repeats 2 --seconds 1 --every 0.5 --streams 2", "| gap_p99_ms "),
+    ],
+)
+def test_each_program_measures_from_its_arguments_to_its_table(
+    name: str, options: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spec(self: Session, name: str, place: int, *_: object) -> ServerSpec:
+        return toy_spec(name, port=base + place)
+
+    base = free_port()
+    monkeypatch.setattr(Session, "plain", spec)
+    monkeypatch.setattr(Session, "sluice", spec)
+    assert program(name).main(["--model", "toy", *options.split()]) == 0
+    assert shown in capsys.readouterr().out
 
 
 def new_session(stack: ExitStack, *arguments: str, engine: tuple[str, ...] = ()) -> Session:
