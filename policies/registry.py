@@ -24,8 +24,6 @@ from policies.router.order import (
     FCFS,
     LJF,
     SJF,
-    Deadline,
-    DeadlineConfig,
 )
 
 
@@ -58,7 +56,6 @@ REGISTRY: dict[str, Entry] = {
     "fcfs": Entry(Family.ORDER, None, FCFS),
     "sjf": Entry(Family.ORDER, None, SJF),
     "ljf": Entry(Family.ORDER, None, LJF),
-    "deadline": Entry(Family.ORDER, DeadlineConfig, Deadline),
 }
 
 

@@ -57,9 +57,9 @@ SOURCES = {
 BINS, LOADS, GANG, BURSTS_CV = (2, 4, 8), (0.7, 0.85, 0.95), 8, 3.0
 GANG_REQUESTS, REQUESTS, PROBED = 4000, 1000, 500
 # How waiting requests are ordered: as routers do by default, and as much by prediction as can be.
-ORDERS: dict[str, tuple[str, dict[str, float]]] = {
-    "deadline": ("deadline", {}),
-    "least work first": ("simulator.comparisons:LeastWork", {}),
+ORDERS: dict[str, str | None] = {
+    "by promises": None,
+    "least work first": "simulator.comparisons:LeastWork",
 }
 MEASURES = ("mean wait, s", "p99 wait, s", "mean TTFT, s", "p99 TTFT, s", "preemptions")
 Traffic = Mapping[str, Workload]
@@ -75,9 +75,8 @@ def _config(order: str) -> ClusterConfig:
 
     Slots are about what the forecast admits into these caches, as replicas offer it: so requests wait in the router.
     """
-    kind, settings = ORDERS[order]
     sizes = EngineConfig(slots=24, total_blocks=500, max_batch_tokens=2048)
-    queue: dict[str, Any] = {"order": kind, "order_settings": settings, "router": RouterConfig()}
+    queue: dict[str, Any] = {"order": ORDERS[order], "router": RouterConfig()}
     return system("sluice", _profile(), sizes, 2, batch="forecast_admission", batch_settings={}, **queue)
 
 
@@ -160,7 +159,7 @@ def _continuous(answers: Answers, job: tuple[float, int]) -> list[list[list[floa
     rng = np.random.default_rng(seed)
     chosen = rng.integers(0, len(answers.sets), REQUESTS)
     drawn = {source: whole.rows(chosen) for source, whole in answers.by_source.items()}
-    probe = saturated(_config("deadline"), drawn["one_histogram"].head(PROBED))
+    probe = saturated(_config("by promises"), drawn["one_histogram"].head(PROBED))
     arrival_s = gamma_bursts(load * steady_rate(probe), BURSTS_CV, REQUESTS, rng)
     arriving = {source: work.arriving(arrival_s) for source, work in drawn.items()}
     return [[_measured(run(_config(order), arriving[source])) for source in SOURCES] for order in ORDERS]

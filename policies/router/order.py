@@ -5,18 +5,15 @@ driver's to break (by arrival, or by id as Redis does). Keys of different orders
 
 Source: 002 section II-B (SJF for requests per second, LJF for tokens per second, over prompt lengths; here for whole
 queues, and in `deadline_keys` for classes that fill idle capacity, as its offline tasks do): shortest-first lowers the
-mean wait but starves the long, and LJF the short, without a bound. The default, `Deadline`, is earliest due date first
-(Jackson 1955), which keeps the greatest lateness least.
+mean wait but starves the long, and LJF the short, without a bound. The default, `deadline_keys`, is earliest due date
+first (Jackson 1955), which keeps the greatest lateness least.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
-from policies.checks import require_at_least
-from policies.errors import ConfigError, InputError
+from policies.errors import InputError
 
 IdleOrder = Literal["deadline", "shortest_first", "longest_first"]
 """The order among requests of one class that fills idle capacity."""
@@ -70,49 +67,6 @@ class LJF:
 
     def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
         return -float(prompt_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlineConfig:
-    """Seconds in which a first token is due, where the request itself is promised nothing else; None is no target.
-
-    Attributes:
-        class_targets_s: by class.
-        default_target_s: of requests without a class, or of one not named above.
-
-    Raises:
-        ConfigError: a target is negative or not finite.
-    """
-
-    class_targets_s: Mapping[str, float | None] = field(default_factory=dict)
-    default_target_s: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "default_target_s")
-        _check_targets(self.class_targets_s)
-
-
-def _check_targets(class_targets_s: Mapping[str, float | None]) -> None:
-    for slo_class, target_s in class_targets_s.items():
-        if target_s is not None and not 0.0 <= target_s < math.inf:
-            raise ConfigError(f"class_targets_s[{slo_class!r}] must be finite and at least 0, got {target_s}")
-
-
-class Deadline:
-    """Earliest first token first, see `deadline_keys`."""
-
-    def __init__(self, config: DeadlineConfig) -> None:
-        self.config = config
-
-    def key(self, arrival_s: float, slo_class: str | None, estimated_work_s: float, prompt_tokens: int) -> float:
-        """The key of a request that is in time.
-
-        Raises:
-            InputError: arrival_s is not finite.
-        """
-        targets_s, default_s = self.config.class_targets_s, self.config.default_target_s
-        ttft_s = default_s if slo_class is None else targets_s.get(slo_class, default_s)
-        return deadline_keys(arrival_s, ttft_s).key
 
 
 class DeadlineKeys(NamedTuple):

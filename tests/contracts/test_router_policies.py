@@ -17,8 +17,6 @@ from policies.router.order import (
     FCFS,
     LJF,
     SJF,
-    Deadline,
-    DeadlineConfig,
     Order,
 )
 from policies.types import RequestView
@@ -27,7 +25,6 @@ ORDERS: dict[str, Callable[[], Order]] = {
     "fcfs": FCFS,
     "sjf": SJF,
     "ljf": LJF,
-    "deadline": lambda: Deadline(DeadlineConfig(class_targets_s={"chat": 0.2, "batch": None})),
 }
 BUCKETS: dict[str, Callable[[], BucketPolicy]] = {
     "adaptive": lambda: AdaptiveBuckets(AdaptiveBucketsConfig(min_requests=2, patience=2)),

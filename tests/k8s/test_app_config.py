@@ -98,7 +98,7 @@ def test_a_policy_of_ones_own_starts_with_the_names_of_all_classes(helm4: Helm4)
 
 def test_engines_start_with_what_their_start_goes_by(helm4: Helm4) -> None:
     """Plain vLLM loads no plug-in, only `auto` measures, and a policy of one's own may need its settings."""
-    order = {"policy": "deadline", "policy_args": {"default_target_s": 2}}
+    order = {"policy": "tests.own_order:ByClass", "policy_args": {"default_s": 2}}
     app = {"engine": {"scheduler": {"mode": "stock"}}, "order": order}
     args = application(helm4.render(with_password({"app": {"model": "demo", **app}})))["args"]
     assert args["engine"]["scheduler"] == {"mode": "stock"} and args["order"] == app["order"]

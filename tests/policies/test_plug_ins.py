@@ -11,7 +11,7 @@ from policies.engine.plans import capped_plan
 from policies.errors import ConfigError, PolicyError
 from policies.plug_ins import CheckedBatchPolicy, CheckedOrder
 from policies.registry import Family, build_of, kinds
-from policies.router.order import Deadline
+from policies.router.order import SJF
 from policies.types import BatchState, Limit, Phase, StepPlan
 from tests.policies.states import batch_of, queue_of, state_of
 
@@ -128,7 +128,7 @@ def test_an_order_is_not_a_batch_policy() -> None:
 
 
 def test_a_name_of_the_registry_is_taken_from_its_own_family_alone() -> None:
-    assert isinstance(build_of(Family.ORDER, "deadline", {"default_target_s": 2.0}), Deadline)
+    assert isinstance(build_of(Family.ORDER, "sjf", {}), SJF)
     for family, name in ((Family.BATCH, "fcfs"), (Family.ORDER, "auto")):
         with pytest.raises(ConfigError, match=f"{family.value} policy must be one of {kinds(family)[0]}.*got '{name}'"):
             build_of(family, name, {})

@@ -11,7 +11,7 @@ from policies.lengths.drift import DriftConfig
 from policies.live import Live
 from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import Band, Deadline, DeadlineConfig, IdleOrder, banded
+from policies.router.order import IdleOrder
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
@@ -27,6 +27,7 @@ from router.prefix_hits import MOST_HITS
 from router.redis_store import RedisStateStore, connect
 from router.state_store import FinishedLength, ReplicaInfo
 from router.terms import TicketTerms
+from tests.own_order import ByClass
 
 # 1 ms for a prompt token, 10 ms for a decode step that four requests share.
 STEP_TIMES = StepTimes(
@@ -67,7 +68,7 @@ def classifier(
     bins: MultiBinConfig = TWO_BINS,
     terms: Live[TicketTerms] | None = None,
 ) -> Classifier:
-    order = Deadline(DeadlineConfig(class_targets_s={"fast": 1.0, "slow": 60.0}, default_target_s=1.0))
+    order = ByClass({"fast": 1.0, "slow": 60.0})
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(bins),
@@ -290,13 +291,13 @@ async def test_offline_work_starts_by_prompt_length_and_behind_all_else(order: I
 
 
 def test_tickets_from_now_on_go_by_another_order_and_other_classes() -> None:
-    changed = classifier(terms=(terms := Live(TicketTerms(order=Deadline(DeadlineConfig(default_target_s=60.0))))))
+    changed = classifier(terms=(terms := Live(TicketTerms(order=ByClass(default_s=60.0)))))
     before = changed.ticket(size(), "slow", "a", 100.0).ticket
-    sooner = Deadline(DeadlineConfig(default_target_s=2.0))
+    sooner = ByClass(default_s=2.0)
     terms.replace(TicketTerms(order=sooner, fills_idle={"slow": "deadline"}))
     after = changed.ticket(size(), "slow", "a", 100.0).ticket
     assert (before.fills_idle, after.fills_idle) == (False, True)
-    assert before.deadline_key > after.deadline_key == banded(Band.IN_TIME, 102.0)
+    assert before.deadline_key > after.deadline_key == 102.0
 
 
 def prompt(tokens: int, salt: str = "") -> RequestSize:

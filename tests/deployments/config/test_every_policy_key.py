@@ -114,7 +114,7 @@ CASES: dict[type[Section], dict[str, Case]] = {
     },
     OrderSection: {
         "policy": Case(value="sjf", decide=keys),
-        "policy_args": Case(value={"default_target_s": 4.0}, decide=keys, base={"policy": "deadline"}),
+        "policy_args": Case(value={"default_s": 4.0}, decide=keys, base={"policy": "tests.own_order:ByClass"}),
     },
     ClassSection: {
         "ttft_s": Case(value=0.1, decide=place_in_queue),

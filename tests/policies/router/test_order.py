@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.errors import ConfigError, InputError
+from policies.errors import InputError
 from policies.router.order import (
     BAND_S,
     FCFS,
     LJF,
     SJF,
     Band,
-    Deadline,
-    DeadlineConfig,
     IdleOrder,
     Order,
     banded,
@@ -36,11 +34,9 @@ def test_each_order_ranks_by_its_own_quantity() -> None:
 
 
 def test_the_deadline_is_arrival_plus_target_and_what_has_none_goes_behind_all_that_have_one() -> None:
-    policy = Deadline(DeadlineConfig(class_targets_s={"chat": 0.5, "any time": None}, default_target_s=2.0))
-    assert policy.key(100.0, "chat", 3.0, 1) == deadline_keys(100.0, 0.5).key == banded(Band.IN_TIME, 100.5)
-    assert policy.key(100.0, None, 3.0, 1) == policy.key(100.0, "unheard of", 9.0, 7) == banded(Band.IN_TIME, 102.0)
+    assert deadline_keys(100.0, 0.5).key == banded(Band.IN_TIME, 100.5)
     now_s = 1.8e9
-    first, second = policy.key(now_s, "any time", 0.0, 1), policy.key(now_s + 0.001, "any time", 0.0, 1)
+    first, second = deadline_keys(now_s, None).key, deadline_keys(now_s + 0.001, None).key
     assert deadline_keys(now_s + 1e6, 1e6).key < first < second
 
 
@@ -106,16 +102,10 @@ def test_one_start_in_ten_is_owed_to_who_has_no_patience_left() -> None:
     assert not is_owed_a_start(9, late_key, 159.0)
 
 
-@pytest.mark.parametrize("wrong", [{"class_targets_s": {"chat": -1.0}}, {"default_target_s": math.inf}])
-def test_a_target_that_is_no_time_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        DeadlineConfig(**wrong)  # type: ignore[arg-type]
-
-
 @given(st.floats(0.0, 4e9), st.sampled_from(["chat", None]), st.floats(0.0), st.integers(0, 10**6))
 def test_keys_are_finite_doubles(arrival_s: float, slo_class: str | None, work_s: float, prompt_tokens: int) -> None:
     """Redis refuses NaN as a score."""
-    orders: list[Order] = [FCFS(), SJF(), LJF(), Deadline(DeadlineConfig())]
+    orders: list[Order] = [FCFS(), SJF(), LJF()]
     for order in orders:
         key = order.key(arrival_s, slo_class, work_s, prompt_tokens)
         assert isinstance(key, float)
@@ -125,4 +115,4 @@ def test_keys_are_finite_doubles(arrival_s: float, slo_class: str | None, work_s
 @pytest.mark.parametrize("arrival_s", [math.nan, math.inf])
 def test_a_key_is_not_made_of_what_is_no_time(arrival_s: float) -> None:
     with pytest.raises(InputError):
-        Deadline(DeadlineConfig()).key(arrival_s, "chat", 1.0, 1)
+        deadline_keys(arrival_s, 1.0)
