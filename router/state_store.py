@@ -88,7 +88,7 @@ class ReplicaLoad:
         slowness: its own seconds for one predicted second of work.
         gang: it takes whole batches, when all its slots are free.
         unread_tokens: prompt tokens that it was given, and has not read as far as is known.
-        max_unread_tokens: with so many it takes no more; None sets no bound.
+        max_unread_tokens: at this many it takes no more; None sets no bound.
         prompt_token_s: seconds per prompt token, by its own word; None without.
     """
 
@@ -103,7 +103,7 @@ class ReplicaLoad:
 
     @property
     def is_full(self) -> bool:
-        """Of prompts: it may have slots, and takes nothing."""
+        """Whether its unread prompts are at their bound: it may have slots, and takes nothing."""
         return self.max_unread_tokens is not None and self.unread_tokens >= self.max_unread_tokens
 
     @property
@@ -242,7 +242,7 @@ class StateStore(Protocol):
         """Put edges in force that follow on `version`, and move what waits to its new lanes in the same moment.
 
         For all routers of one `shape`, a text that tells how they bin: those of another have edges of their own. What
-        waits is moved whoever queued it.
+        waits is moved, also tickets of other routers.
 
         What this makes a whole gang batch is assigned.
 
@@ -260,7 +260,7 @@ class StateStore(Protocol):
         """
 
     async def change_settings(self, configured: str, changes: Mapping[str, bytes]) -> None:
-        """Keep settings, by name, for whoever was configured in this way."""
+        """Keep settings, by name, for replicas with this configuration."""
 
     async def restore_settings(self, configured: str, settings: Mapping[str, bytes]) -> None:
         """Keep those that are not there, and leave what is there as it is."""

@@ -41,7 +41,7 @@ class ClusterConfig:
         bins: how lengths are binned, or None.
         promises: seconds to the first token and of a token on the mean, by class, "*" for every one not named.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
-        clients: closed loop: so many requests are kept in the system and arrival times do not count; None is open.
+        clients: closed loop: this many requests are kept in the system and arrival times do not count; None is open.
         batches: how many requests of a backlog are in the system.
 
     Raises:

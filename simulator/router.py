@@ -76,7 +76,7 @@ class RouterConfig:
             raise ConfigError("credit_s and credit_lookahead are of single requests, and batches is set")
 
     def terms(self, slo_classes: frozenset[str] | None) -> ReplicaTerms:
-        """Of a replica that is reserved for these classes."""
+        """The terms of a replica that is reserved for these classes."""
         classes = tuple(sorted(slo_classes or ()))
         if self.batches is None:
             return ReplicaTerms(classes=classes)

@@ -65,7 +65,7 @@ class StandingPlan(Generic[T]):
             self._steps_left = 0
 
     def taken(self, *, started: int, preempted: bool, empty: bool) -> None:
-        """A step has been scheduled: how many it started, whether it took anybody's cache, whether it held nothing."""
+        """A step has been scheduled: how many requests it started, whether it preempted any, whether it was empty."""
         self._starts_left -= started
         if preempted or empty:
             self._steps_left = 0

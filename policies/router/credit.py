@@ -21,7 +21,7 @@ def lookahead(slots: int) -> int:
 
 
 def late_uncounted(late: int, slots: int) -> int:
-    """Of those late that wait in an engine."""
+    """Late requests that wait in an engine and do not count against its credit."""
     return min(late, _MOST_LATE * slots)
 
 
@@ -48,14 +48,14 @@ class MemoryBound:
     """Requests that memory lets an engine run, as its plans have shown: what it holds back may fit elsewhere.
 
     Attributes:
-        requests: inf before memory has held anybody back.
+        requests: inf before memory has held a request back.
     """
 
     def __init__(self) -> None:
         self.requests: float = inf
 
     def planned(self, running: int, cap: int, *, by_memory: bool) -> None:
-        """A plan for a batch of so many: its cap, and whether memory made it."""
+        """A plan was made while `running` requests ran: its cap, and whether memory set it."""
         if by_memory:
             self.requests = cap
         elif running > self.requests:

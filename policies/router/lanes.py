@@ -1,6 +1,6 @@
 """Tickets that wait, in lanes: one for each service class, bin of answer length and bucket of prompt length.
 
-Tickets of one lane may go to the same replicas, so that only the first of each lane matters to whoever decides which
+Tickets of one lane may go to the same replicas, so that only the first of each lane matters to the decision which
 ticket starts. What is counted here by class is what admission goes by.
 """
 
@@ -78,7 +78,7 @@ class Lanes:
         return merge(*self._lanes.values(), key=_urgency)
 
     def first_behind(self) -> list[Place]:
-        """Of each lane the first ticket that stands behind those in time."""
+        """The first ticket of each lane that stands behind those in time."""
         lanes, behind = self._lanes.values(), Band.NO_TARGET * BAND_S
         found = ((lane, bisect_left(lane, behind, key=_key)) for lane in lanes if _key(lane[-1]) >= behind)
         return [lane[index] for lane, index in found]

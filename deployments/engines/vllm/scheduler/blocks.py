@@ -99,7 +99,7 @@ class PoolShare:
         Args:
             free, total: of the whole pool.
             coming: requests that may start in this step and hold nothing yet. What windows and states take is kept for
-                so many of them as there is room for with answers as long as those that run have by now, and for one
+                as many of them as there is room for with answers as long as those that run have by now, and for one
                 more: kept for a whole queue it would leave nothing for tokens.
         """
         count = len(coming)

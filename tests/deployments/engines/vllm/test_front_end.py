@@ -100,7 +100,7 @@ Opening = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 
 @pytest.fixture
 async def opening(redis_url: str, namespace: str) -> AsyncIterator[Opening]:
-    """Of the front end of a model whose one replica has registered."""
+    """Opens the front end of a model whose one replica has registered."""
     config = AppConfig(model="demo", name=namespace, engine=EngineSection(prefill=PrefillSection()))
     redis = connect(redis_url)
     info = ReplicaInfo(
