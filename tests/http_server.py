@@ -20,6 +20,8 @@ def answering(answer: Callable[[Asked], tuple[int, bytes]]) -> Iterator[str]:
     """For the time of the block; yields its address. `answer` tells the status and the body, which is JSON."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             status, content = answer(Asked(self.command, self.path, self.headers, body))

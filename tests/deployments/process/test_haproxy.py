@@ -1,4 +1,4 @@
-"""HAProxy as the script of a cluster starts it, with configurations that Ray Serve itself writes."""
+"""HAProxy as the script of a cluster starts it, and the wrapper of one machine, as Ray Serve itself configures it."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ from ray.serve._private.common import RequestProtocol
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from deployments.process.ports import free_port
+from deployments.process.environment import loopback_env
+from deployments.process.ports import address, free_port
 from tests.http_server import answering
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
@@ -33,10 +34,15 @@ ACTOR = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid,
 
 
 class Serve:
-    """What Ray Serve knows of one application, and the file that it writes for HAProxy."""
+    """What Ray Serve knows of one application, and the file that it writes for HAProxy.
 
-    def __init__(self, folder: Path) -> None:
-        self.port, self.file = free_port(), folder / "haproxy.cfg"
+    host: where clients come in on one machine; None on a cluster.
+    """
+
+    def __init__(self, folder: Path, host: str | None = None) -> None:
+        self.port, self.file, self._script = free_port(), folder / "haproxy.cfg", str(SCRIPT)
+        if host is not None:
+            self._script = loopback_env(folder, host, self.port)["RAY_SERVE_HAPROXY_BINARY_PATH"]
         self._config = HAProxyConfig(
             socket_path=str(folder / "admin.sock"),
             server_state_base=str(folder),
@@ -66,9 +72,9 @@ class Serve:
 
     @contextmanager
     def running(self, *arguments: str) -> Iterator[psutil.Process]:
-        process = psutil.Popen([str(SCRIPT), "-db", "-f", str(self.file), *arguments], env=ENV)
+        process = psutil.Popen([self._script, "-db", "-f", str(self.file), *arguments], env=ENV)
         try:
-            wait_until(lambda: process.poll() is not None or self.is_open(), 30, "it listens")
+            wait_until(lambda: process.poll() is not None or len(listening(process)) >= 3, 30, "it listens")
             assert process.poll() is None, "it did not start"
             yield process
         finally:
@@ -79,6 +85,12 @@ class Serve:
     def is_open(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Where clients come in, and for metrics and statistics."""
+    found = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {address(*c.laddr) for c in found}
 
 
 @pytest.fixture
@@ -160,3 +172,38 @@ def _asked_for(listener: socket.socket, beginning: bytes) -> socket.socket:
             return connection
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_by"),
+    [("127.0.0.1", ["127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"]), ("::1", ["::1"]), ("::", ["127.0.0.1", "::1"])],
+)
+def test_on_one_machine_it_serves_on_the_address_that_was_asked_for_and_else_on_loopback(
+    tmp_path: Path, host: str, reached_by: list[str]
+) -> None:
+    serve = Serve(tmp_path, host)
+    serve.writes()
+    with serve.running() as process:
+        addresses = listening(process)
+        assert address(host, serve.port) in addresses
+        assert all(each.startswith("127.0.0.1:") for each in addresses - {address(host, serve.port)})
+        for local in reached_by:
+            socket.create_connection((local, serve.port), timeout=30).close()
+
+
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: sluice\r\nConnection: Upgrade\r\nUpgrade: %b\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+def test_the_connection_of_a_refused_websocket_is_closed(serve: Serve, router: int) -> None:
+    """HAProxy strips what a router says of that. Other connections it keeps."""
+    serve.writes(router)
+    with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as kept:
+        for protocol, closes in ((b"h2c", False), (b"websocket", True)):
+            kept.sendall(UPGRADE % protocol)
+            answer = kept.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert (b"connection: close" in answer.lower()) == closes
+        assert kept.recv(10_000) == b""
