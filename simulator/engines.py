@@ -11,7 +11,6 @@ after vLLM's default share of memory; what activations and CUDA graphs take is n
 """
 
 import csv
-import gzip
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,7 @@ from policies.profile import COLUMNS, ProfileRow, step_times
 from policies.types import Phase, StepCoefficients, StepTimes
 from simulator.engine import StepClock
 from simulator.kernels import DATA, built_in, built_in_clock, fitted, linear_fit
-from simulator.profiles import calibrated, read_profile
+from simulator.profiles import calibrated, opened, read_profile
 
 _MEMORY_SHARE = 0.9
 _GIGABYTES = {
@@ -145,7 +144,7 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
     try:
         if path.suffix == ".json":
             return _coefficients(json.loads(path.read_text()))
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+        with opened(path) as file:
             reader = csv.DictReader(file)
             if set(COLUMNS) <= set(reader.fieldnames or ()):
                 return calibrated(path), None

@@ -1,11 +1,18 @@
 """Step-time profiles as files; their columns are `policies.profile`'s."""
 
 import gzip
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 from policies.errors import ConfigError
 from policies.profile import ProfileRow, only_engine, parse_profile
 from policies.types import StepTimes
+
+
+def opened(path: Path) -> AbstractContextManager[IO[str]]:
+    """The text of a file, gzipped or not, as the csv module wants it."""
+    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
 
 
 def read_profile(path: Path) -> list[ProfileRow]:
@@ -14,7 +21,7 @@ def read_profile(path: Path) -> list[ProfileRow]:
     Raises:
         InputError: as `parse_profile`.
     """
-    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+    with opened(path) as file:
         return parse_profile(file, str(path))
 
 

@@ -6,7 +6,6 @@ Times are seconds on one clock.
 """
 
 import csv
-import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from policies.errors import InputError
 from policies.types import FloatArray
+from simulator.profiles import opened
 
 Record = dict[str, FloatArray]
 COLUMNS = ("queued_s", "prompt_tokens", "output_tokens", "first_token_s", "last_token_s")
@@ -46,7 +46,7 @@ def columns(path: Path, names: Sequence[str]) -> Record:
     Raises:
         OSError, KeyError, ValueError: the file or a column is not there, or holds something else.
     """
-    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+    with opened(path) as file:
         rows = list(csv.DictReader(file))
     return {name: np.array([float(row[name]) for row in rows]) for name in names}
 

@@ -7,11 +7,9 @@ comes from a law.
 """
 
 import csv
-import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,6 +20,7 @@ from numpy.random import Generator
 
 from policies.errors import InputError
 from policies.types import FloatArray, IntArray
+from simulator.profiles import opened
 from simulator.requests import Request
 
 MAX_ROWS = 5_000_000
@@ -199,7 +198,7 @@ def read_workload(path: Path, *, rng: Generator, prompt_tokens: int | None = Non
     """
     name = path.name.split(".")[0]
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             if ".jsonl" in path.name:
                 return _of_rows(name, _json_rows(file), rng, prompt_tokens)
             reader = csv.DictReader(file)
@@ -210,10 +209,6 @@ def read_workload(path: Path, *, rng: Generator, prompt_tokens: int | None = Non
         raise InputError(f"cannot read {path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
-
-
-def _opened(path: Path) -> AbstractContextManager[IO[str]]:
-    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
 
 
 def _json_rows(file: IO[str]) -> Iterator[dict[str, str]]:

@@ -7,7 +7,6 @@ from them here, as a router does it live.
 """
 
 import csv
-import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,12 +21,12 @@ from tqdm import tqdm
 from policies.errors import InputError
 from policies.router.credit import longest_promise_s
 from policies.types import FloatArray
-from simulator import plots
 from simulator.backlog import SLO_CLASS
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.presets import system
+from simulator.profiles import opened
 from simulator.report import Target
 from simulator.reproduce.common import Setting, table
 from simulator.requests import Request
@@ -82,7 +81,7 @@ def batches(setting: Setting) -> list[str]:
     loads.append((DAY, tuple((PEAK_LOAD * capacity * day / day.max()).tolist()), WINDOW_S * len(day)))
     jobs = [Job(*load, has_batches) for load, has_batches in product(loads, (False, True))]
     found = dict(zip(jobs, setting.each(partial(measured, trace, capacity), jobs), strict=True))
-    draw_day(found, setting.figure("batches"))
+    draw_day(found, setting)
     return [f"Capacity: {capacity:.1f} requests a second.", "", *table_of(found)]
 
 
@@ -99,16 +98,14 @@ def table_of(found: Mapping[Job, Found]) -> list[str]:
     return table(heading, rows)
 
 
-def draw_day(found: Mapping[Job, Found], path: Path | None) -> None:
-    """Its tokens by the hour; nothing without a path."""
-    if path is None:
-        return
+def draw_day(found: Mapping[Job, Found], setting: Setting) -> None:
+    """Tokens of the day by the hour."""
     (alone,) = (each for job, each in found.items() if job.load == DAY and not job.has_batches)
     (beside,) = (each for job, each in found.items() if job.load == DAY and job.has_batches)
     hours = np.linspace(0.0, 24.0, len(alone.online), endpoint=False).tolist()
     lines = {"alone": alone.online, "requests, batches beside": beside.online, "batches": beside.batches}
     series = {name: (hours, [each / WINDOW_S for each in tokens]) for name, tokens in lines.items()}
-    plots.draw_lines(series, path, x="hour of the day", y="tokens of answers a second", title="one replica")
+    setting.draw("batches", series, x="hour of the day", y="tokens of answers a second", title="one replica")
 
 
 def day_of(file: Path) -> FloatArray:
@@ -117,7 +114,7 @@ def day_of(file: Path) -> FloatArray:
     Raises:
         InputError: the file has no such day.
     """
-    with gzip.open(file, "rt", newline="") as rows:
+    with opened(file) as rows:
         rates = [float(row["requests_per_s"]) for row in csv.DictReader(rows) if row["model"] == _DAY_OF]
     if len(rates) != 144 or min(rates) < 0.0 or max(rates) == 0.0:
         raise InputError(f"{file} must have 144 rates of {_DAY_OF}, got {len(rates)}")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +24,14 @@ from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import FCFS, LJF, SJF, Order
 from policies.router.prefill_decode import TransferTimes
 from policies.types import FloatArray
-from simulator import plots
 from simulator.cluster import ClusterConfig, run, run_gang
-from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.gang import PADDED, PaddedTimes
-from simulator.reproduce.common import Setting, drawn, mean, table
+from simulator.reproduce.common import Setting, cluster, drawn, mean, table
 from simulator.requests import Request
 from simulator.workload import Workload, mixed, poisson
 
+_ENGINE = "opt-13b@A100-80G"
 _BATCH = 16
 _MAX_TOKENS = 4096
 _NAMES = ("alpaca", "long", "mixed")
@@ -53,7 +53,11 @@ _READERS = ("first come", "Algorithm 1", "adaptive", "no padding")
 
 
 def _profile() -> EngineProfile:
-    return engine_profile("opt-13b@A100-80G")
+    return engine_profile(_ENGINE)
+
+
+def _continuous(**changes: Any) -> ClusterConfig:
+    return cluster(_ENGINE, clock=None, **changes)
 
 
 def _workload(setting: Setting, name: str, count: int, seed: int) -> Workload:
@@ -119,15 +123,11 @@ def _offline(work: Workload) -> dict[str, tuple[float, ...]]:
         "adaptive, SJF": _in_buckets(work, adaptive, SJF()),
         "adaptive, LJF": _in_buckets(work, adaptive, LJF()),
     }
-    stock = run(ClusterConfig(times=_profile().times, engine=_engine()), work)
+    stock = run(_continuous(slots=_BATCH), work)
     waits_s = [(request.started_s or 0.0) - request.arrival_s for request in stock.requests]
     steps = float(sum(engine.totals.steps for engine in stock.engines))
     tokens_per_s = float(work.output_tokens.sum()) / stock.makespan_s
     return {**found, "continuous batching": (0.0, tokens_per_s, mean(waits_s), steps, 1.0)}
-
-
-def _engine() -> EngineConfig:
-    return EngineConfig(slots=_BATCH, total_blocks=(_profile().cache_tokens or 0) // 16, max_batch_tokens=2048)
 
 
 def _adjusted(policy: BucketPolicy, work: Workload) -> tuple[float, ...]:
@@ -172,10 +172,10 @@ def figure_5(setting: Setting) -> list[str]:
 
 def _draw_attainment(setting: Setting, points: Mapping[tuple[str, str], Sequence["_Point"]]) -> None:
     for name in _NAMES:
-        if (path := setting.figure(f"002_figure_5_{name}")) is not None:
-            found = {reader: points[name, reader] for reader in _READERS}
-            lines = {key: ([p.server_rate for p in each], [p.attainment for p in each]) for key, each in found.items()}
-            plots.draw_lines(lines, path, x="server requests/s", y="SLO attainment", title=f"002, figure 5: {name}")
+        found = {reader: points[name, reader] for reader in _READERS}
+        lines = {key: ([p.server_rate for p in each], [p.attainment for p in each]) for key, each in found.items()}
+        title = f"002, figure 5: {name}"
+        setting.draw(f"002_figure_5_{name}", lines, x="server requests/s", y="SLO attainment", title=title)
 
 
 def _cells(points: Sequence["_Point"]) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ def _served(work: Workload, reader: str, rate: float, seed: int) -> _Point:
     answers = Workload.of(
         work.name, moved_s, work.prompt_tokens, work.output_tokens - 1, cached_tokens=work.prompt_tokens
     )
-    config = ClusterConfig(times=_profile().times, engine=_decoder(), replicas=_ANSWERING)
+    config = _continuous(slots=256, replicas=_ANSWERING)
     ended = sorted(run(config, answers).requests, key=lambda request: int(request.request_id[1:]))
     last_s = np.empty(len(work))
     last_s[np.argsort(moved_s, kind="stable")] = [moved_s.min() + (request.finished_s or 0.0) for request in ended]
@@ -250,10 +250,6 @@ def _read(work: Workload, reader: str) -> list[Request]:
     times = PaddedTimes(times=_profile().times, prefill=one_row if reader == "no padding" else PADDED)
     prompts = replace(work, output_tokens=np.ones_like(work.output_tokens))
     return run_gang(GangConfig(batch_size=most, max_wait_s=0.0), _ONE_BIN, times, prompts, _READING, buckets).requests
-
-
-def _decoder() -> EngineConfig:
-    return EngineConfig(slots=256, total_blocks=(_profile().cache_tokens or 0) // 16, max_batch_tokens=2048)
 
 
 def _middle_rate(ends_s: FloatArray) -> float:

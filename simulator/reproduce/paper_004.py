@@ -13,9 +13,8 @@ import numpy as np
 
 from policies.gang.packing import first_fit_decreasing
 from policies.types import FloatArray
-from simulator import plots
 from simulator.engines import engine_profile
-from simulator.reproduce.common import Setting, mean, table
+from simulator.reproduce.common import Setting, mean, spread, table
 
 _SETS = ("alpaca", "lmsys", "gsm8k", "azure_conv")
 _BATCHES = (8, 16, 32, 64)
@@ -64,9 +63,10 @@ def figure_2(setting: Setting) -> list[str]:
     sizes, tokens = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
     clock = engine_profile("kernels_rtxpro6000_llama-3.1-8b").clock
     times_ms = {m: [1e3 * clock.step_s(prefill_tokens=k * m) for k in sizes if k * m <= _TIMED_TOKENS] for m in tokens}
-    if (path := setting.figure("004_figure_2")) is not None:
-        lines = {f"{m} tokens": (sizes[: len(series)], series) for m, series in times_ms.items()}
-        plots.draw_lines(lines, path, x="prompts in the batch", y="ms", title="004, figure 2: prefill of equal prompts")
+    lines = {f"{m} tokens": (sizes[: len(series)], series) for m, series in times_ms.items()}
+    setting.draw(
+        "004_figure_2", lines, x="prompts in the batch", y="ms", title="004, figure 2: prefill of equal prompts"
+    )
     rows = [(f"m = {m}", *([f"{each:.1f}" for each in times_ms[m]] + ["-"] * len(sizes))[: len(sizes)]) for m in tokens]
     return table(("k =", *map(str, sizes)), rows)
 
@@ -106,11 +106,10 @@ def figure_8(setting: Setting) -> list[str]:
         reduction = np.array([_padded(batch) / _packed(batch) for batch in batches])
         deviation = np.array([max(batch) - np.mean(batch) for batch in batches])
         speedup = np.array([_seconds(_padded(batch)) / _seconds(_packed(batch)) for batch in batches])
-        rows.append((size, _range(speedup), *_fitted(reduction, speedup), *_fitted(deviation, speedup)))
-        if (path := setting.figure(f"004_figure_8_{size}")) is not None:
-            order = np.argsort(reduction)
-            line = {"batches": (reduction[order].tolist(), speedup[order].tolist())}
-            plots.draw_lines(line, path, x="k / r", y="speedup", title=f"004, figure 8: batches of {size}")
+        rows.append((size, spread(speedup), *_fitted(reduction, speedup), *_fitted(deviation, speedup)))
+        order = np.argsort(reduction)
+        line = {"batches": (reduction[order].tolist(), speedup[order].tolist())}
+        setting.draw(f"004_figure_8_{size}", line, x="k / r", y="speedup", title=f"004, figure 8: batches of {size}")
     reduced, deviated = ("k/r", "speedup by it"), ("longest - mean", "speedup by it")
     return table(("k", "speedup", *reduced, *deviated), rows)
 
@@ -119,11 +118,7 @@ def _fitted(xs: FloatArray, speedup: FloatArray) -> tuple[str, str]:
     """Range of a measure, and the line through the speedups with the share of their variance that it explains."""
     slope, offset = np.polyfit(xs, speedup, 1)
     explained = np.corrcoef(xs, speedup)[0, 1] ** 2
-    return _range(xs), f"{offset:.2f} + {slope:.3g} x, R2 {explained:.2f}"
-
-
-def _range(values: FloatArray) -> str:
-    return f"{np.median(values):.2f} [{values.min():.2f}, {values.max():.2f}]"
+    return spread(xs), f"{offset:.2f} + {slope:.3g} x, R2 {explained:.2f}"
 
 
 def figure_13(setting: Setting) -> list[str]:

@@ -12,7 +12,6 @@ and not counted. Answers are cut: this is about reading, and most steps would de
 """
 
 import csv
-import gzip
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -27,6 +26,7 @@ from simulator.cluster import run
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.presets import system
+from simulator.profiles import opened
 from simulator.report import Target
 from simulator.reproduce.common import Setting, table
 from simulator.requests import Request
@@ -129,7 +129,7 @@ def _traffic(file: str, name: str, load: float) -> Workload:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    with gzip.open(path, "rt", newline="") as file:
+    with opened(path) as file:
         return list(csv.DictReader(file))
 
 

@@ -9,6 +9,7 @@ import pytest
 from policies.errors import InputError
 from simulator.reproduce import batches
 from simulator.reproduce.batches import Found, Job, day_of, measured, paced
+from simulator.reproduce.common import Setting
 from simulator.workload import Workload, poisson
 
 SECONDS = 30.0
@@ -88,5 +89,5 @@ def test_the_table_has_a_row_a_load_and_says_where_nothing_is_gained() -> None:
 
 
 def test_the_day_is_drawn_by_the_hour(tmp_path: Path) -> None:
-    batches.draw_day(results(), tmp_path / "batches.png")
+    batches.draw_day(results(), Setting(figures=tmp_path))
     assert (tmp_path / "batches.png").read_bytes().startswith(b"\x89PNG")
