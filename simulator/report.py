@@ -207,19 +207,23 @@ def _in_time(numbers: Mapping[str, Any]) -> list[str]:
     """Shares of all that came by class, and of all together: both targets, and each."""
     columns = ("requests", "refused", "in time", "TTFT met", "TPOT met", "in time/s", "TTFT p99")
     lines = [f"{'':<22}" + "".join(f"{column:>10}" for column in columns)]
-    everything = {
-        "requests": numbers["requests"] + numbers["refused"],
-        "refused": numbers["refused"],
-        "ttft_p99_s": numbers["ttft_s"]["p99"],
-        **numbers["in_time"],
-    }
-    rows = {f"class {name}": one for name, one in numbers["classes"].items()} | {"all": everything}
+    rows = {f"class {name}": one for name, one in numbers["classes"].items()} | {"all": everything(numbers)}
     for name, one in rows.items():
         shares = (_percent(one[key]) for key in ("attainment", "ttft_met", "tpot_met"))
         last = (_shown(one[key]) for key in ("goodput_per_s", "ttft_p99_s"))
         cells = (str(one["requests"]), str(one["refused"]), *shares, *last)
         lines.append(f"{name:<22}" + "".join(f"{cell:>10}" for cell in cells))
     return lines
+
+
+def everything(numbers: Mapping[str, Any]) -> dict[str, float | None]:
+    """All requests together, as each class stands in a summary."""
+    return {
+        "requests": numbers["requests"] + numbers["refused"],
+        "refused": numbers["refused"],
+        "ttft_p99_s": numbers["ttft_s"]["p99"],
+        **numbers["in_time"],
+    }
 
 
 def _percent(share: float | None) -> str:

@@ -12,7 +12,7 @@ from simulator.charts import LEAST_S, Chart, Line, Mark, seconds, shares, svg
 from simulator.curves import Curve
 from simulator.html_page import shown_number, shown_seconds, shown_share
 from simulator.inputs import Group
-from simulator.report import EVERY_CLASS
+from simulator.report import EVERY_CLASS, everything
 
 _MOST_POINTS = 160  # of a curve: no eye tells more apart
 _PERCENTILES = ("mean", "p50", "p90", "p99")
@@ -103,13 +103,7 @@ def _classes(numbers: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, one in numbers["classes"].items():
         yield _class_row(_class_name(name), one)
     if len(numbers["classes"]) > 1:
-        everything = {
-            "requests": numbers["requests"] + numbers["refused"],
-            "refused": numbers["refused"],
-            "ttft_p99_s": numbers["ttft_s"]["p99"],
-            **numbers["in_time"],
-        }
-        yield _class_row("all", everything)
+        yield _class_row("all", everything(numbers))
 
 
 def _class_row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from policies.errors import InputError
+from simulator.cluster import run
 from simulator.reproduce import batches
 from simulator.reproduce.batches import Found, Job, day_of, measured, paced
 from simulator.reproduce.common import Setting
@@ -60,6 +61,15 @@ def test_batches_add_tokens_by_window_and_cost_others_no_more_than_a_point() -> 
     assert sum(alone.batches) == 0 and min(beside.batches) > 0
     assert beside.batches[1] > beside.batches[0], "more while less else is to be done"
     assert beside.tokens > 1.3 * alone.tokens
+
+
+def test_requests_of_batches_are_counted_by_themselves_and_stop_with_the_others() -> None:
+    online, backlog = paced(trace(), (2.0,), SECONDS / 3), trace().sample(10_000, np.random.default_rng(0))
+    finished = run(batches.served_by(), online, backlog=backlog)
+    assert len(finished.requests) == len(online)
+    assert 0 < len(finished.backlog) < 10_000
+    assert all(request.finished_s is not None for request in finished.backlog)
+    assert max(request.arrival_s for request in finished.backlog) <= finished.makespan_s
 
 
 def test_more_requests_than_a_replica_answers_are_not_all_in_time() -> None:

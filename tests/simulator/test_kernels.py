@@ -144,15 +144,6 @@ def test_n_gpus_leave_more_than_n_times_the_cache_of_one() -> None:
     assert one.cache_tokens and four.cache_tokens == int((0.9 * 80e9 * 4 - 65.5e9) / 262_144) > 4 * one.cache_tokens
 
 
-def test_one_gpu_costs_what_it_did_before_there_were_several() -> None:
-    times = engine_profile("Llama-3.1-8B@h100_sxm").times
-    assert times.prefill.overhead_s == pytest.approx(0.70293e-3)
-    assert times.prefill.prefill_s == pytest.approx(19.075e-6)
-    assert times.decode.overhead_s == pytest.approx(np.mean([5.32808, 5.41021, 5.37062, 5.27785]) * 1e-3)
-
-
-# TPOT in ms that AIConfigurator (Apache-2.0) measured under vLLM 0.12, by GPUs and clients: Qwen3-32B on H100, prompts
-# of 1024 tokens, answers of 512.
 MEASURED_TPOT_MS = {2: {8: 16.4783, 32: 20.9956}, 4: {8: 10.7295, 32: 14.1821}, 8: {8: 8.0468, 32: 10.897}}
 
 

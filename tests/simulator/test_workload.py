@@ -31,11 +31,6 @@ def made(rng: np.random.Generator, count: int = 1000, output: str = "exponential
     return synthetic("made", length_law("uniform:10:90"), length_law(output), count, rng)
 
 
-def test_a_column_that_there_is_not_is_refused_where_it_is_given() -> None:
-    with pytest.raises(TypeError, match="predicted_tokens"):
-        Workload.of("w", np.zeros(1), np.ones(1), np.ones(1), predicted_tokens=np.ones(1))  # type: ignore[call-arg]
-
-
 def test_a_trace_is_read_with_all_its_columns(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "trace.csv.gz"
     text = "arrival_s,prompt_tokens,output_tokens,reusable_prefix_tokens,client\n5.0,10,20,0,a\n3.0,30,40,16,b\n"
