@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from policies.errors import ConfigError, InputError
 from policies.router.order import IdleOrder
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
-from simulator import inputs, plots
+from simulator import inputs
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.curves import curves
 from simulator.disaggregated import PoolsConfig, run_disaggregated
@@ -168,7 +168,6 @@ def _command(
     output = command.add_argument_group("output")
     output.add_argument("--json", type=Path, help="write all numbers here")
     output.add_argument("--html", type=Path, help="write a report with plots here: one file, which needs no other")
-    output.add_argument("--plot", type=Path, help="write the plots here, as PNG (needs the extra `plan`)")
     return command
 
 
@@ -195,11 +194,9 @@ def simulate(options: argparse.Namespace) -> None:
     }
     print(table(numbers))
     _write_json(options.json, numbers)
-    drawn = curves(finished, targets)
-    if options.plot is not None:
-        plots.draw_requests(drawn, options.plot)
     if options.html is not None:
         given = _inputs_of_run(options, workload, config, profile)
+        drawn = curves(finished, targets)
         options.html.write_text(run_page(numbers, drawn, given, options.command_line, options.style))
 
 
@@ -312,11 +309,9 @@ def _targets(options: argparse.Namespace) -> dict[str, Target]:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Before anything runs: what comes out must have somewhere to go."""
-    for path in (options.json, options.html, options.plot):
+    for path in (options.json, options.html):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
-    if options.plot:
-        plots.figure()
 
 
 def _write_json(path: Path | None, numbers: dict[str, Any]) -> None:
@@ -351,8 +346,6 @@ def make_plan(options: argparse.Namespace) -> None:
             loads.append(Answered(load, of_load, text, at, _features(trials, at, say)))
     added = {str(each.load): each.features for each in loads}
     _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
-    if options.plot is not None:
-        _draw_plan(tried, options.plot)
     if options.html is not None:
         given = _inputs_of_plan(options, workload, config)
         page = plan_page(workload.name, loads, config.attainment, given, options.command_line, options.style)
@@ -450,13 +443,3 @@ def _recommended(tried: Tried) -> str:
 def _contribution_line(feature: str, change: Change) -> str:
     shown = "  ".join(f"{name} {'-' if x is None else f'{x:+.1%}'}" for name, x in change.items())
     return f"    {feature:<28} {shown}"
-
-
-def _draw_plan(tried: Sequence[Tried], path: Path) -> None:
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for each in tried:
-        at = each.point
-        xs, ys = series.setdefault(f"{at.engine} {at.system} load {at.load:g}", ([], []))
-        xs.append(each.cost)
-        ys.append(each.attainment)
-    plots.draw_lines(series, path, x="cost", y="attainment of the worst class", title="what it takes")

@@ -1,7 +1,6 @@
-"""Plots of runs and plans as pictures. Needs matplotlib: the extra `plan`."""
+"""Plots of experiments as pictures. Needs matplotlib: the extra `plan`."""
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,6 @@ import numpy as np
 
 from policies.errors import ConfigError
 from policies.types import FloatArray
-from simulator.curves import Curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,20 +54,6 @@ def draw_distributions(runs: Sequence[tuple[str, FloatArray, FloatArray]], path:
             axes.plot(np.sort(values), np.linspace(0, 1, len(values)), label=label)
         axes.set(xlabel="time to first token, s", ylabel="share of requests", title=name)
         axes.legend()
-    save(made, path)
-
-
-def draw_requests(kinds: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Share of requests over seconds, by kind of time and class, with the targets as dashed lines."""
-    made = figure(1, len(kinds))
-    for axes, (kind, curves) in zip(made.axes, kinds.items(), strict=True):
-        for index, (name, curve) in enumerate(curves.items()):
-            colour = f"C{index}"
-            axes.plot(curve.values, curve.shares, color=colour, label=name)
-            if curve.target is not None and isfinite(curve.target):
-                axes.axvline(curve.target, color=colour, linestyle="--", linewidth=1)
-        axes.set(xlabel=f"{kind}, s", ylabel="share of requests", ylim=(0, 1.02))
-        axes.legend(fontsize=7)
     save(made, path)
 
 

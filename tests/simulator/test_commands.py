@@ -17,7 +17,7 @@ from deployments.config.scheduler import SchedulerSettings
 from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.types import StepCoefficients, StepTimes
-from simulator import commands, planner, plots
+from simulator import commands, planner
 from simulator.cluster import run as simulated
 from simulator.commands import DEFAULT_ENGINE
 from simulator.engine import EngineConfig
@@ -77,12 +77,11 @@ def test_the_numbers_of_a_simulation_add_up(tmp_path: Path) -> None:
     assert numbers["itl_s"]["mean"] == pytest.approx(numbers["tpot_s"]["mean"], rel=0.2)
 
 
-def test_a_report_and_a_picture_of_the_plots_are_two_files_of_their_own(tmp_path: Path) -> None:
-    report, picture = tmp_path / "report.html", tmp_path / "plot.png"
+def test_a_report_is_one_file_and_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report = tmp_path / "report.html"
     run("simulate", *FEW, "--html", str(report))
-    assert list(tmp_path.iterdir()) == [report]
-    run("simulate", *FEW, "--plot", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [report] and "Time to first token" in report.read_text()
 
 
 def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> None:
@@ -132,25 +131,6 @@ def test_stock_refuses_by_vllms_own_options(tmp_path: Path) -> None:
     assert (numbers["requests"], numbers["refused"], numbers["in_time"]["attainment"]) == (0, 40, 0.0)
     with pytest.raises(ConfigError, match="use them with system stock"):
         run("simulate", *argv, *limits)
-
-
-def test_plots_draw_a_curve_and_the_targets_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def keep(figure: Any, path: Path) -> None:
-        made.append(figure)
-        save(figure, path)
-
-    save = plots.save
-    monkeypatch.setattr(plots, "save", keep)
-    trace = two_classes(tmp_path / "mine.csv.gz")
-    targets = ("--target", "chat:0.5:0.03", "--target", "batch:inf:0.1")
-    run("simulate", "--trace", str(trace), *targets, "--plot", str(tmp_path / "a.png"))
-    dashed = [[line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] for axes in made[0].axes]
-    curves = [[line.get_label() for line in axes.lines if line.get_linestyle() == "-"] for axes in made[0].axes]
-    assert dashed == [[0.5], [0.1, 0.03], []]
-    assert curves == [["batch", "chat"]] * 3
-    assert max(made[0].axes[0].lines[0].get_ydata()) == 1.0
 
 
 def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
@@ -334,17 +314,6 @@ def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str)
 def test_wrong_arguments_are_refused_with_the_way_out(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises((ConfigError, InputError), match=message):
         run(*argv)
-
-
-def test_without_matplotlib_pictures_are_refused_before_anything_runs_and_reports_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"sluice-serve\[plan\]"):
-        run("simulate", *FEW, "--plot", str(tmp_path / "plot.png"))
-    assert not capsys.readouterr().out
-    run("simulate", *FEW, "--html", str(tmp_path / "report.html"))
-    assert "Time to first token" in (tmp_path / "report.html").read_text()
 
 
 def test_an_output_without_a_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
