@@ -1,19 +1,19 @@
 """Every policy that is chosen by name: kind -> (config class, policy class).
 
 A policy without settings has no config class. ``build`` takes the settings as keywords; a config field that is itself a
-config or a record takes one, built by the caller. ``build_of`` takes a class of the user's own as well.
+config takes one, or its settings. ``build_of`` takes a class of the user's own as well.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
-from policies.engine.auto import Auto, AutoConfig
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
+from policies.papers.auto_literal import AutoLiteralConfig, auto
 from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
@@ -40,11 +40,11 @@ class Entry:
 
     family: Family
     config: type[Any] | None
-    policy: type[Any]
+    policy: Callable[..., Any]
 
 
 REGISTRY: dict[str, Entry] = {
-    "auto": Entry(Family.BATCH, AutoConfig, Auto),
+    "auto": Entry(Family.BATCH, AutoLiteralConfig, auto),
     "stock": Entry(Family.BATCH, None, Stock),
     "memory_aware": Entry(Family.BATCH, MemoryAwareConfig, MemoryAware),
     "sla_constrained": Entry(Family.BATCH, SlaConstrainedConfig, SlaConstrained),
@@ -94,8 +94,17 @@ def build(kind: str, /, **params: Any) -> Any:
         if params:
             raise ConfigError(f"policy {kind!r} takes no settings, got {', '.join(sorted(params))}")
         return entry.policy()
+    types = get_type_hints(entry.config)
     try:
-        config = entry.config(**params)
+        made = {
+            name: types[name](**value) if _is_nested(types.get(name), value) else value
+            for name, value in params.items()
+        }
+        config = entry.config(**made)
     except TypeError as error:
         raise ConfigError(f"policy {kind!r}: {error}") from error
     return entry.policy(config)
+
+
+def _is_nested(kind: Any, value: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping)

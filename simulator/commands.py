@@ -51,7 +51,7 @@ examples:
   sluice simulate --trace mine.csv --speed 2 --html report.html
   sluice simulate --trace mine.csv --fills-idle nightly:shortest_first   offline work behind all else, by prompt length
   sluice simulate --prompts lognormal:800:1 --outputs exponential:300 --arrivals gamma:8:3 --requests 10000
-  sluice simulate --batch auto --batch-args '{"mode": "exclusive", "phase_rule": "threshold"}'   engine.scheduler's keys
+  sluice simulate --batch auto --batch-args '{"mode": "exclusive", "papers": {"phase_rule": "threshold"}}'
   sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
 
 A trace is CSV (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s, slo_class,

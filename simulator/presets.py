@@ -87,16 +87,14 @@ def _of_papers(told: Mapping[str, Any]) -> dict[str, Any]:
     rules = {
         "phase_rule": "threshold",
         "mode_rule": "crossover",
-        "exclusive_overflow_probability": 0.01,
-        "admission": "memory_aware",
-        "memory_form": "linear",
-        "sla": "search",
+        "bounds_exclusive": True,
+        "memory": "linear",
         "itl_target_s": 0.05,
     }
     return {
         "bins": MultiBinConfig(bins=4, rule="optimal", batch_size=PAPERS_BATCH_SIZE),
         "router": RouterConfig(class_names=told["router"].class_names, batches=batches),
-        "batch_settings": {**told["batch_settings"], **rules},
+        "batch_settings": {**told["batch_settings"], "papers": rules},
     }
 
 

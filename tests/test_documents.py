@@ -104,7 +104,7 @@ def test_every_configuration_key_that_a_page_names_is_there(page: Path) -> None:
 
 def test_the_page_of_upgrades_names_every_key_that_is_gone() -> None:
     text = UPGRADE.read_text()
-    assert [path for path in GONE if f"`{path}`" not in text] == []
+    assert [path for path in GONE if f"`{path}" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

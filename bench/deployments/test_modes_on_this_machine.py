@@ -55,10 +55,10 @@ REQUESTS = float(os.environ.get("SLUICE_BENCH_REQUESTS", "6"))
 SCALE = float(os.environ.get("SLUICE_BENCH_SCALE", "1"))
 MODES: dict[str, dict[str, Any]] = {
     "stock": {"mode": "stock"},
-    "mixed": {"mode": "mixed", "refill": None, "max_batch_size": None},
-    "exclusive k=1": {"mode": "exclusive", "refill": 1},
-    "exclusive k*": {"mode": "exclusive", "refill": None},
-    "auto": {"mode": "auto", "refill": None},
+    "mixed": {"mode": "mixed", "papers": {}, "max_batch_size": None},
+    "exclusive k=1": {"mode": "exclusive", "papers": {"refill": 1}},
+    "exclusive k*": {"mode": "exclusive", "papers": {}},
+    "auto": {"mode": "auto", "papers": {}},
 }
 TIGHT: dict[str, dict[str, Any]] = {
     "stock": MODES["stock"],
@@ -66,7 +66,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "stock, watermark 5 %": {"mode": "stock", "watermark": 0.05},
     "static cap 12": {"mode": "mixed", "admission": "slots", "max_batch_size": 12},
     "static cap 24": {"mode": "mixed", "admission": "slots", "max_batch_size": 24},
-    "eq. 12": {"mode": "mixed", "admission": "memory_aware", "max_batch_size": None},
+    "eq. 12": {"mode": "mixed", "papers": {"memory": "exact"}, "max_batch_size": None},
     "forecast": MODES["mixed"],
     "auto": MODES["auto"],
 }
@@ -76,7 +76,7 @@ COLUMNS = (
     "mode", "tokens/s to stock", "by its steps", "tokens/s", "mean TTFT s", "ITL p99 s", "TPOT p99 s", "preempted",
 )  # fmt: skip
 HEADER = f"| {' | '.join(COLUMNS)} |\n" + len(COLUMNS) * "|---" + "|"
-_FRESH = {"admission": "forecast", "max_batch_size": None, "refill": None, "profile": None}
+_FRESH: dict[str, Any] = {"admission": "forecast", "max_batch_size": None, "papers": {}, "profile": None}
 
 
 @dataclass(frozen=True, slots=True)

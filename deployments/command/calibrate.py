@@ -52,7 +52,7 @@ examples:
 It takes the whole GPU, and some minutes unless --seconds says less; the engine's start comes on top. The file is there
 once a first fit is, and gets better with every batch. Then name the file in the application's configuration:
 
-  engine: { scheduler: { mode: auto, profile: qwen3-8b.csv } }
+  work: { profile: qwen3-8b.csv }
 """
 
 

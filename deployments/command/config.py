@@ -36,8 +36,8 @@ values of the chart, which sets some of it itself ([which](../../k8s/sluice/READ
 `sluice config explain KEY` says what stands here; `sluice config schema` is for editors.
 
 What "changes" says: `live` changes while engines serve, where it stands in `user_config` of the deployment `Router`
-([how](../guides/operate.md#change-settings-without-a-restart)). `restart` stands under `args` alone, where any change
-restarts engines.
+([how](../guides/operate.md#change-settings-without-a-restart)). Any other key stands under `args` alone, where a change
+restarts engines. The end of a name is its unit: `_s` seconds, `_tokens`, `_bytes`.
 """
 _KEYS = """
 ## Entries of `keys.file`
@@ -140,22 +140,28 @@ def _tables(model: type[BaseModel], top: str) -> str:
     for key in keys:
         if key.type != "section":
             sections.setdefault(key.section, []).append(key)
+    first = {rows[0].owner: path for path, rows in reversed(sections.items())}
     return "".join(
         line
         for path, rows in sections.items()
-        for line in [f"\n## {path or top}\n", *_about_section(keys, path), *_rows(rows)]
+        for line in [f"\n## {path or top}\n", *_section(keys, path, rows, first[rows[0].owner])]
     )
 
 
-def _about_section(keys: Sequence[Key], path: str) -> Iterator[str]:
+def _section(keys: Sequence[Key], path: str, rows: Sequence[Key], like: str) -> Iterator[str]:
+    """Its text and its keys; of one that stands there already, at `like`, no more than that."""
+    if path != like:
+        yield f"\nAs `{like}`.\n"
+        return
     section = find(keys, path.removesuffix(".NAME"))
     if section is not None and section.holds:
         yield f"\n{section.holds}\n"
+    yield from _rows(rows)
 
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
-    yield "\n| key | type | default | unit | changes | meaning |\n|---|---|---|---|---|---|\n"
+    yield "\n| key | type | default | changes | meaning |\n|---|---|---|---|---|\n"
     for key in keys:
         default = "needed" if key.is_needed else f"`{key.default}`"
-        cells = (f"`{key.path}`", key.type, default, key.unit, "live" if key.is_live else "restart", key.meaning)
+        cells = (f"`{key.path}`", key.type, default, "live" if key.is_live else "", key.meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"

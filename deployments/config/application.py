@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -23,15 +24,16 @@ from deployments.config.engine import GangSection, Role
 from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
-from deployments.config.router import PlacementSection, RouterSection
+from deployments.config.router import RouterSection
 from deployments.config.scaling import least_replicas
-from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerMode, SchedulerSettings
+from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.config.section import Live
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
 from deployments.config.vllm_args import EXECUTOR, options
 from deployments.process.environment import REDIS_URL_ENV
 from deployments.process.vllm_env import cpu_dtype
 from policies.errors import ConfigError
+from policies.papers.auto_literal import PapersConfig
 from policies.router.credit import longest_promise_s, lookahead
 from policies.router.promise import Promise
 from router.classifier import Mode
@@ -60,10 +62,10 @@ class AppConfig(ModelSection):
     router: RouterSection = RouterSection()
     bins: BinsSection = BinsSection()
     order: OrderSection = OrderSection()
-    placement: PlacementSection = PlacementSection()
     keys: KeysSection = KeysSection()
     logs: LogsSection = LogsSection()
     predictor: PredictorSection = PredictorSection()
+    papers: PapersConfig = PapersConfig()
     batches: BatchesSection = BatchesSection()
     responses: ResponsesSection = ResponsesSection()
     classes: Live[dict[str, ClassSection]] = DEFAULT_CLASSES
@@ -113,7 +115,7 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _scales_what_it_counts(self) -> "AppConfig":
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
-        if own and any(section.engine.autoscaling for section in (self, *self.more_models)):
+        if own and any(section.engine.autoscaling for section in self._models):
             raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
         return self
 
@@ -127,15 +129,17 @@ class AppConfig(ModelSection):
             raise ValueError(
                 f"when_late: refuse (of {refusing}) goes by predicted work, which mode: {self.mode} does without"
             )
-        if any(section.engine.autoscaling for section in (self, *self.more_models)):
+        if any(section.engine.autoscaling for section in self._models):
             raise ValueError(f"engine.autoscaling goes by predicted work, which mode: {self.mode} does without")
+        if any(section.engine.prefill for section in self._models):
+            raise ValueError(f"engine.prefill is a policy of mode: full, not of mode: {self.mode}")
         return self
 
     @model_validator(mode="after")
     def _sets_what_its_engines_heed(self) -> "AppConfig":
-        kinds = {section.engine.kind for section in (self, *self.more_models)}
+        kinds = {section.engine.kind for section in self._models}
         if "transformers" not in kinds and self.bins.dispatch == "requests":
-            for name in ("serving", "seconds_per_token", "prompt_buckets", "bucket_rule"):
+            for name in ("serving", "seconds_per_token", "prompt_buckets"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
                     raise ValueError(
                         f"bins.{name} is of batches: it needs bins.dispatch: batches, or an engine.kind: transformers"
@@ -148,7 +152,7 @@ class AppConfig(ModelSection):
 
     @model_validator(mode="after")
     def _gives_vllm_what_it_is_set_to_take(self) -> "AppConfig":
-        engines = [section.engine for section in (self, *self.more_models) if section.engine.kind == "vllm"]
+        engines = [section.engine for section in self._models if section.engine.kind == "vllm"]
         if self.bins.dispatch == "requests":
             if any(engine.gang != GangSection() for engine in engines):
                 raise ValueError(
@@ -177,25 +181,36 @@ class AppConfig(ModelSection):
         return self
 
     @model_validator(mode="after")
-    def _sees_batches_between_refits(self) -> "AppConfig":
+    def _halves_buckets_that_are_there(self) -> "AppConfig":
         """Algorithm 1 merges all buckets while fewer prompts than a batch are there."""
-        sizes = [section.engine.gang.batch_size for section in (self, *self.more_models)]
-        if self.bins.bucket_rule == "literal" and self.bins.refit_every <= max(sizes):
+        if not self.papers.literal_buckets:
+            return self
+        if self.bins.prompt_buckets == 1:
+            raise ValueError(
+                "papers.literal_buckets halves nothing while bins.prompt_buckets is 1: set the most of them"
+            )
+        sizes = [section.engine.gang.batch_size for section in self._models]
+        if self.bins.refit_every <= max(sizes):
             raise ValueError(
                 f"bins.refit_every ({self.bins.refit_every}) must be above engine.gang.batch_size ({max(sizes)}) with "
-                "bucket_rule: literal: of fewer prompts it makes one bucket"
+                "papers.literal_buckets: of fewer prompts it makes one bucket"
             )
         return self
 
     @model_validator(mode="after")
-    def _splits_by_policy(self) -> "AppConfig":
-        if self.mode != "full" and any(section.engine.prefill for section in (self, *self.more_models)):
-            raise ValueError(f"engine.prefill is a policy of mode: full, not of mode: {self.mode}")
+    def _has_engines_for_its_rules(self) -> "AppConfig":
+        if replace(self.papers, literal_buckets=False) == PapersConfig():
+            return self
+        engines = [section.engine for section in self._models]
+        if own := [engine.scheduler.policy for engine in engines if engine.scheduler.policy]:
+            raise ValueError(f"papers: engine.scheduler.policy {own[0]} decides, leave one of the two out")
+        if all(engine.kind != "vllm" for engine in engines):
+            raise ValueError("papers: its rules are of steps of engines of kind vllm, and there are none")
         return self
 
     @model_validator(mode="after")
     def _tells_models_apart(self) -> "AppConfig":
-        names = [name for section in (self, *self.more_models) for name in section.served_names]
+        names = [name for section in self._models for name in section.served_names]
         if len(set(names)) < len(names):
             raise ValueError(f"names of models and adapters must differ, got {names}")
         return self
@@ -203,6 +218,10 @@ class AppConfig(ModelSection):
     def named_redis(self) -> str | None:
         """The URL that stands here, or else in the environment of whoever starts the application; a secret."""
         return self.redis_url.get_secret_value() if self.redis_url else os.environ.get(REDIS_URL_ENV)
+
+    @property
+    def _models(self) -> tuple[ModelSection, ...]:
+        return (self, *self.more_models)
 
     def each_model(self) -> list["AppConfig"]:
         """The configuration of every model by itself."""
@@ -213,8 +232,9 @@ class AppConfig(ModelSection):
     @property
     def engine_replicas(self) -> int:
         """Shared ones and those of classes, at the start."""
-        groups = [group for group in (self.engine, self.engine.prefill) if group is not None]
-        return sum(map(least_replicas, groups)) + sum(section.own_replicas for section in self.classes.values())
+        own = sum(section.own_replicas for section in self.classes.values())
+        reading = least_replicas(self.engine.prefill) if self.engine.prefill else 0
+        return least_replicas(self.engine) + reading + own
 
     @property
     def resources(self) -> dict[str, float]:
@@ -224,26 +244,13 @@ class AppConfig(ModelSection):
             (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
             (int(self.batches.folder is not None), {"CPU": self.batches.num_cpus}),
         ]
-        for each in self.each_model():
-            groups += each._engine_groups()
+        own = sum(section.own_replicas for section in self.classes.values())
+        groups += [group for model in self._models for group in model.engine.groups(own)]
         taken: defaultdict[str, float] = defaultdict(float)
         for replicas, resources in groups:
             for name, amount in resources.items():
                 taken[name] += replicas * amount
         return dict(taken)
-
-    def _engine_groups(self) -> list[tuple[int, dict[str, float]]]:
-        """Of this model: how many replicas, and what each of them takes."""
-        engine, prefill = self.engine, self.engine.prefill
-        if engine.placement_group_bundles:
-            return [(self.engine_replicas, bundle) for bundle in engine.placement_group_bundles]
-        cores_and_gpus = {"CPU": engine.num_cpus, "GPU": engine.num_gpus}
-        reading = least_replicas(prefill) if prefill else 0
-        groups = [(self.engine_replicas - reading, cores_and_gpus | engine.resources)]
-        if prefill:
-            placed = engine.resources if prefill.resources is None else prefill.resources
-            groups.append((reading, cores_and_gpus | placed))
-        return groups
 
     def namespace(self, engine_version: str) -> str:
         """Where the shared state lives: apart for whatever makes answers different.
@@ -283,17 +290,23 @@ class AppConfig(ModelSection):
 
     def plug_in_settings(self, role: Role) -> SchedulerSettings:
         """Of an engine replica, if it has loaded the plug-in."""
-        settings = self.engine.scheduler
+        told: dict[str, Any] = {
+            **self.engine.scheduler.model_dump(),
+            "classes": sorted(self.classes),
+            "late_patience_s": self.router.late_patience_s,
+            "profile": self.work.profile,
+            "papers": replace(self.papers, literal_buckets=False),  # which routers follow
+        }
         if self.engine.prefill is not None and role == "prefill":
             # Its answers end with their first token: there are no lengths to foresee, and no decodes to keep apart.
-            mode: SchedulerMode = "stock" if settings.mode == "stock" else "mixed"
-            most = settings.max_batch_size
-            settings = SchedulerSettings(mode=mode, admission="slots", max_batch_size=most, classes=settings.classes)
-        return settings.changed({"classes": sorted({*self.classes, *settings.classes})})
+            mode = "stock" if self.engine.scheduler.mode == "stock" else "mixed"
+            kept = ("max_batch_size", "classes", "late_patience_s")
+            told = {"mode": mode, "admission": "slots", **{name: told[name] for name in kept}}
+        return SchedulerSettings.parse(told)
 
     def itl_targets(self) -> dict[str, float | None]:
         """Of every class, what decode replicas hold."""
-        return {name: section.tpot_s or self.engine.scheduler.tpot_s for name, section in self.classes.items()}
+        return {name: section.tpot_s for name, section in self.classes.items()}
 
     @property
     def gang(self) -> GangSection | None:

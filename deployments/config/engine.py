@@ -6,13 +6,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.scaling import AutoscalingSection
-from deployments.config.scheduler import SchedulerSettings
+from deployments.config.scaling import AutoscalingSection, least_replicas
+from deployments.config.scheduler import SchedulerSection
 from deployments.config.section import Live, Seconds, Section
 from policies.gang.batches import GangConfig
-from policies.gang.packing import Packing
 from policies.gang.prefill import PrefillConfig, PrefillMode
-from policies.router.prefill_decode import BucketOrderConfig, PrefillDecodeConfig, TransferTimes
+from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
 
 Bundle = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
 """Of a placement group: Ray resources by their names."""
@@ -50,23 +49,16 @@ class GangSection(Section):
     length together."""
     max_pass_tokens: int = Field(default=8192, ge=1)
     """Tokens of a forward pass of prefill, padding included, as far as one row allows."""
-    row_tokens: int | None = Field(default=None, ge=1)
-    """Least tokens of a packed row; null is the longest prompt of the batch."""
-    packing: Packing = "first_fit"
-    """Where `prepacked` puts the next shorter prompt: `first_fit` into the first row with room, as paper 004 says,
-    `best_fit` into the fullest, as its authors' code does. The rows are about as many."""
     pack_decode_from: float = Field(default=1.5, ge=1)
     """With `prepacked`, requests share rows of the cache in decode steps as well, where (padded / packed places of the
     cache) / (packed / padded tokens of a step) is at least this; .inf never."""
     flash_attention: bool = True
-    """FlashAttention's kernels where they are installed and the model, in 16 bits, can use them; `row_tokens` and
-    `pack_decode_from` do nothing then. false is PyTorch's attention."""
+    """FlashAttention's kernels where they are installed and the model, in 16 bits, can use them; `pack_decode_from`
+    does nothing then. false is PyTorch's attention."""
     shrink: bool = True
     """Rows leave the batch as they end; false computes all of them until the longest ends."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Tokens that a batch's cache may hold, padding included; null is by the memory that is free at the start."""
-    gather_s: Seconds = 0.01
-    """The engine starts when nothing has come for so long: the requests of a batch may come from several routers."""
 
     def of_transformers_only(self) -> list[str]:
         """Names of settings that differ from their defaults and that an engine of kind vllm would not heed."""
@@ -77,8 +69,6 @@ class GangSection(Section):
         return PrefillConfig(
             mode=self.prefill,
             max_pass_tokens=self.max_pass_tokens,
-            row_tokens=self.row_tokens,
-            packing=self.packing,
             pack_decode_from=self.pack_decode_from,
         )
 
@@ -108,15 +98,8 @@ class PrefillSection(Section):
     """Shorter prompts are never split."""
     max_wait_s: Seconds = 2.0
     """Prompts that would wait longer for these replicas go to the others."""
-    bucket_window_s: float = Field(default=0.25, ge=0, allow_inf_nan=False)
-    """Prompts that come within one such window are read bucket by bucket; 0 is first come, first served."""
-    memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Of the KV cache that is free on such a replica, how much the prompts may take that it is given at once: the rest
-    is for caches that wait to be fetched. BucketServe's equations 5 and 6."""
-    transfer_overhead_s: float = Field(default=0.002, ge=0, allow_inf_nan=False)
-    """Seconds that moving a cache takes, whatever its size."""
     transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
-    """And for each token; the default is 131 072 bytes over 25 GB/s."""
+    """Seconds that moving a token of a cache takes; the default is 131 072 bytes over 25 GB/s."""
 
     def policy(self, max_batch_tokens: int) -> PrefillDecodeConfig:
         return PrefillDecodeConfig(
@@ -124,11 +107,8 @@ class PrefillSection(Section):
             min_prompt_tokens=self.min_prompt_tokens,
             max_batch_tokens=max_batch_tokens,
             max_wait_s=self.max_wait_s,
-            transfer=TransferTimes(overhead_s=self.transfer_overhead_s, s_per_token=self.transfer_s_per_token),
+            transfer=TransferTimes(s_per_token=self.transfer_s_per_token),
         )
-
-    def order(self) -> BucketOrderConfig:
-        return BucketOrderConfig(window_s=self.bucket_window_s)
 
     def transfer_argv(self, role: Role, num_gpus: float) -> list[str]:
         """Arguments for vLLM; those that prefill and those that decode get the same, but for what they do."""
@@ -152,10 +132,10 @@ class EngineSection(Section):
     """How an engine takes whole batches."""
     replicas: int = Field(default=1, ge=1)
     """Replicas for all classes; `classes.NAME.own_replicas` come on top."""
-    prefill: PrefillSection | None = None
-    """A second group of replicas, which only reads prompts; see docs/guides/prefill-decode.md."""
     autoscaling: AutoscalingSection | None = None
     """In place of a fixed number of replicas."""
+    prefill: PrefillSection | None = None
+    """A second group of replicas, which only reads prompts; see docs/guides/prefill-decode.md."""
     num_gpus: float = Field(default=0, ge=0)
     """GPUs for each replica; 0 runs the CPU build."""
     num_cpus: float = Field(default=1, ge=0)
@@ -181,7 +161,7 @@ class EngineSection(Section):
     no bound."""
     lora: LoraSection | None = None
     """Adapters served beside the model."""
-    scheduler: SchedulerSettings = SchedulerSettings()
+    scheduler: SchedulerSection = SchedulerSection()
     """What each engine step may do; `mode: stock` is plain vLLM."""
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
@@ -189,6 +169,22 @@ class EngineSection(Section):
     """An engine that hangs for so long is replaced: longer than its longest step."""
     drain_timeout_s: Seconds = 3600.0
     """How long running requests may go on when a replica is told to leave: at least the longest generation."""
+
+    def groups(self, own_replicas: int) -> list[tuple[int, dict[str, float]]]:
+        """How many replicas there are at the start, and what each of them takes of Ray's resources.
+
+        Args:
+            own_replicas: those of classes, besides the shared ones.
+        """
+        answering = least_replicas(self) + own_replicas
+        if self.placement_group_bundles:
+            return [(answering, bundle) for bundle in self.placement_group_bundles]
+        cores_and_gpus = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        groups = [(answering, cores_and_gpus | self.resources)]
+        if self.prefill is not None:
+            placed = self.resources if self.prefill.resources is None else self.prefill.resources
+            groups.append((least_replicas(self.prefill), cores_and_gpus | placed))
+        return groups
 
     @field_validator("bind_host")
     @classmethod

@@ -39,15 +39,9 @@ class BinsSection(Section):
     """count + 1 ascending edges in tokens to start with (for ever, with rule `fixed`)."""
     refit_every: int = Field(default=64, ge=1)
     """Finished requests between two adjustments of the edges."""
-    window_requests: int = Field(default=4096, ge=8)
-    """The last finished requests whose lengths count."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
     """Of batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
     does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
-    bucket_rule: Literal["adaptive", "literal"] = "adaptive"
-    """How buckets follow the prompts: `adaptive` cuts where padding is saved, and merges where it is not; `literal` is
-    BucketServe's Algorithm 1, which halves a bucket of more than `engine.gang.batch_size` prompts of which most are in
-    its lower half, up to `prompt_buckets`."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:
@@ -60,44 +54,49 @@ class BinsSection(Section):
             rule=self.rule or ("optimal" if gang else "equal_mass"),
             initial_edges=self.edges,
             refit_every=self.refit_every,
-            window_requests=self.window_requests,
+            window_requests=WINDOW_REQUESTS,
         )
 
-    def buckets(self, gang: GangSection, max_model_len: int) -> PromptBuckets | None:
-        """None where prompts are not told apart."""
+    def buckets(self, gang: GangSection, max_model_len: int, *, literal: bool = False) -> PromptBuckets | None:
+        """Args:
+        literal: see `papers.literal_buckets`.
+
+        Returns:
+            None where prompts are not told apart.
+        """
         if self.prompt_buckets == 1:
             return None
-        if self.bucket_rule == "adaptive":
+        if not literal:
             return PromptBuckets(AdaptiveBucketsConfig(max_buckets=self.prompt_buckets), self.refit_every)
-        literal = BucketServeConfig(l_max=max_model_len, max_buckets=self.prompt_buckets)
-        return PromptBuckets(literal, self.refit_every, gang.batch_size)
+        halving = BucketServeConfig(l_max=max_model_len, max_buckets=self.prompt_buckets)
+        return PromptBuckets(halving, self.refit_every, gang.batch_size)
 
     @model_validator(mode="after")
     def _is_valid(self) -> "BinsSection":
         self.build()
-        if self.bucket_rule == "literal" and self.prompt_buckets == 1:
-            raise ValueError(
-                "bucket_rule: literal splits nothing while prompt_buckets is 1: set that to the most of them"
-            )
         return self
 
 
-class WorkSection(Section):
-    """Step times by which predicted work is counted; only their ratios matter while all replicas are alike.
+# Llama-3.1-8B in bf16 on an H100, decodes at 512 tokens of context, derived from AIConfigurator's kernel tables. Only
+# ratios matter while all replicas are alike.
+_PREFILL_S, _DECODE_STEP_S, _DECODE_S = 19.1e-6, 5.4e-3, 38e-6
+USUAL_STEP_TIMES = StepTimes(
+    prefill=StepCoefficients(overhead_s=0.0, prefill_s=_PREFILL_S),
+    decode=StepCoefficients(overhead_s=_DECODE_STEP_S, decode_s=_DECODE_S),
+    mixed=StepCoefficients(overhead_s=_DECODE_STEP_S, prefill_s=_PREFILL_S, decode_s=_DECODE_S),
+)
+# The last finished requests whose lengths count, for edges of bins and for the histogram.
+WINDOW_REQUESTS = 4096
+# Requests that usually share a decode step, by which the work of one is counted.
+SHARED_BATCH = 32
 
-    Defaults: Llama-3.1-8B in bf16 on an H100, beta at context 512, derived from AIConfigurator's kernel tables.
-    """
+
+class WorkSection(Section):
+    """Step times by which predicted work is counted."""
 
     profile: Path | None = None
-    """A file that `sluice calibrate` wrote for this model and hardware, in the place of the three numbers below."""
-    prefill_s_per_token: float = Field(default=19.1e-6, ge=0, allow_inf_nan=False)
-    """What a prompt token adds to a step."""
-    decode_step_s: float = Field(default=5.4e-3, ge=0, allow_inf_nan=False)
-    """What a decode step takes, however many requests share it."""
-    decode_s_per_request: float = Field(default=38e-6, ge=0, allow_inf_nan=False)
-    """What a request adds to a decode step."""
-    batch_size: int = Field(default=32, ge=1)
-    """Requests that usually share a decode step."""
+    """A file that `sluice calibrate` wrote for this model and hardware; null counts by the times of Llama-3.1-8B on an
+    H100, whose ratios are like those of others."""
     default_output_tokens: int = Field(default=256, ge=1)
     """Assumed until a class has been seen."""
 
@@ -105,12 +104,7 @@ class WorkSection(Section):
         """Raises ConfigError when the profile cannot be used."""
         if self.profile is not None:
             return calibrated(self.profile)
-        prefill = StepCoefficients(overhead_s=0.0, prefill_s=self.prefill_s_per_token)
-        decode = StepCoefficients(overhead_s=self.decode_step_s, decode_s=self.decode_s_per_request)
-        mixed = StepCoefficients(
-            overhead_s=self.decode_step_s, prefill_s=self.prefill_s_per_token, decode_s=self.decode_s_per_request
-        )
-        return StepTimes(prefill=prefill, decode=decode, mixed=mixed)
+        return USUAL_STEP_TIMES
 
 
 class PredictorSection(Section):
@@ -132,14 +126,6 @@ class PredictorSection(Section):
     """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
     deadline_s: Seconds = 0.015
     """The longest that a request waits for its prediction."""
-    max_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens scored together, at most: batches begin with 512 and become what the machine does in half the deadline."""
-    max_wait_s: float = Field(default=0.002, ge=0, le=0.1)
-    """How long an idle predictor waits for company for a prompt."""
-    max_waiting: int = Field(default=256, ge=1)
-    """Prompts that may wait for the predictor; for more the histogram stands in at once."""
-    cache_entries: int = Field(default=8192, ge=0)
-    """Predictions remembered, by prompt."""
 
     @property
     def own_replicas(self) -> int:
@@ -147,10 +133,4 @@ class PredictorSection(Section):
         return self.replicas if self.kind == "bert" and self.place == "replicas" else 0
 
     def batching(self) -> BatchingConfig:
-        return BatchingConfig(
-            max_batch_tokens=self.max_batch_tokens,
-            max_wait_s=self.max_wait_s,
-            max_age_s=self.deadline_s,
-            max_waiting=self.max_waiting,
-            cache_entries=self.cache_entries,
-        )
+        return BatchingConfig(max_age_s=self.deadline_s)

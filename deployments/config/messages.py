@@ -36,7 +36,7 @@ def _path(place: tuple[int | str, ...]) -> str:
 
 def _why(fault: Any, keys: Sequence[Key], shows_values: bool) -> str:
     kind, given = fault["type"], fault["input"]
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):  # of a section, of a policy's own settings
         return _no_such_key(_path(fault["loc"]), keys)
     if kind == "missing":
         return "is needed"

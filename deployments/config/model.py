@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from deployments.config.engine import EngineSection
 from deployments.config.lengths import WorkSection
 from deployments.config.messages import ARGUMENTS
-from deployments.config.scheduler import SchedulerSettings
+from deployments.config.scheduler import SchedulerSection
 from deployments.config.section import Section
 from deployments.config.vllm_args import (
     CPU_MEMORY_SHARE,
@@ -118,7 +118,7 @@ class ModelSection(Section):
             raise ValueError("engine.lora: an engine of kind transformers serves no adapters")
         if engine.credit_lookahead:
             raise ValueError("engine.credit_lookahead is of no use to engine.kind transformers: it takes whole batches")
-        if engine.scheduler != SchedulerSettings():
+        if engine.scheduler != SchedulerSection():
             raise ValueError("engine.scheduler: an engine of kind transformers has no scheduler, see engine.gang")
         given = options(self.vllm_args).keys()
         if clash := given & NOT_FOR_TRANSFORMERS:

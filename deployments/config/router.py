@@ -1,11 +1,13 @@
-"""The routers: `router` and `placement`."""
+"""The routers: `router`."""
 
-from pydantic import Field, IPvAnyNetwork, model_validator
+from pydantic import Field, IPvAnyNetwork
 
 from deployments.config.scaling import RouterAutoscalingSection
 from deployments.config.section import Live, Seconds, Section
-from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from router.terms import RoutedClientConfig
+
+# Nine lost or late heartbeats in a row are no accident.
+HEARTBEATS_OF_SILENCE = 10
 
 
 class RouterSection(Section):
@@ -47,16 +49,13 @@ class RouterSection(Section):
     late_patience_s: Live[Seconds] = 60.0
     """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
     for longer, is owed one start in ten."""
-    heartbeat_s: Seconds = 1.0
-    """How often routers and replicas say that they live, and exchange what they have learned."""
     silence_s: Seconds = 10.0
-    """A replica or router of this configuration that sends no heartbeat for this long is taken for dead."""
+    """A replica or router of this configuration that says nothing for this long is taken for dead. A tenth of it is the
+    heartbeat: how often they say that they live, and exchange what they have learned."""
 
-    @model_validator(mode="after")
-    def _beats_often_enough(self) -> "RouterSection":
-        if self.silence_s < 3 * self.heartbeat_s:
-            raise ValueError(f"silence_s ({self.silence_s}) must be at least three heartbeat_s ({self.heartbeat_s})")
-        return self
+    @property
+    def heartbeat_s(self) -> float:
+        return self.silence_s / HEARTBEATS_OF_SILENCE
 
     def build(self) -> RoutedClientConfig:
         return RoutedClientConfig(
@@ -64,13 +63,3 @@ class RouterSection(Section):
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
-
-
-class PlacementSection(Section):
-    """Which replica takes a request: the one predicted to send its first token soonest (docs/guides/prefixes.md)."""
-
-    prefix_entries: int = Field(default=65536, ge=1)
-    """(replica, block of 64 tokens) pairs that a router remembers of the prompts that it sent, some 200 bytes each."""
-
-    def prefixes(self) -> PrefixIndex:
-        return PrefixIndex(PrefixIndexConfig(max_entries=self.prefix_entries))

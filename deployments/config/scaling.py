@@ -18,8 +18,6 @@ class ScalingSection(Section):
     """How long the need for more must stand."""
     downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
     """How long the need for fewer must stand: longer than loading the model takes."""
-    interval_s: Seconds = 1.0
-    """How often the need is looked at."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:

@@ -20,6 +20,7 @@ from policies.router.autoscale import (
 )
 from router.state_store import Snapshot
 
+INTERVAL_S = 1.0  # between two looks at the need; it has to stand for a delay of several
 Stats = dict[str, float]
 
 
@@ -51,8 +52,8 @@ def _serve_config(section: ScalingSection, policy: str, settings: dict[str, Any]
         max_replicas=section.max_replicas,
         upscale_delay_s=section.upscale_delay_s,
         downscale_delay_s=section.downscale_delay_s,
-        metrics_interval_s=section.interval_s,
-        look_back_period_s=2 * section.interval_s,
+        metrics_interval_s=INTERVAL_S,
+        look_back_period_s=2 * INTERVAL_S,
         policy=AutoscalingPolicy(
             policy_function=policy, policy_kwargs={**settings, "min_replicas": section.min_replicas}
         ),

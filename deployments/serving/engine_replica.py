@@ -191,10 +191,7 @@ class EngineReplica:
         prefill = self._config.engine.prefill
         if prefill is None or self._role != "prefill":
             return {}
-        return {
-            "prefill_budget_tokens": self._engine.max_batch_tokens,
-            "prefill_memory_share": prefill.memory_share,
-        }
+        return {"prefill_budget_tokens": self._engine.max_batch_tokens}
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""

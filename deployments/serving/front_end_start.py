@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig
 from deployments.config.engine import PrefillSection, Role
+from deployments.config.lengths import SHARED_BATCH, WINDOW_REQUESTS
 from deployments.config.scaling import least_replicas
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.limits import RequestLimits
@@ -31,8 +32,8 @@ from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError
 from policies.live import Live
 from policies.router.multi_bin import MultiBin
-from policies.router.placement import PrefixIndex
-from policies.router.prefill_decode import BucketOrder, PrefillDecode
+from policies.router.placement import PrefixIndex, PrefixIndexConfig
+from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode
 from predictor.histogram import HistogramPredictor
 from predictor.learned import LearnedPredictor
 from router.admission import Door
@@ -194,7 +195,7 @@ def engine_clients(
     policy = PrefillDecode(prefill.policy(max_batch_tokens), config.work.build())
     reading: RoutedClient[Any, Any] = routed_client(
         store=prefill_store,
-        classifier=PrefillClassifier(BucketOrder(prefill.order()), policy, splits, _prefixes(config)),
+        classifier=PrefillClassifier(BucketOrder(BucketOrderConfig()), policy, splits, _prefixes(config)),
         shared_clock=SharedClock(),
         metrics=RouterMetrics("prefill", {"model": config.public_name, "router": router_id}),
         **options,
@@ -231,7 +232,7 @@ def _split_config(prefill: PrefillSection, in_force: InForce) -> SplitConfig:
 
 def _prefixes(config: AppConfig) -> PrefixIndex | None:
     """What one group of replicas is taken to have cached; None where that has no say."""
-    return config.placement.prefixes() if config.caches_prefixes and config.mode == "full" else None
+    return PrefixIndex(PrefixIndexConfig()) if config.caches_prefixes and config.mode == "full" else None
 
 
 def _classifier(
@@ -239,17 +240,19 @@ def _classifier(
 ) -> Classifier:
     config = in_force.now.config
     return Classifier(
-        predictor=HistogramPredictor(config.bins.window_requests),
+        predictor=HistogramPredictor(WINDOW_REQUESTS),
         bins=MultiBin(config.bins.build(config.gang)),
         terms=in_force.view(_ticket_terms),
         step_times=config.work.build(),
-        shared_batch_size=config.work.batch_size,
+        shared_batch_size=SHARED_BATCH,
         default_output_tokens=config.work.default_output_tokens,
         metrics=metrics,
         prefixes=_prefixes(config),
         mode=config.mode,
         learned=learned,
-        buckets=config.bins.buckets(config.gang, max_model_len) if config.gang else None,
+        buckets=config.bins.buckets(config.gang, max_model_len, literal=config.papers.literal_buckets)
+        if config.gang
+        else None,
     )
 
 

@@ -77,7 +77,7 @@ def predictor_application(section: PredictorSection, logs: LogSettings) -> Appli
     return serve.deployment(
         PredictorReplica,
         num_replicas=section.replicas,
-        max_ongoing_requests=ONGOING_FACTOR * section.max_waiting,
+        max_ongoing_requests=ONGOING_FACTOR * section.batching().max_waiting,
         ray_actor_options={"num_cpus": section.num_cpus, "num_gpus": section.num_gpus},
     ).bind(section, logs)
 

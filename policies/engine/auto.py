@@ -9,10 +9,10 @@ the promise, phases cost up to two points of the requests in time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from policies.checks import require_at_least, require_one_of, require_positive
-from policies.engine.exclusive import ExclusiveMixed
+from policies.checks import require_at_least, require_one_of
+from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.engine.plans import joined, narrowed_by
 from policies.engine.step_budget import StepBudget
@@ -20,12 +20,7 @@ from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
 from policies.lengths.statistics import SurvivalLaw
-from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
-from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
-from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
-from policies.papers.sla_constrained import SlaConstrained, SlaConstrainedConfig
-from policies.papers.smallest import Smallest
-from policies.types import BatchState, StepPlan, StepResult, StepTimes
+from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,116 +28,45 @@ class AutoConfig:
     """The few settings that depend on the service; the rest are the parts' defaults.
 
     Attributes:
-        mode: "auto", "exclusive" or "mixed".
-        admission: "forecast" by survival, "memory_aware" is Algorithm 1, "slots" leaves memory to the engine.
-        memory_form, memory_basis: ``form`` and ``basis`` of ``MemoryAwareConfig``; go with "memory_aware".
-        prior_output_tokens: mean and standard deviation that "memory_aware" takes answers to have before any has been
-            seen, None is 256; goes with it.
-        sla: how promised times per token are kept: "budget" by the model of step times, "search" is Algorithm 2 for one
-            mean time between tokens, ``itl_target_s``.
-        itl_target_s: goes with "search".
-        phase_rule: as in ``ExclusiveMixedConfig``, where none is fixed by ``refill``.
-        refill: requests per refill of exclusive batching; None is what the rule says.
-        mode_rule, hysteresis_fraction, priority_margin_fraction: as in ``ExclusiveMixedConfig``.
-        exclusive_overflow_probability: its ``overflow_probability``, epsilon of N*.
-        max_wait_s: a head of the queue older than this opens a refill at once, or None.
+        mode: as in ``ExclusiveMixedConfig``.
+        admission: "forecast" by survival, "slots" leaves memory to the engine.
+        overflow_probability: of the forecast, as in ``ForecastAdmissionConfig``.
         overcommit: let the forecast admit more while preemptions cost less than they bring
             (``policies.engine.overcommit``).
-        overflow_probability: chance that admission accepts; None is its own default, as in ``ForecastAdmissionConfig``
-            or ``MemoryAwareConfig``.
         classes: as in ``ForecastAdmissionConfig``.
         step_times: measured earlier on this model and GPU, or None.
         speculates: a decode step may bring a request several tokens (speculative decoding).
 
     Raises:
-        ConfigError: a value is out of bounds, or one comes without the choice that it goes with.
+        ConfigError: a value is out of bounds.
     """
 
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
-    admission: Literal["forecast", "memory_aware", "slots"] = "forecast"
-    memory_form: Literal["exact", "linear"] = "exact"
-    memory_basis: Literal["final", "resident"] = "final"
-    prior_output_tokens: float | None = None
-    sla: Literal["budget", "search"] = "budget"
-    itl_target_s: float | None = None
-    phase_rule: Literal["exact", "threshold", "ifr"] = "exact"
-    refill: int | None = None
-    max_wait_s: float | None = None
-    mode_rule: Literal["measured", "crossover"] = "measured"
-    hysteresis_fraction: float = 0.01
-    priority_margin_fraction: float = 0.0
-    exclusive_overflow_probability: float | None = None
+    admission: Literal["forecast", "slots"] = "forecast"
+    overflow_probability: float = ForecastAdmissionConfig().overflow_probability
     overcommit: bool = True
-    overflow_probability: float | None = None
     classes: int = 1
     step_times: StepTimes | None = None
     speculates: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "classes")
-        require_one_of(("forecast", "memory_aware", "slots"), self, "admission")
-        require_one_of(("budget", "search"), self, "sla")
-        require_positive(self, "itl_target_s")
-        if (self.sla == "search") != (self.itl_target_s is not None):
-            raise ConfigError(f'itl_target_s goes with sla "search", got {self.itl_target_s} with "{self.sla}"')
-        if self.refill is not None and self.phase_rule != "exact":
-            raise ConfigError(f'refill fixes what phase_rule "{self.phase_rule}" would say: leave one of them out')
-        self._refuse_unheeded()
-        self.memory_aware()
+        require_one_of(("forecast", "slots"), self, "admission")
         self.forecast()
-        self.exclusive()
-
-    def _refuse_unheeded(self) -> None:
-        """Raises ConfigError: a setting of Algorithm 1 is given, and another way of admission."""
-        if self.admission == "memory_aware":
-            return
-        given = {"memory_form": "exact", "memory_basis": "final", "prior_output_tokens": None}
-        if unheeded := [name for name, default in given.items() if getattr(self, name) != default]:
-            raise ConfigError(
-                f'{", ".join(unheeded)}: of admission "memory_aware", got "{self.admission}": set that or leave it out'
-            )
-
-    def memory_aware(self) -> MemoryAwareConfig:
-        usual = MemoryAwareConfig()
-        prior = _or(self.prior_output_tokens, usual.prior_output_tokens)
-        return MemoryAwareConfig(
-            overflow_probability=_or(self.overflow_probability, usual.overflow_probability),
-            form=self.memory_form,
-            basis=self.memory_basis,
-            prior_output_tokens=prior,
-            prior_output_std_tokens=prior,
-        )
+        self.phases()
 
     def forecast(self) -> ForecastAdmissionConfig:
         return ForecastAdmissionConfig(
-            overflow_probability=_or(self.overflow_probability, ForecastAdmissionConfig().overflow_probability),
-            classes=self.classes,
-            speculates=self.speculates,
+            overflow_probability=self.overflow_probability, classes=self.classes, speculates=self.speculates
         )
 
-    @property
-    def literal_phases(self) -> bool:
-        """Whether a rule of 003 is chosen by name for the phases."""
-        chosen = (self.phase_rule, self.mode_rule, self.refill, self.exclusive_overflow_probability)
-        return chosen != ("exact", "measured", None, None)
+    def phases(self) -> ExclusiveMixedConfig:
+        return ExclusiveMixedConfig(**self.of_phases())
 
-    def exclusive(self) -> ExclusiveMixedLiteralConfig:
-        return ExclusiveMixedLiteralConfig(
-            mode=self.mode,
-            phase_rule=self.phase_rule if self.refill is None else "fixed",
-            refill=self.refill,
-            mode_rule=self.mode_rule,
-            overflow_probability=self.exclusive_overflow_probability,
-            max_wait_s=self.max_wait_s,
-            hysteresis_fraction=self.hysteresis_fraction,
-            priority_margin_fraction=self.priority_margin_fraction,
-            step_times=StepTimeConfig(prior=self.step_times),
-            speculates=self.speculates,
-        )
-
-
-def _or(value: float | None, usual: float) -> float:
-    return usual if value is None else value
+    def of_phases(self) -> dict[str, Any]:
+        """Keywords of ``ExclusiveMixedConfig``."""
+        prior = StepTimeConfig(prior=self.step_times)
+        return {"mode": self.mode, "step_times": prior, "speculates": self.speculates}
 
 
 class Auto:
@@ -169,30 +93,22 @@ class Auto:
         if known != config.classes:
             raise ConfigError(f"of {config.classes} classes {known} are known: say with known_as what each was before")
         self.config: AutoConfig = config
-        phases = ExclusiveMixedLiteral if config.literal_phases else ExclusiveMixed
-        self.phases: ExclusiveMixed = phases(config.exclusive(), learned.phases if learned else None)
-        self.admission: ForecastAdmission | MemoryAware | Stock = self._admission(learned, known_as)
-        self.latency: StepBudget | Smallest = self._latency(config)
+        self.phases: ExclusiveMixed = self._phases(learned.phases if learned else None)
+        self.admission: BatchPolicy = self._admission(learned.admission if learned else None, known_as)
+        self.latency: BatchPolicy = self._latency()
 
-    def _admission(
-        self, learned: "Auto | None", known_as: Sequence[int | None] | None
-    ) -> ForecastAdmission | MemoryAware | Stock:
-        if self.config.admission == "memory_aware":
-            before = learned.admission if learned and isinstance(learned.admission, MemoryAware) else None
-            return MemoryAware(self.config.memory_aware(), before)
+    def _phases(self, learned: ExclusiveMixed | None) -> ExclusiveMixed:
+        return ExclusiveMixed(self.config.phases(), learned)
+
+    def _admission(self, learned: BatchPolicy | None, known_as: Sequence[int | None] | None) -> BatchPolicy:
         if self.config.admission == "slots":
             return Stock()
-        known = learned.admission if learned and isinstance(learned.admission, ForecastAdmission) else None
+        known = learned if isinstance(learned, ForecastAdmission) else None
         step_times = self.phases.model.recompute_times if self.config.overcommit else None
         return ForecastAdmission(self.config.forecast(), known, known_as=known_as, step_times=step_times)
 
-    def _latency(self, config: AutoConfig) -> StepBudget | Smallest:
-        if config.itl_target_s is None:
-            return StepBudget(self.phases.model.times)
-        return Smallest(
-            SlaConstrained(SlaConstrainedConfig(itl_target_s=config.itl_target_s)),
-            ChunkSize(ChunkSizeConfig(itl_target_s=config.itl_target_s)),
-        )
+    def _latency(self) -> BatchPolicy:
+        return StepBudget(self.phases.model.times)
 
     @property
     def law(self) -> SurvivalLaw | None:

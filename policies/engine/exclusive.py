@@ -314,6 +314,10 @@ class ExclusiveMixed:
     def _most_phase_steps(self) -> float:
         return _PATIENCE * self.phase_length.steps
 
+    def refill(self, slots: int) -> int:
+        """Requests per refill of a batch of that many."""
+        return self.phase_length.refill(slots)
+
     def _refill_share(self, state: BatchState) -> float:
         """The share of the slots that must be free before they are filled."""
         return min(self.phase_length.slots_fraction, MOST_SHARE)

@@ -82,6 +82,9 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
     def _most_phase_steps(self) -> float:
         return super()._most_phase_steps if self.config.phase_rule == "exact" else inf
 
+    def refill(self, slots: int) -> int:
+        return self.config.refill or super().refill(slots)
+
     def _refill_share(self, state: BatchState) -> float:
         if self.config.refill is None:
             return super()._refill_share(state)

@@ -30,7 +30,7 @@ SETTINGS = {
         "serving": "shortest_first",
     },
     "engine": {"replicas": 1, "gang": {"batch_size": BATCH_SIZE, "max_wait_s": WAIT_S}},
-    "router": {"heartbeat_s": 0.5},
+    "router": {"silence_s": 5},
     "vllm_args": [*EXACT],
 }
 

@@ -24,7 +24,7 @@ KEEP_S = 6
 BUDGET_TOKENS = 96
 SETTINGS = {
     "vllm_args": ["--max-num-seqs", "48", "--max-num-batched-tokens", str(BUDGET_TOKENS), *EXACT],
-    "router": {"heartbeat_s": 0.5, "silence_s": 15},
+    "router": {"silence_s": 15},
     "engine": {
         "replicas": 1,
         "prefill": {"split": "always", "min_prompt_tokens": 8, "keep_s": KEEP_S, "max_wait_s": 60},

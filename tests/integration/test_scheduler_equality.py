@@ -35,8 +35,8 @@ REQUESTS, FEWER = 200, 100  # fewer wherever not all modes are compared
 SESSIONS = 8
 PLANNED: dict[str, dict[str, Any]] = {
     "mixed": {"mode": "mixed"},
-    "exclusive k=1": {"mode": "exclusive", "refill": 1},
-    "exclusive k=6": {"mode": "exclusive", "refill": 6},
+    "exclusive k=1": {"mode": "exclusive", "papers": {"refill": 1}},
+    "exclusive k=6": {"mode": "exclusive", "papers": {"refill": 6}},
     "exclusive k*": {"mode": "exclusive"},
     "auto": {"mode": "auto"},
 }
@@ -291,7 +291,7 @@ def all_give(expected: Tokens, names: tuple[str, ...], shape: dict[str, Any], **
 
 def test_auto_with_forced_switches_and_pauses_gives_the_tokens_of_stock() -> None:
     requests, sessions, expected = workload(), conversations(), stock_answers()
-    changes = [{"mode": "exclusive", "refill": 3}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
+    changes = [{"mode": "exclusive", "papers": {"refill": 3}}, {"mode": "mixed"}, {"mode": "stock"}, {"mode": "auto"}]
     pauses = {5: PauseState.PAUSED_NEW, 8: PauseState.PAUSED_ALL, 11: PauseState.UNPAUSED}
 
     def switch(engine: Engine, step: int) -> None:

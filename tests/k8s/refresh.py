@@ -41,7 +41,7 @@ CHART_SETS = {
 }
 # Live, but they also say how engines and routers start: whether a new engine is measured, and whether a policy of one's
 # own can be made, and how those processes log that no router tells of a change. The chart leaves them in `args`.
-OF_THE_START = re.compile(r"(mode|profile|policy_args|logs\.to|logs\.format)$")
+OF_THE_START = re.compile(r"(mode|policy_args|logs\.to|logs\.format)$")
 DROPPED = ("title", "format", "writeOnly", reference.LIVE)
 ANYTHING: dict[str, Any] = {}  # the schema of pydantic's JsonValue
 APP_NAME = "Keeps the shared state of several applications apart in one Redis; by default the name of the RayService."

@@ -47,8 +47,8 @@ LIVE: Manifest = {
     "classes": {"gold": {"ttft_s": 0.3, "own_replicas": 1}, "standard": {"ttft_s": 3}},
     "service_tiers": {"priority": "gold"},
     "router": {"max_wait_s": 30, "late_patience_s": 5},
-    "engine": {"credit_s": 2, "scheduler": {"tpot_s": 0.05, "mode": "mixed"}},
-    "more_models": [{"model": "org/other", "engine": {"scheduler": {"ttft_s": 1}}}, {"model": "org/third"}],
+    "engine": {"credit_s": 2, "scheduler": {"overcommit": False, "mode": "mixed"}},
+    "more_models": [{"model": "org/other", "engine": {"scheduler": {"max_batch_size": 8}}}, {"model": "org/third"}],
 }
 ROOM = [{"name": "engine", "replicas": 6, "resources": {}}]
 OTHER: Manifest = {
@@ -71,7 +71,7 @@ def test_a_change_of_what_is_live_restarts_no_engine(helm4: Helm4) -> None:
 
 
 def test_the_first_live_setting_restarts_no_engine_either(helm4: Helm4) -> None:
-    app = {"router": {"max_wait_s": 9}, "engine": {"scheduler": {"tpot_s": 1}}, "default_class": "offline"}
+    app = {"router": {"max_wait_s": 9}, "engine": {"scheduler": {"max_batch_size": 1}}, "default_class": "offline"}
     without, with_some = (application(helm4.render({"app": each})) for each in ({}, app))
     assert without["args"] == with_some["args"] and "deployments" not in without
     assert with_some["deployments"] == [{"name": "Router", "user_config": app}]
@@ -84,7 +84,7 @@ def test_replicas_of_a_class_of_its_own_start_with_args(helm4: Helm4) -> None:
     assert AppConfig.model_validate(args).classes["gold"].own_replicas == 1
     changed = with_live(AppConfig.model_validate(args), application(text)["deployments"][0]["user_config"])
     assert changed == AppConfig.model_validate(settings_of(text))
-    assert (changed.classes["gold"].ttft_s, changed.more_models[0].engine.scheduler.ttft_s) == (0.3, 1)
+    assert (changed.classes["gold"].ttft_s, changed.more_models[0].engine.scheduler.max_batch_size) == (0.3, 8)
 
 
 def test_a_policy_of_ones_own_starts_with_the_names_of_all_classes(helm4: Helm4) -> None:

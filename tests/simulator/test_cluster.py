@@ -421,8 +421,9 @@ def test_a_wait_in_the_router_opens_no_refill() -> None:
     given = workload(300, 1000.0, seed=5, prompt="uniform:50:150", output="exponential:60")
 
     def steps(max_wait_s: float) -> list[tuple[object, ...]]:
-        exclusive = {"mode": "exclusive", "step_times": TIMES, "max_wait_s": max_wait_s}
-        return history(run(ClusterConfig(times=TIMES, engine=SMALL, batch="auto", batch_settings=exclusive), given))
+        exclusive = {"mode": "exclusive", "step_times": PRIOR, "max_wait_s": max_wait_s}
+        config = ClusterConfig(times=TIMES, engine=SMALL, batch="exclusive_mixed", batch_settings=exclusive)
+        return history(run(config, given))
 
     assert steps(5.0) == steps(1e6)
     assert steps(0.01) != steps(1e6)

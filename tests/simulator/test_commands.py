@@ -14,8 +14,8 @@ from deployments.command import cli
 from deployments.command.calibrate import write_profile
 from deployments.config.application import AppConfig
 from deployments.config.scheduler import SchedulerSettings
-from policies.engine.auto import AutoConfig
 from policies.errors import ConfigError, InputError, SluiceError
+from policies.papers.auto_literal import AutoLiteralConfig
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner
 from simulator.cluster import run as simulated
@@ -143,22 +143,21 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     assert (simulated.order, simulated.promises) == (live.order.policy, promised)
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
-    told = AutoConfig(**simulated.batch_settings)
+    told = AutoLiteralConfig(**simulated.batch_settings)
     assert told == settings.auto_config(profile.times)
 
 
 @pytest.mark.parametrize(
     ("base", "changed"),
     [
-        ({"admission": "memory_aware"}, {"memory_form": "linear"}),
-        ({"admission": "memory_aware"}, {"memory_basis": "resident"}),
-        ({"admission": "memory_aware"}, {"prior_output_tokens": 40.0}),
-        ({"admission": "memory_aware"}, {"overflow_probability": 0.3}),
-        ({"mode": "exclusive"}, {"phase_rule": "threshold"}),
-        ({"mode": "exclusive"}, {"phase_rule": "ifr"}),
-        ({"mode": "exclusive"}, {"exclusive_overflow_probability": 0.01}),
+        ({"memory": "exact"}, {"memory": "linear"}),
+        ({"memory": "exact"}, {"memory_basis": "resident"}),
+        ({"memory": "exact"}, {"overflow_probability": 0.3}),
+        ({"refill": 1}, {"refill": 16}),
+        ({}, {"phase_rule": "threshold"}),
+        ({}, {"phase_rule": "ifr"}),
+        ({}, {"bounds_exclusive": True}),
         ({}, {"priority_margin_fraction": -1.0}),
-        ({"priority_margin_fraction": -0.1}, {"hysteresis_fraction": 10.0}),
         ({"priority_margin_fraction": -0.15}, {"mode_rule": "crossover"}),
     ],
     ids=str,
@@ -169,9 +168,10 @@ def test_rules_of_the_papers_are_simulated_as_they_are_served(
 ) -> None:
     load = ("--requests", "250", "--outputs", "lognormal:150:1", "--arrivals", "all", "--slots", "32")
     numbers = []
-    for settings in (base, base | changed):
+    mode = "auto" if "priority_margin_fraction" in base | changed else "exclusive"
+    for rules in (base, base | changed):
         out = tmp_path / "out.json"
-        told = ("--batch", "auto", "--batch-args", json.dumps(settings))
+        told = ("--batch", "auto", "--batch-args", json.dumps({"mode": mode, "papers": rules}))
         run("simulate", *load, "--cache-tokens", "12000", *told, "--json", str(out))
         numbers.append(json.loads(out.read_text()))
     assert numbers[0]["makespan_s"] != numbers[1]["makespan_s"]
@@ -180,9 +180,9 @@ def test_rules_of_the_papers_are_simulated_as_they_are_served(
 def test_settings_of_the_system_s_own_policy_lie_over_those_that_it_has() -> None:
     profile, targets = engine_profile(L40S), {"*": Target(ttft_s=0.5, tpot_s=0.03)}
     whole = system("sluice", profile, EngineConfig(), 1, targets)
-    changed = system("sluice", profile, EngineConfig(), 1, targets, batch="auto", batch_settings={"refill": 4})
+    changed = system("sluice", profile, EngineConfig(), 1, targets, batch="auto", batch_settings={"mode": "exclusive"})
     other = system("sluice", profile, EngineConfig(), 1, targets, batch="memory_aware", batch_settings={"window": 500})
-    assert changed.batch_settings == {**whole.batch_settings, "refill": 4}
+    assert changed.batch_settings == {**whole.batch_settings, "mode": "exclusive"}
     assert other.batch_settings == {"window": 500}
 
 

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 UNREAD_STEPS = 1024  # the model waits when the relay falls so far behind
 POLL_S = 0.5
+GATHER_S = 0.01  # without an arrival ends a batch's gathering: its requests may come from several routers
 JOIN_TIMEOUT_S = 30.0
 # Of the memory that is free once the model is loaded: the rest is for activations, and on a CPU for everybody else.
 CPU_CACHE_SHARE, ACCELERATOR_CACHE_SHARE = 0.5, 0.8
@@ -217,7 +218,7 @@ class TransformersEngine:
         seen = -1
         while seen < len(self._waiting) < self._gang.batch_size and not self._closing:
             seen = len(self._waiting)
-            self._changed.wait(self._gang.gather_s)
+            self._changed.wait(GATHER_S)
 
     def _most_answer(self, row: Row) -> int:
         return min(row.max_tokens, self.max_model_len - row.prompt_tokens)

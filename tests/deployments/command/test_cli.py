@@ -119,7 +119,7 @@ def test_the_demo_model_takes_further_arguments_after_its_own_and_each_stands_on
 
 
 def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
-    path = file({"model": "m", "engine": {"replicas": 5, "drain_timeout_s": 7}, "router": {"heartbeat_s": 0.5}})
+    path = file({"model": "m", "engine": {"replicas": 5, "drain_timeout_s": 7}, "router": {"silence_s": 5}})
     for options, replicas in (([], 5), (["--engine-replicas", "3"], 3)):
         made = config("--config", path, *options)
         assert (made.model, made.engine.replicas, made.engine.drain_timeout_s) == ("m", replicas, 7)
@@ -129,13 +129,14 @@ def test_a_file_gives_settings_and_options_go_before_it(file: Any) -> None:
 def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.CaptureFixture[str]) -> None:
     made = config("some/model", "--preset", "papers", "--engine-replicas", "3")
     assert (made.model, made.engine.replicas, made.predictor.kind) == ("some/model", 3, "bert")
-    assert (made.bins.dispatch, made.bins.bucket_rule, made.classes["offline"].order) == (
-        "batches",
-        "literal",
-        "shortest_first",
+    assert (made.bins.dispatch, made.classes["offline"].order) == ("batches", "shortest_first")
+    rules = made.papers
+    assert (rules.phase_rule, rules.memory, rules.itl_target_s, rules.literal_buckets) == (
+        "threshold",
+        "linear",
+        0.05,
+        True,
     )
-    scheduler = made.engine.scheduler
-    assert (scheduler.phase_rule, scheduler.memory_form, scheduler.sla) == ("threshold", "linear", "search")
     with pytest.raises(SystemExit):
         config("--preset", "papers", "--config", "sluice.yaml")
     assert "not allowed with argument" in capsys.readouterr().err
@@ -164,10 +165,10 @@ def test_an_engine_without_a_gpu_needs_the_build_for_cpus(
 
 
 def test_every_wrong_setting_is_named(file: Any) -> None:
-    path = file({"nonsense": 1, "router": {"heartbeat_s": -1}, "engine": {"num_gpus": "two"}})
+    path = file({"nonsense": 1, "router": {"silence_s": -1}, "engine": {"num_gpus": "two"}})
     with pytest.raises(ConfigError) as caught:
         config("--config", path)
-    for name in ("nonsense", "router.heartbeat_s", "engine.num_gpus"):
+    for name in ("nonsense", "router.silence_s", "engine.num_gpus"):
         assert f"  {name}: " in str(caught.value)
 
 

@@ -51,7 +51,7 @@ def test_a_key_is_explained_with_type_unit_default_and_what_a_change_takes(capsy
     assert "is taken for dead" in meaning
     assert kind.strip() == "number above 0, in seconds; default 10.0"
     assert "restarts engines" in change
-    assert "changes live" in said(capsys, "explain", "engine.scheduler.itl_target_s")
+    assert "changes live" in said(capsys, "explain", "engine.scheduler.overcommit")
     assert "it must be given" in said(capsys, "explain", "model")
 
 

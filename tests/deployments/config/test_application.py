@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
 from deployments.config.application import AppConfig
-from deployments.config.engine import GangSection
+from deployments.config.lengths import USUAL_STEP_TIMES
 from deployments.config.model import DEMO_ARGS
 from policies.router.multi_bin import MultiBin
 from policies.router.promise import Promise
@@ -63,7 +63,6 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("classes.standard.max_waiting", [0]),
         ("classes.standard.max_key_share", [0, -0.1, 1.01, math.nan]),
         ("router.max_wait_s", [0, -1, math.inf, math.nan]),
-        ("router.heartbeat_s", [0, math.inf]),
         ("router.silence_s", [0, math.nan]),
         ("engine.replicas", [0]),
         ("engine.num_gpus", [-1]),
@@ -74,24 +73,14 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("engine.gang.batch_size", [0, 1025]),
         ("engine.gang.max_wait_s", [-1, math.nan]),
         ("engine.gang.prefill", ["packed"]),
-        ("engine.gang.packing", ["worst_fit"]),
-        ("engine.prefill.memory_share", [0, 1.1, math.nan]),
         ("engine.gang.max_pass_tokens", [0]),
-        ("engine.gang.row_tokens", [0]),
         ("engine.gang.kv_cache_tokens", [0]),
-        ("engine.gang.gather_s", [0]),
         ("engine.start_timeout_s", [0]),
         ("engine.drain_timeout_s", [0, math.inf]),
         ("bins.count", [0, 65]),
         ("bins.rule", ["nonsense"]),
         ("bins.refit_every", [0]),
-        ("bins.window_requests", [7]),
         ("bins.prompt_buckets", [0, 9]),
-        ("bins.bucket_rule", ["bisect"]),
-        ("work.prefill_s_per_token", [-1, math.inf]),
-        ("work.decode_step_s", [-1, math.inf]),
-        ("work.decode_s_per_request", [-1, math.inf]),
-        ("work.batch_size", [0]),
         ("work.default_output_tokens", [0]),
         ("classes.standard.ttft_s", [0, -1, math.inf]),
         ("name", ["", "a b", "x" * 65, "{brace}"]),
@@ -112,11 +101,6 @@ def test_an_engine_may_listen_on_an_address_of_its_own(host: str) -> None:
 def test_the_model_must_be_named() -> None:
     with pytest.raises(ValidationError, match="model"):
         AppConfig.model_validate({})
-
-
-def test_a_silence_shorter_than_three_heartbeats_is_refused() -> None:
-    wrong = refused(router={"heartbeat_s": 2.0, "silence_s": 5.0})
-    assert "silence_s (5.0) must be at least three heartbeat_s (2.0)" in wrong["router"]
 
 
 @pytest.mark.parametrize("edges", [[0, 10], [0, 10, 5], [0, 10, 10]])
@@ -186,7 +170,7 @@ def test_another_version_of_the_tables_keeps_its_shared_state_apart(monkeypatch:
 def test_defaults_build_what_the_router_needs() -> None:
     made = config()
     assert len(MultiBin(made.bins.build()).edges) == made.bins.count + 1
-    assert made.work.build().decode.overhead_s == made.work.decode_step_s
+    assert made.work.build() == USUAL_STEP_TIMES
     targets = [made.promises()[slo_class].ttft_s or 0.0 for slo_class in ("interactive", "standard", "offline")]
     assert targets == sorted(targets)
 
@@ -253,26 +237,35 @@ def test_what_batches_do_not_go_with_is_refused(clash: dict[str, Any], says: str
 
 
 def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
-    assert config(engine=GANGS).bins.buckets(GangSection(), 8192) is None
     found = {}
-    for rule in ("adaptive", "literal"):
-        bins = config(engine=GANGS, bins={"prompt_buckets": 3, "refit_every": 16, "bucket_rule": rule}).bins
-        buckets = bins.buckets(GangSection(batch_size=8), 8192)
+    for literal in (False, True):
+        bins = {"prompt_buckets": 3, "refit_every": 16}
+        made = config(engine=GANGS, bins=bins, papers={"literal_buckets": literal})
+        assert made.gang is not None
+        buckets = made.bins.buckets(made.gang, 8192, literal=made.papers.literal_buckets)
         assert buckets is not None
         for _ in range(16):
             for prompt_tokens in (10, 200, 900, 4000):
                 buckets.assign(prompt_tokens)
-        found[rule] = buckets.edges
-    assert len(found["adaptive"]) == 4
-    assert found["literal"] == (0.0, 2048.0, 4096.0, 8192.0), "halves, up to three of them"
+        found[literal] = buckets.edges
+    assert len(found[False]) == 4
+    assert found[True] == (0.0, 2048.0, 4096.0, 8192.0), "halves, up to three of them"
 
 
 def test_algorithm_1_is_refused_where_it_could_do_nothing() -> None:
-    assert "prompt_buckets is 1" in refused(engine=GANGS, bins={"bucket_rule": "literal"})["bins"]
-    literal = {"bucket_rule": "literal", "prompt_buckets": 2}
-    assert "bins.prompt_buckets is of batches" in refused(bins=literal)[""]
+    literal, two = {"literal_buckets": True}, {"prompt_buckets": 2}
+    assert "bins.prompt_buckets is 1" in refused(engine=GANGS, papers=literal)[""]
+    assert "bins.prompt_buckets is of batches" in refused(bins=two, papers=literal)[""]
     wide = {**GANGS, "gang": {"batch_size": 64}}
-    assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in refused(engine=wide, bins=literal)[""]
+    said = refused(engine=wide, bins=two, papers=literal)[""]
+    assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in said
+
+
+@pytest.mark.usefixtures("_keep_free")
+def test_rules_of_the_papers_need_an_engine_that_goes_by_them() -> None:
+    own = {"scheduler": {"policy": POLICY, "policy_args": {"fraction": 0.2}}}
+    assert f"engine.scheduler.policy {POLICY} decides" in refused(engine=own, papers={"refill": 3})[""]
+    assert "engines of kind vllm" in refused(engine=GANGS, papers={"memory": "linear"})[""]
 
 
 def test_an_engine_is_not_told_what_it_would_not_do() -> None:
@@ -285,13 +278,13 @@ def test_an_engine_is_not_told_what_it_would_not_do() -> None:
 
 def test_every_setting_reaches_what_is_built() -> None:
     made = config(
-        router={"max_wait_s": 8.0, "heartbeat_s": 0.5, "silence_s": 9.0},
-        bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3, "window_requests": 11},
+        router={"max_wait_s": 8.0, "silence_s": 9.0},
+        bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3},
         classes={"standard": {"ttft_s": 4.0, "tpot_s": 0.1}, "any-time": {"ttft_s": None}},
     )
     router, bins = made.router.build(), made.bins.build()
-    assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.5, 9.0)
-    assert (bins.bins, bins.rule, bins.refit_every, bins.window_requests) == (2, "fixed", 3, 11)
+    assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.9, 9.0)
+    assert (bins.bins, bins.rule, bins.refit_every) == (2, "fixed", 3)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
     assert made.promises() == {"standard": Promise(ttft_s=4.0, tpot_s=0.1), "any-time": Promise()}
 
@@ -338,7 +331,10 @@ def test_queues_of_two_orders_are_kept_apart() -> None:
         ({"policy": ORDER}, "no method plan and no method observe"),
         ({"policy": POLICY, "policy_args": {"fraction": 2}}, "fraction must be above 0 and at most 0.5, got 2"),
         ({"policy": POLICY, "policy_args": {"part": 0.2}}, "part"),
-        ({"policy": POLICY, "admission": "slots", "refill": 3}, "admission, refill: policy keep_free:KeepFree decides"),
+        (
+            {"policy": POLICY, "admission": "slots", "overcommit": False},
+            "admission, overcommit: policy keep_free:KeepFree",
+        ),
         ({"policy": POLICY, "mode": "mixed"}, "mode mixed: policy keep_free:KeepFree decides"),
         ({"policy_args": {"fraction": 0.2}}, "policy_args are settings of policy"),
         ({"policy": "fcfs"}, "batch policy must be one of auto"),
@@ -633,10 +629,9 @@ def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
 
 
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
-    settings = {"scheduler": {"tpot_s": 0.1}, "prefill": {}}
     classes = {"a": {}, "b": {"tpot_s": 0.05}}
-    targets = config(engine=settings, classes=classes, default_class="a").itl_targets()
-    assert targets == {"a": 0.1, "b": 0.05}
+    targets = config(engine={"prefill": {}}, classes=classes, default_class="a").itl_targets()
+    assert targets == {"a": None, "b": 0.05}
 
 
 @pytest.mark.parametrize("mode", ["stock", "shadow"])
@@ -682,8 +677,3 @@ def test_prefixes_are_remembered_where_engines_cache_them() -> None:
     assert AppConfig(model="m").caches_prefixes
     assert not AppConfig(model="m", vllm_args=("--no-enable-prefix-caching",)).caches_prefixes
     assert not AppConfig.model_validate({"model": "m", "engine": {"kind": "transformers"}}).caches_prefixes
-
-
-def test_the_tie_of_known_prefixes_is_gone() -> None:
-    with pytest.raises(ValidationError, match=r"placement\.prefix_tie_s"):
-        AppConfig.model_validate({"model": "m", "placement": {"prefix_tie_s": 0.05}})

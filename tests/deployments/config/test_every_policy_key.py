@@ -108,9 +108,7 @@ CASES: dict[type[Section], dict[str, Case]] = {
         "rule": Case(value="equal_mass", decide=edges),
         "edges": Case(value=(0.0, 10.0, 20.0, 30.0, 40.0), decide=edges, base={"rule": "fixed"}),
         "refit_every": Case(value=7, decide=edges),
-        "window_requests": Case(value=16, decide=edges),
         "prompt_buckets": Case(value=4, decide=buckets),
-        "bucket_rule": Case(value="literal", decide=buckets, base={"prompt_buckets": 4}),
     },
     OrderSection: {
         "policy": Case(value="sjf", decide=keys),

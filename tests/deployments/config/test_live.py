@@ -46,18 +46,18 @@ def test_what_the_reference_calls_live_is_taken_and_all_else_is_refused_by_name(
 
 
 def test_sections_merge_and_mappings_are_replaced_as_in_args() -> None:
-    base = config(router={"max_wait_s": 5, "replicas": 3}, engine={"scheduler": {"mode": "mixed", "tpot_s": 0.1}})
+    base = config(router={"max_wait_s": 5, "replicas": 3}, engine={"scheduler": {"mode": "mixed", "max_batch_size": 4}})
     changed = with_live(
         base,
         {
             "router": {"max_wait_s": 7},
-            "engine": {"scheduler": {"tpot_s": 0.2}},
+            "engine": {"scheduler": {"max_batch_size": 8}},
             "classes": {"chat": {"ttft_s": 0.4}},
             "default_class": "chat",
         },
     )
     assert (changed.router.max_wait_s, changed.router.replicas) == (7, 3)
-    assert (changed.engine.scheduler.mode, changed.engine.scheduler.tpot_s) == ("mixed", 0.2)
+    assert (changed.engine.scheduler.mode, changed.engine.scheduler.max_batch_size) == ("mixed", 8)
     assert list(changed.classes) == ["chat"] and changed.default_class == "chat"
     assert with_live(base, None) == with_live(base, {}) == base, "nothing is left of the one before"
 

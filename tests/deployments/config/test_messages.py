@@ -61,7 +61,7 @@ def said(text: str) -> str:
             "router.max_buffered_bytes: must be an integer of at least 1048576, in bytes, got '512Mi': write 536870912",
         ),
         ("engine: {num_gpus: two}", "engine.num_gpus: must be a number of at least 0, in GPUs, got 'two'"),
-        ("router: {heartbeat_s: -1}", "router.heartbeat_s: must be a number above 0, in seconds, got -1"),
+        ("router: {silence_s: -1}", "router.silence_s: must be a number above 0, in seconds, got -1"),
         ("engine: {kind: vlm}", "engine.kind: must be one of `vllm`, `transformers`, got 'vlm'"),
         ("keys: {redis: perhaps}", "keys.redis: must be true or false, got 'perhaps'"),
         ("bins: 3", "bins: must be a mapping of settings"),

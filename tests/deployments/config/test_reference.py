@@ -11,7 +11,7 @@ import yaml
 from deployments.command import config as command
 from deployments.config.application import AppConfig
 from deployments.config.reference import Key, all_keys, below, find, nearest, schema
-from deployments.config.scheduler import SchedulerSettings
+from deployments.config.scheduler import SchedulerSection, SchedulerSettings
 from deployments.http.keys import KeyEntry
 from tests.deployments.command.test_cli import CONFIGS
 
@@ -67,19 +67,22 @@ def test_names_and_numbers_stand_in_the_place_of_any() -> None:
 def test_units_follow_from_names() -> None:
     units = {each.path: each.unit for each in KEYS}
     assert units["engine.drain_timeout_s"] == units["engine.scheduler.measure_s"] == "seconds"
-    assert (units["router.max_body_bytes"], units["work.prefill_s_per_token"]) == ("bytes", "seconds per token")
-    assert (units["engine.kind"], units["name"]) == ("", "")
+    assert (units["router.max_body_bytes"], units["engine.prefill.transfer_s_per_token"]) == (
+        "bytes",
+        "seconds per token",
+    )
+    assert (units["engine.kind"], units["router.max_body_bytes"]) == ("", "bytes")
 
 
 def test_what_changes_live_of_schedulers_is_what_live_control_takes() -> None:
     live = {each.name for each in below(KEYS, "engine.scheduler") if each.is_live}
-    assert live == SchedulerSettings.live_keys()
+    assert live == SchedulerSection.live_keys() < SchedulerSettings.live_keys()
 
 
 def test_targets_and_limits_change_live_and_what_is_deployed_does_not() -> None:
     live = {each.path for each in KEYS if each.is_live}
     assert {"classes", "classes.NAME.ttft_s", "default_class", "router.max_wait_s", "engine.credit_s"} <= live
-    assert not {"classes.NAME.own_replicas", "engine.replicas", "router.heartbeat_s", "order.policy", "model"} & live
+    assert not {"classes.NAME.own_replicas", "engine.replicas", "router.silence_s", "order.policy", "model"} & live
     assert all(each.is_live for each in all_keys(KeyEntry))
 
 
@@ -89,5 +92,6 @@ def test_nothing_is_near_to_what_is_like_nothing() -> None:
 
 def test_the_page_has_every_key_once() -> None:
     rows = [line.split("`")[1] for line in command.page().splitlines() if line.startswith("| `")]
-    paths = [each.path for each in KEYS if each.type != "section"] + [each.path for each in all_keys(KeyEntry)]
-    assert sorted(rows) == sorted(paths)
+    once = [each for each in KEYS if each.type != "section" and each.section != "engine.prefill.autoscaling"]
+    assert sorted(rows) == sorted(each.path for each in [*once, *all_keys(KeyEntry)])
+    assert "## engine.prefill.autoscaling\n\nAs `engine.autoscaling`.\n" in command.page()

@@ -98,7 +98,7 @@ class Fleet:
             model="m",
             name=uuid4().hex,
             engine=EngineSection(bind_host="127.0.0.1", prefill=prefill, drain_timeout_s=60.0),
-            router=RouterSection(heartbeat_s=0.05),
+            router=RouterSection(silence_s=0.5),
         )
         self.engine, self.logs_by = Engine(), list[LogSettings]()
         self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))

@@ -1,21 +1,17 @@
 """Every key of the predictor changes what it foresees, how prompts are scored together, or where it runs."""
 
-import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deployments.config.application import AppConfig
 from deployments.config.lengths import PredictorSection
 from deployments.serving.predictor import learned_predictor
-from policies.types import FloatArray
-from predictor.batching import Batcher
 from predictor.calibration import CALIBRATION_FILE, DAY_0, Curve
 from predictor.learned import Question
 
@@ -45,26 +41,6 @@ async def resources(section: PredictorSection) -> object:
     return AppConfig(model="demo", predictor=section).resources
 
 
-async def batches(section: PredictorSection) -> object:
-    """Prompts that are scored together, and what becomes of each: many at once, one again, one after another."""
-    sizes: list[int] = []
-
-    def score(prompts: Sequence[list[int]]) -> FloatArray:
-        sizes.append(len(prompts))
-        return np.zeros(len(prompts))
-
-    batcher = Batcher(
-        lambda prompts: [[ord(letter) for letter in prompt] for prompt in prompts], score, section.batching()
-    )
-    at_once = await asyncio.gather(*(batcher.score(f"{number:05}") for number in range(10)), return_exceptions=True)
-    await asyncio.gather(batcher.score("00009"), return_exceptions=True)
-    first = asyncio.create_task(batcher.score("first"))
-    await asyncio.sleep(0.01)
-    await asyncio.gather(first, batcher.score("second"), return_exceptions=True)
-    await batcher.close()
-    return sizes, [type(each) for each in at_once]
-
-
 CASES = {
     "kind": Case(value="bert", decide=foreseen, base={"deadline_s": 30.0}),
     "place": Case(value="router", decide=resources),
@@ -74,10 +50,6 @@ CASES = {
     "num_cpus": Case(value=2.0, decide=resources),
     "dtype": Case(value="bfloat16", decide=foreseen, base=BERT | {"dtype": "float32"}),
     "deadline_s": Case(value=1e-6, decide=foreseen),
-    "max_batch_tokens": Case(value=20, decide=batches),
-    "max_wait_s": Case(value=0.1, decide=batches),
-    "max_waiting": Case(value=1, decide=batches),
-    "cache_entries": Case(value=0, decide=batches),
 }
 
 

@@ -53,7 +53,7 @@ def _scaled(folder: Path) -> dict[str, Any]:
     engine = {
         "num_cpus": 0,
         "drain_timeout_s": 60,
-        "autoscaling": {"max_replicas": 2, "upscale_delay_s": 2.0, "downscale_delay_s": 4.0, "interval_s": 0.5},
+        "autoscaling": {"max_replicas": 2, "upscale_delay_s": 2.0, "downscale_delay_s": 4.0},
         "lora": {"adapters": adapters, "max_rank": 8},
     }
     return {"model": "demo", "served_model_name": SCALED, "vllm_args": ["--max-num-seqs", "8"], "engine": engine}

@@ -69,8 +69,8 @@ class Telemetry:
 
 
 def _of_phases(policy: Auto, state: BatchState) -> dict[str, Any]:
-    length, slots = policy.phases.phase_length, policy.phases.exclusive_slots(state.slots)
-    return {"phase_steps": length.steps, "refill": policy.config.refill or length.refill(slots)}
+    phases = policy.phases
+    return {"phase_steps": phases.phase_length.steps, "refill": phases.refill(phases.exclusive_slots(state.slots))}
 
 
 class Transfers:

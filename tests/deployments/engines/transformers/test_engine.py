@@ -72,10 +72,11 @@ class Running:
 
 
 @pytest.fixture
-async def start(folder: Path) -> AsyncIterator[Callable[..., Running]]:
+async def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Running]]:
     made: list[Running] = []
 
-    def starting(max_model_len: int | None = None, **gang: Any) -> Running:
+    def starting(max_model_len: int | None = None, gather_s: float = 0.01, **gang: Any) -> Running:
+        monkeypatch.setattr("deployments.engines.transformers.engine.GATHER_S", gather_s)
         args = Namespace(
             model=str(folder), dtype="auto", revision=None, trust_remote_code=False, max_model_len=max_model_len
         )

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from deployments.command.calibrate import write_profile
 from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.request_metadata import RequestMetadata
+from policies.papers.auto_literal import PapersConfig
 from policies.types import StepCoefficients, StepTimes
 from tests.virtual_engine import TIMES, StepLog, VirtualEngine
 
@@ -31,13 +32,11 @@ class Case:
     """A value, what else is set in both runs, and the engine and requests for which it makes a difference.
 
     Attributes:
-        with_it: settings that only make sense together with the value.
         times: what steps cost, and what the profile says where `profiled`.
     """
 
     value: Any
     base: Mapping[str, Any] = field(default_factory=lambda: UNMEASURED)
-    with_it: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     times: StepTimes = TIMES
     profiled: bool = False
@@ -45,37 +44,36 @@ class Case:
 
 
 EXCLUSIVE = UNMEASURED | {"mode": "exclusive"}
-EQUATION_12 = UNMEASURED | {"admission": "memory_aware"}
+EQUATION_12 = UNMEASURED | {"papers": {"memory": "exact"}}
 ALONE = UNMEASURED | {"overcommit": False}
 CASES = {
     "mode": Case(value="exclusive"),
     "admission": Case(value="slots", engine=TIGHT),
-    "memory_form": Case(value="linear", base=EQUATION_12, engine=TIGHT),
-    "memory_basis": Case(value="resident", base=EQUATION_12, engine=TIGHT),
-    "prior_output_tokens": Case(value=20.0, base=EQUATION_12, engine=TIGHT),
-    "ttft_s": Case(value=0.3),
-    "tpot_s": Case(value=0.012),
-    "sla": Case(value="search", with_it={"itl_target_s": 0.012}),
-    "itl_target_s": Case(value=0.012, base=UNMEASURED | {"sla": "search", "itl_target_s": 0.03}),
-    "classes": Case(value=("short",), base=ALONE, engine=TIGHT),
-    "refill": Case(value=16, base=EXCLUSIVE),
-    "phase_rule": Case(value="threshold", base=EXCLUSIVE, requests=300),
-    "mode_rule": Case(value="crossover", engine={"slots": 8}, times=DEAR_MIXES, profiled=True, requests=200),
-    "hysteresis_fraction": Case(value=100.0, times=DEAR_MIXES, profiled=True, requests=200),
-    "priority_margin_fraction": Case(value=100.0, times=DEAR_MIXES, profiled=True, requests=200),
-    "exclusive_overflow_probability": Case(
-        value=0.01, base=EXCLUSIVE | {"admission": "slots"}, engine=TIGHT, requests=200
-    ),
-    "max_wait_s": Case(value=0.05, base=EXCLUSIVE | {"refill": 16}),
-    "max_batch_size": Case(value=4),
     "overflow_probability": Case(value=0.4, base=ALONE, engine=TIGHT),
     "overcommit": Case(value=False, engine=TIGHT),
-    "profile": Case(value="profile.csv", times=DEAR_MIXES, requests=200),
+    "max_batch_size": Case(value=4),
     "measure_s": Case(value=0.0, base={}, times=DEAR_MIXES, requests=200),
     "policy": Case(value="memory_aware", base={}, engine=TIGHT),
     "policy_args": Case(value={"prior_output_tokens": 20.0}, base={"policy": "memory_aware"}, engine=TIGHT),
+    "classes": Case(value=("short",), base=ALONE, engine=TIGHT),
+    "ttft_s": Case(value=0.3),
+    "tpot_s": Case(value=0.012),
+    "profile": Case(value="profile.csv", times=DEAR_MIXES, requests=200),
+    "papers": Case(value={"refill": 16}, base=EXCLUSIVE),
 }
-every_key = pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields))
+RULES = {
+    "memory": Case(value="exact", engine=TIGHT),
+    "memory_basis": Case(value="resident", base=EQUATION_12, engine=TIGHT),
+    "overflow_probability": Case(value=0.4, base=EQUATION_12, engine=TIGHT),
+    "itl_target_s": Case(value=0.012),
+    "refill": Case(value=16, base=EXCLUSIVE),
+    "phase_rule": Case(value="threshold", base=EXCLUSIVE, requests=300),
+    "mode_rule": Case(value="crossover", engine={"slots": 8}, times=DEAR_MIXES, profiled=True, requests=200),
+    "priority_margin_fraction": Case(value=100.0, times=DEAR_MIXES, profiled=True, requests=200),
+    "bounds_exclusive": Case(value=True, base=EXCLUSIVE | {"admission": "slots"}, engine=TIGHT, requests=200),
+}
+# The queue has its patience at its start: tests/policies/engine/test_promised_queue.py.
+every_key = pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields.keys() - {"late_patience_s"}))
 
 
 def served(case: Case, settings: Mapping[str, Any], folder: Path, changes: Mapping[str, Any]) -> list[StepLog]:
@@ -109,15 +107,23 @@ def folder(tmp_path: Path) -> Path:
 def test_every_setting_changes_what_steps_hold(key: str, folder: Path) -> None:
     """A new one needs a case: a value and a load with which it makes a difference."""
     case = CASES[key]
-    changes = {key: case.value, **case.with_it}
+    changes = {key: case.value}
     before, after = (served(case, settings, folder, {}) for settings in (case.base, {**case.base, **changes}))
     assert before != after
 
 
+@pytest.mark.parametrize("rule", [each.name for each in fields(PapersConfig) if each.name != "literal_buckets"])
+def test_every_rule_of_the_papers_changes_what_steps_hold(rule: str, folder: Path) -> None:
+    case = RULES[rule]
+    rules = {**case.base.get("papers", {}), rule: case.value}
+    before, after = (served(case, settings, folder, {}) for settings in (case.base, {**case.base, "papers": rules}))
+    assert before != after
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("key", sorted(SchedulerSettings.live_keys()))
+@pytest.mark.parametrize("key", sorted(SchedulerSettings.live_keys() - {"late_patience_s"}))
 def test_a_live_change_is_served_as_if_it_had_stood_there_from_the_start(key: str, folder: Path) -> None:
     case = CASES[key]
-    changes = {key: str(folder / case.value) if key == "profile" else case.value, **case.with_it}
+    changes = {key: str(folder / case.value) if key == "profile" else case.value}
     begun = served(case, {**case.base, **changes}, folder, {})
     assert served(case, case.base, folder, changes) == begun

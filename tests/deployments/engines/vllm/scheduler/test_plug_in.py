@@ -31,11 +31,11 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed": {"mode": "mixed"},
-    "exclusive k=1": {"mode": "exclusive", "refill": 1},
-    "exclusive k=4": {"mode": "exclusive", "refill": 4},
-    "exclusive k=16": {"mode": "exclusive", "refill": 16, "admission": "slots"},
-    "exclusive k*": {"mode": "exclusive", "max_wait_s": 0.5},
-    "auto that searches": {"mode": "auto", "sla": "search", "itl_target_s": 0.05},
+    "exclusive k=1": {"mode": "exclusive", "papers": {"refill": 1}},
+    "exclusive k=4": {"mode": "exclusive", "papers": {"refill": 4}},
+    "exclusive k=16": {"mode": "exclusive", "papers": {"refill": 16}, "admission": "slots"},
+    "exclusive k*": {"mode": "exclusive"},
+    "auto that searches": {"mode": "auto", "papers": {"itl_target_s": 0.05}},
     "auto with promises": {"mode": "auto", "ttft_s": 1.0, "tpot_s": 0.02},
 }
 ENGINES: dict[str, dict[str, Any]] = {
@@ -532,11 +532,15 @@ def test_a_long_prompt_in_progress_waits_for_a_short_one_that_would_be_late(dept
 
 
 def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
-    settings = {"mode": "exclusive", "refill": 12, "max_wait_s": 0.3}
+    def patient(max_wait_s: float) -> dict[str, Any]:
+        rules = {"mode": "exclusive", "phase_rule": "fixed", "refill": 12, "max_wait_s": max_wait_s}
+        return {"policy": "exclusive_mixed_literal", "policy_args": rules}
+
+    settings = patient(0.3)
     new = run_closed(VirtualEngine(settings), workload(150), clients=40)
     old = run_closed(VirtualEngine(settings), workload(150), clients=40, arrival_time=0.0)
     assert old.log == new.log
-    impatient = run_closed(VirtualEngine(settings | {"max_wait_s": 0.01}), workload(150), clients=40)
+    impatient = run_closed(VirtualEngine(patient(0.01)), workload(150), clients=40)
     assert impatient.log != new.log
 
 
@@ -575,10 +579,10 @@ def test_live_control_may_change_anything_at_any_step(depth: int) -> None:
     changes: list[dict[str, Any]] = [
         {"mode": "stock"},
         {"mode": "mixed", "max_batch_size": 5},
-        {"mode": "exclusive", "refill": 3, "max_batch_size": None},
-        {"mode": "exclusive", "refill": None},
-        {"mode": "auto", "sla": "search", "itl_target_s": 0.02},
-        {"mode": "auto", "admission": "memory_aware"},
+        {"mode": "exclusive", "papers": {"refill": 3}, "max_batch_size": None},
+        {"mode": "exclusive", "papers": {}},
+        {"mode": "auto", "papers": {"itl_target_s": 0.02}},
+        {"mode": "auto", "papers": {"memory": "exact"}},
     ]
     for number, (prompt, output) in enumerate(workload(200)):
         engine.add(f"r{number}", prompt, output)
@@ -671,7 +675,7 @@ def test_a_policy_that_parts_phases_is_carried_out_mixed_where_they_cannot_be_pa
 
 
 def test_a_wrong_change_changes_nothing() -> None:
-    engine = VirtualEngine({"mode": "mixed", "refill": 2})
+    engine = VirtualEngine({"mode": "mixed", "papers": {"refill": 2}})
     with pytest.raises(ConfigError, match=r"sluice\.speed"):
         engine.scheduler.control({"speed": 11})
     with pytest.raises(ConfigError, match=r"sluice\.mode"):
@@ -924,7 +928,7 @@ def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None
         mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-3),
     )
     for mode in ("mixed", "exclusive"):
-        engine = VirtualEngine({"mode": mode, "sla": "search", "itl_target_s": 0.03}, slots=64, times=slow)
+        engine = VirtualEngine({"mode": mode, "papers": {"itl_target_s": 0.03}}, slots=64, times=slow)
         run_closed(engine, workload(500), clients=64)
         late = [a for a in engine.answers.values() if a.output_tokens > 20][100:-60]
         gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
@@ -991,7 +995,9 @@ def test_measuring_shows_every_kind_of_step_and_no_lengths() -> None:
 
 
 def test_the_status_says_what_it_does_and_why() -> None:
-    engine = run_closed(VirtualEngine({"mode": "exclusive", "refill": 4}, blocks=200), workload(150), clients=40)
+    engine = run_closed(
+        VirtualEngine({"mode": "exclusive", "papers": {"refill": 4}}, blocks=200), workload(150), clients=40
+    )
     core = SimpleNamespace(scheduler=engine.scheduler)
     status = core_status(core)
     assert status["mode"] == "exclusive"
