@@ -27,7 +27,7 @@ from deployments.config.model import DEMO, ModelSection
 from deployments.config.router import RouterSection
 from deployments.config.scaling import least_replicas
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
-from deployments.config.section import Live
+from deployments.config.section import LiveKey
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
 from deployments.config.vllm_args import EXECUTOR, options
 from deployments.process.environment import REDIS_URL_ENV
@@ -41,6 +41,7 @@ from router.redis_store import state_version
 
 ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 """OpenAI's, or another word; it stands in answers as it is."""
+DEFAULT_TIERS: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
 
 
 class AppConfig(ModelSection):
@@ -68,11 +69,15 @@ class AppConfig(ModelSection):
     papers: PapersConfig = PapersConfig()
     batches: BatchesSection = BatchesSection()
     responses: ResponsesSection = ResponsesSection()
-    classes: Live[dict[str, ClassSection]] = DEFAULT_CLASSES
+    classes: LiveKey[dict[str, ClassSection]] = DEFAULT_CLASSES
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
-    default_class: Live[str] = "standard"
+    default_class: LiveKey[str] = "standard"
     """Of requests that ask for none, and whose key has none of its own."""
-    service_tiers: Live[dict[ServiceTier, str]] = {"priority": "interactive", "default": "standard", "flex": "offline"}
+    service_tiers: LiveKey[dict[ServiceTier, str]] = {
+        "priority": "interactive",
+        "default": "standard",
+        "flex": "offline",
+    }
     """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
     here are left alone; of the default ones those also whose class is not configured."""
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from deployments.config.section import Live, Seconds, Section
+from deployments.config.section import LiveKey, Seconds, Section
 from policies.registry import Family, build_of
 from policies.router.admission import ClassLimits
 from policies.router.order import IdleOrder, Order
@@ -14,24 +14,24 @@ from policies.router.promise import Promise
 class ClassSection(Section):
     """A service class."""
 
-    ttft_s: Live[Seconds | None] = 1.0
+    ttft_s: LiveKey[Seconds | None] = 1.0
     """Target for the first token, from the arrival of the HTTP request; the earliest deadline starts first. None has no
     target: it goes behind those that can be in time, and before late ones."""
-    tpot_s: Live[Seconds | None] = None
+    tpot_s: LiveKey[Seconds | None] = None
     """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
     what it runs. None has no target."""
-    max_waiting: Live[int] = Field(default=4096, ge=1)
+    max_waiting: LiveKey[int] = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
-    when_late: Live[Literal["serve", "refuse"]] = "serve"
+    when_late: LiveKey[Literal["serve", "refuse"]] = "serve"
     """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
     behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
-    max_key_share: Live[float] = Field(default=0.5, gt=0, le=1)
+    max_key_share: LiveKey[float] = Field(default=0.5, gt=0, le=1)
     """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
     for others. 1 sets no bound, and requests without a key have none."""
-    fills_idle: Live[bool] = False
+    fills_idle: LiveKey[bool] = False
     """It takes what the others leave: a running request gives its slot back, and goes on later where it stands, when
     one of another class waits that is due earlier."""
-    order: Live[IdleOrder] = "deadline"
+    order: LiveKey[IdleOrder] = "deadline"
     """With `fills_idle`, its requests among themselves: `deadline` as they came, or by prompt length those that come
     within one `ttft_s` (without one, `router.late_patience_s`), window by window. `shortest_first` ends more requests
     a second while they wait, `longest_first` brings the long ones together; a longer `ttft_s` sorts more of them."""
@@ -58,7 +58,7 @@ class OrderSection(Section):
     policy: str | None = None
     """A class of your own, `package.module:Class`, or another order of policies/registry.py by name, in the place of
     that deadline. See docs/guides/write-a-policy.md."""
-    policy_args: Live[dict[str, JsonValue]] = {}
+    policy_args: LiveKey[dict[str, JsonValue]] = {}
     """Settings of `policy`, its keywords."""
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from deployments.config.scaling import AutoscalingSection, least_replicas
 from deployments.config.scheduler import SchedulerSection
-from deployments.config.section import Live, Seconds, Section
+from deployments.config.section import LiveKey, Seconds, Section
 from policies.gang.batches import GangConfig
 from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
@@ -155,7 +155,7 @@ class EngineSection(Section):
     credit_lookahead: int | None = Field(default=None, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends. null is an eighth
     of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
-    credit_s: Live[float | None] = Field(default=None, gt=0)
+    credit_s: LiveKey[float | None] = Field(default=None, gt=0)
     """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
     replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets
     no bound."""

@@ -7,7 +7,8 @@
           default_class: interactive
 
 It lies over `args`, in the same form: sections merge, any other value replaces that of `args`, a mapping as a whole.
-Ray Serve gives it to the routers that run, and restarts none. Which keys are live their sections say (`section.Live`).
+Ray Serve gives it to the routers that run, and restarts none. Sections mark the keys that are live
+(`section.LiveKey`).
 """
 
 import hashlib

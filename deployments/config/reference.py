@@ -35,7 +35,7 @@ _TYPES = {"boolean": "true or false", "null": "null", "array": "list", "object":
 
 
 LIVE = "x-live"
-"""In the schema of what changes while engines serve; see ``section.Live``."""
+"""In the schema of what changes while engines serve; see ``section.LiveKey``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

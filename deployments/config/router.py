@@ -3,7 +3,7 @@
 from pydantic import Field, IPvAnyNetwork
 
 from deployments.config.scaling import RouterAutoscalingSection
-from deployments.config.section import Live, Seconds, Section
+from deployments.config.section import LiveKey, Seconds, Section
 from router.terms import RoutedClientConfig
 
 # Nine lost or late heartbeats in a row are no accident.
@@ -22,21 +22,21 @@ class RouterSection(Section):
     max_ongoing_requests: int = Field(default=10_000, ge=1)
     """HTTP requests that one router replica handles at once; 1 000 more wait for it, beyond them it is 503 with
     Retry-After."""
-    max_body_bytes: Live[int | None] = Field(default=None, ge=1024)
+    max_body_bytes: LiveKey[int | None] = Field(default=None, ge=1024)
     """Longer request bodies get 413. null goes by the model: 1 MiB, or 64 MiB where it takes images or sounds, and 32
     bytes for each token of its context."""
-    max_buffered_bytes: Live[int] = Field(default=512 << 20, ge=1 << 20)
+    max_buffered_bytes: LiveKey[int] = Field(default=512 << 20, ge=1 << 20)
     """Bodies of all requests that a router handles together. Beyond it the largest of those still on their way get
     503."""
-    body_timeout_s: Live[Seconds] = 30.0
+    body_timeout_s: LiveKey[Seconds] = 30.0
     """The longest that a body may take to come; then it gets 408."""
-    max_engine_requests: Live[int] = Field(default=256, ge=1)
+    max_engine_requests: LiveKey[int] = Field(default=256, ge=1)
     """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
-    max_prompt_logprobs: Live[int] = Field(default=1 << 14, ge=1)
+    max_prompt_logprobs: LiveKey[int] = Field(default=1 << 14, ge=1)
     """Values that `prompt_logprobs` (or `echo` with `logprobs`) may ask for: tokens of the prompt, times one more than
     the logprobs of each. More get 400. vLLM's front end makes them while all streams of the router wait: a hundred
     thousand take about a second."""
-    grammar_timeout_s: Live[Seconds] = 5.0
+    grammar_timeout_s: LiveKey[Seconds] = 5.0
     """The longest that a schema, regular expression or grammar may take to compile, in seconds of a core; then its
     request gets 400."""
     media_networks: list[IPvAnyNetwork] = []
@@ -44,9 +44,9 @@ class RouterSection(Section):
     public addresses. Other private, loopback and link-local addresses are refused, also after a redirect. Where routers
     reach the world by a proxy (HTTP_PROXY), its address must be in one of them; what it fetches is for itself to
     check."""
-    max_wait_s: Live[Seconds] = 600.0
+    max_wait_s: LiveKey[Seconds] = 600.0
     """The longest that a request may wait for a replica before it fails."""
-    late_patience_s: Live[Seconds] = 60.0
+    late_patience_s: LiveKey[Seconds] = 60.0
     """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
     for longer, is owed one start in ten."""
     silence_s: Seconds = 10.0

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from deployments.config.messages import what_is_wrong
 from deployments.config.profile import calibrated
-from deployments.config.section import Live, Seconds, Section
+from deployments.config.section import LiveKey, Seconds, Section
 from policies.engine.auto import Auto, AutoConfig
 from policies.errors import ConfigError
 from policies.papers.auto_literal import AutoLiteralConfig, PapersConfig, auto
@@ -36,17 +36,17 @@ SCHEDULER_CLASS = "deployments.vllm_scheduler.SluiceScheduler"
 class SchedulerSection(Section):
     """What each engine step may do, and which rule decides it. Literal rules of the papers stand under `papers`."""
 
-    mode: Live[SchedulerMode] = "auto"
+    mode: LiveKey[SchedulerMode] = "auto"
     """`stock` is vLLM's own scheduler, untouched. `mixed` adds admission and latency control; `exclusive` never lets
     prefill and decode share a step; `auto` chooses between these two by measured step times."""
-    admission: Live[Literal["forecast", "slots"]] = "forecast"
+    admission: LiveKey[Literal["forecast", "slots"]] = "forecast"
     """By survival forecast, or as vLLM does, until memory is full."""
-    overflow_probability: Live[float] = Field(default=AutoConfig().overflow_probability, gt=0, lt=1)
+    overflow_probability: LiveKey[float] = Field(default=AutoConfig().overflow_probability, gt=0, lt=1)
     """Chance that the forecast allows for the KV cache to overflow, which preempts."""
-    overcommit: Live[bool] = True
+    overcommit: LiveKey[bool] = True
     """Admit beyond the forecast while preemptions cost less than the larger batch brings; false where answers have
     nearly equal lengths."""
-    max_batch_size: Live[int | None] = Field(default=None, ge=1)
+    max_batch_size: LiveKey[int | None] = Field(default=None, ge=1)
     """A fixed cap on running requests, below vLLM's own max_num_seqs."""
     measure_s: float = Field(default=10.0, ge=0, le=600, allow_inf_nan=False)
     """Most seconds at an engine's start, before it takes requests, to measure what steps cost, for `mode: auto` without
@@ -79,18 +79,18 @@ class SchedulerSection(Section):
 class SchedulerSettings(SchedulerSection):
     """What an engine's plug-in is told: `engine.scheduler`, and what else it needs of the application."""
 
-    classes: Live[tuple[str, ...]] = ()
+    classes: LiveKey[tuple[str, ...]] = ()
     """Service classes whose lengths are learned apart, by name."""
-    ttft_s: Live[Seconds | None] = None
+    ttft_s: LiveKey[Seconds | None] = None
     """Seconds until the first token, promised to requests that bring no promise of their own, as under plain
     `vllm serve`."""
-    tpot_s: Live[Seconds | None] = None
+    tpot_s: LiveKey[Seconds | None] = None
     """Mean seconds of a token after the first, promised likewise."""
-    late_patience_s: Live[Seconds] = 60.0
+    late_patience_s: LiveKey[Seconds] = 60.0
     """See `router.late_patience_s`."""
-    profile: Live[Path | None] = None
+    profile: LiveKey[Path | None] = None
     """A file that `sluice calibrate` wrote for this model and hardware."""
-    papers: Live[PapersConfig] = PapersConfig()
+    papers: LiveKey[PapersConfig] = PapersConfig()
     """Literal rules of the papers in the place of Sluice's."""
 
     @classmethod

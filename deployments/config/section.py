@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.config.reference import LIVE
 
 T = TypeVar("T")
-Live = Annotated[T, Field(json_schema_extra={LIVE: True})]
+LiveKey = Annotated[T, Field(json_schema_extra={LIVE: True})]
 """A setting that changes while engines serve (deployments/config/live.py); a change of any other restarts them."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.section import Live, Seconds, Section
+from deployments.config.section import LiveKey, Seconds, Section
 from deployments.process.log_settings import LogFormat, LogLevel, LogSettings, LogTarget
 
 
@@ -26,12 +26,12 @@ class LogsSection(Section):
     """Logs of Sluice's processes, with a line for each request when it ends, never with what it says. Routers and
     engine replicas follow a change. The runner of batches and predictor replicas of their own go by `args`."""
 
-    to: Live[LogTarget] = "files"
+    to: LiveKey[LogTarget] = "files"
     """`files` of Ray's in each node's session folder. `stdout` has a copy of every line on the standard output of the
     pod, or of what else has started Ray there: `ray start --block`, `sluice serve`."""
-    format: Live[LogFormat] = "json"
+    format: LiveKey[LogFormat] = "json"
     """`json` has one object a line, `human` text for people."""
-    level: Live[LogLevel | None] = None
+    level: LiveKey[LogLevel | None] = None
     """From which one on; the line of a request is INFO. null goes by SLUICE_LOG_LEVEL, and without it by INFO."""
 
     def settings(self) -> LogSettings:

@@ -28,7 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from deployments.config.messages import what_is_wrong
-from deployments.config.section import Live
+from deployments.config.section import LiveKey
 from policies.errors import ConfigError, StateStoreError
 from router.admission import Tenant
 from router.redis_store import AWAY
@@ -48,19 +48,19 @@ class KeyEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    name: Live[str] = Field(min_length=1, max_length=64)
+    name: LiveKey[str] = Field(min_length=1, max_length=64)
     """Whose key it is; it stands in logs and metrics."""
-    sha256: Live[str] = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: LiveKey[str] = Field(pattern=r"^[0-9a-f]{64}$")
     """The SHA-256 of the key, in hexadecimal; `sluice keys new` prints it."""
-    default_class: Live[str | None] = None
+    default_class: LiveKey[str | None] = None
     """The class of its requests that name none; null is `default_class` of the application."""
-    classes: Live[frozenset[str] | None] = None
+    classes: LiveKey[frozenset[str] | None] = None
     """The classes that it may ask for; null allows all."""
-    requests_per_minute: Live[Rate | None] = None
+    requests_per_minute: LiveKey[Rate | None] = None
     """Requests that it may start; a minute's worth may come at once. null sets no limit."""
-    tokens_per_minute: Live[Rate | None] = None
+    tokens_per_minute: LiveKey[Rate | None] = None
     """Tokens of prompts and answers together; a minute's worth may come at once. null sets no limit."""
-    may_tighten: Live[bool] = False
+    may_tighten: LiveKey[bool] = False
     """Whether its requests may ask for tighter targets than their class has."""
 
     @cached_property
