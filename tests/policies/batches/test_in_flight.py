@@ -67,10 +67,6 @@ def test_it_does_not_grow_while_it_is_not_used_up() -> None:
     assert in_flight.limit == 4
 
 
-def test_it_has_a_bound() -> None:
-    assert after(*[IDLE] * 100, config=InFlightConfig(most=20)) == 20
-
-
 @pytest.mark.parametrize("wrong", [{"most": 0}, {"backoff": 1.0}, {"growth": 0.0}])
 def test_wrong_settings_are_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -162,13 +162,6 @@ class TestRules:
         laws = [policy.law() for policy in (new, twin)]
         assert laws[0] and laws[1] and laws[0].quantile(0.5) == laws[1].quantile(0.5)
 
-    @pytest.mark.long
-    @pytest.mark.slow
-    def test_step_times_need_not_be_given(self) -> None:
-        known = saturated(ToyEngine(exclusive(), make_times(), slots=64))
-        blind = ToyEngine(ExclusiveMixed(ExclusiveMixedConfig(mode="exclusive")), make_times(), slots=64)
-        assert tokens_per_s(steady(saturated(blind))) > 0.97 * tokens_per_s(steady(known))
-
 
 def auto(prior: StepTimes | None = None, **settings: object) -> ExclusiveMixed:
     config = {"step_times": StepTimeConfig(prior=prior), **settings}

@@ -1,5 +1,6 @@
 """Forecast admission: what it admits on paper, and what it does to an engine with little KV cache."""
 
+from dataclasses import replace
 from math import comb
 
 import numpy as np
@@ -83,16 +84,15 @@ class TestOnPaper:
         young = taught([200] * 100).plan(make_state(ages=[10] * 4, waiting=50, capacity=2400))
         assert young.starts < old.starts
 
-    def test_a_smaller_chance_of_overflow_admits_less(self) -> None:
+    @pytest.mark.parametrize(
+        ("setting", "values"), [("overflow_probability", (0.3, 0.05, 0.001)), ("length_bias", (0.5, 1.0, 2.0))]
+    )
+    def test_a_smaller_chance_of_overflow_and_longer_laws_admit_less(
+        self, setting: str, values: tuple[float, ...]
+    ) -> None:
         lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
-        state = make_state(ages=[50] * 20, waiting=60, capacity=10_000)
-        admitted = [taught(lengths, overflow_probability=p).plan(state).starts for p in (0.3, 0.05, 0.001)]
-        assert admitted[0] > admitted[1] > admitted[2]
-
-    def test_longer_laws_admit_less(self) -> None:
-        lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
-        state = make_state(ages=[50] * 20, waiting=60, capacity=8000)
-        admitted = [taught(lengths, length_bias=bias).plan(state).starts for bias in (0.5, 1.0, 2.0)]
+        state = make_state(ages=[50] * 20, waiting=60, capacity=9000)
+        admitted = [taught(lengths, **{setting: value}).plan(state).starts for value in values]
         assert admitted[0] > admitted[1] > admitted[2]
 
     def test_each_class_has_its_own_law(self) -> None:
@@ -291,10 +291,7 @@ def drifting_jobs() -> list[Job]:
     """Outputs of mean 100, then of mean 300."""
     first = random_jobs(300, prompt=(50, 150), mean_output=100, seed=5)
     second = random_jobs(300, prompt=(50, 150), mean_output=300, seed=6)
-    return first + [
-        Job(request_id=f"s{i}", prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens)
-        for i, job in enumerate(second)
-    ]
+    return first + [replace(job, request_id=f"s{job.request_id}") for job in second]
 
 
 def run(policy: BatchPolicy, jobs: list[Job], total_blocks: int = 700) -> ToyEngine:
@@ -302,9 +299,7 @@ def run(policy: BatchPolicy, jobs: list[Job], total_blocks: int = 700) -> ToyEng
 
 
 def fresh(jobs: list[Job]) -> list[Job]:
-    return [
-        Job(request_id=job.request_id, prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens) for job in jobs
-    ]
+    return [replace(job) for job in jobs]
 
 
 @pytest.mark.slow

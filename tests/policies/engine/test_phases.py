@@ -99,10 +99,6 @@ class TestBestPhase:
         thinned = best_phase_of_survival(survival, prefill_s, 0.01, thinned=True)
         assert cost(exact) <= cost(thinned) <= 1.002 * cost(exact)
 
-    def test_a_refill_is_at_least_one_request_and_at_most_the_batch(self) -> None:
-        assert PhaseLength(steps=3, slots_fraction=0.01).refill(8) == 1
-        assert PhaseLength(steps=300, slots_fraction=1.0).refill(8) == 8
-
 
 def test_the_cost_of_an_exclusive_token_weighs_prefill_and_decode_by_their_tokens() -> None:
     means = WorkloadMeans(prompt_tokens=300, output_tokens=100, context_tokens=1000)

@@ -52,9 +52,12 @@ def test_prompts_get_what_decodes_leave_of_the_strictest_promise() -> None:
     assert (plan.limited_by, plan.max_batch_size) == (Limit.SLA, 150)
 
 
-def test_without_a_promise_nothing_is_bound() -> None:
+def test_nothing_is_bound_without_a_promise_while_nobody_decodes_or_for_who_is_late() -> None:
     plan = budget().plan(state(np.inf, np.inf, waiting=0))
     assert (plan.max_prefill_tokens, plan.limited_by) == (None, Limit.SLOTS)
+    assert budget().plan(state(prefilling=2)).max_prefill_tokens is None
+    # A hundred tokens in twenty seconds: a mean of 20 ms over a thousand is out of reach.
+    assert budget().plan(state(0.02, first_token_s=-19.0)).max_prefill_tokens is None
 
 
 def test_a_batch_that_grew_without_a_promise_drains_to_where_the_next_one_is_kept() -> None:
@@ -67,15 +70,6 @@ def test_a_promise_that_not_even_one_request_could_keep_bounds_nobody() -> None:
     hopeless = hopeless._replace(waiting=(hopeless.waiting[0]._replace(tpot_s=0.004),))
     plan = budget().plan(hopeless)
     assert (plan.max_batch_size, plan.max_prefill_tokens) == (256, None)
-
-
-def test_nor_while_nobody_decodes() -> None:
-    assert budget().plan(state(prefilling=2)).max_prefill_tokens is None
-
-
-def test_who_is_late_binds_nobody() -> None:
-    # A hundred tokens in twenty seconds: a mean of 20 ms over a thousand is out of reach.
-    assert budget().plan(state(0.02, first_token_s=-19.0)).max_prefill_tokens is None
 
 
 def test_a_promise_that_decodes_alone_break_is_given_up_until_they_keep_it() -> None:

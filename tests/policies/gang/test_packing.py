@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,28 +40,19 @@ def test_rows_are_at_most_eleven_ninths_of_the_fewest(packer: Packer, lengths: l
     assert len(packer(paired, 200)) <= 11 / 9 * len(lengths) + 6 / 9
 
 
+@PACKERS
 @given(lengths=st.lists(st.integers(0, 30), max_size=40), spare=st.integers(0, 20))
-def test_first_fit_through_the_tree_is_first_fit_by_search(lengths: list[int], spare: int) -> None:
+def test_rows_are_those_that_a_search_through_all_of_them_finds(packer: Packer, lengths: list[int], spare: int) -> None:
     capacity = max(lengths, default=0) + spare
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         fitting = [row for row in rows if sum(lengths[i] for i in row) + lengths[index] <= capacity]
         if not fitting:
             rows.append([])
-        (fitting or rows[-1:])[0].append(index)
-    assert first_fit_decreasing(lengths, capacity) == rows
-
-
-@given(lengths=st.lists(st.integers(0, 30), max_size=40), spare=st.integers(0, 20))
-def test_best_fit_by_bisection_is_best_fit_by_search(lengths: list[int], spare: int) -> None:
-    capacity = max(lengths, default=0) + spare
-    rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fitting = [row for row in rows if sum(lengths[i] for i in row) + lengths[index] <= capacity]
-        if not fitting:
-            rows.append([])
-        max(fitting or rows[-1:], key=lambda row: sum(lengths[i] for i in row)).append(index)
-    assert best_fit_decreasing(lengths, capacity) == rows
+            fitting = rows[-1:]
+        fullest = max(fitting, key=lambda row: sum(lengths[i] for i in row))
+        (fitting[0] if packer is first_fit_decreasing else fullest).append(index)
+    assert packer(lengths, capacity) == rows
 
 
 @PACKERS
@@ -115,32 +107,23 @@ def test_positions_continue_after_cached_tokens() -> None:
     assert packed.positions([16, 0]).tolist() == [[16, 17, 0, 1, 2, 0]]
 
 
-def test_offsets_are_one_per_prompt() -> None:
-    with pytest.raises(InputError, match="one entry per prompt"):
-        PackedBatch.of([2, 3]).positions([1])
-
-
-def test_the_independent_mask_is_a_triangle_per_prompt_and_a_diagonal_for_padding() -> None:
-    packed = PackedBatch.from_rows([[0, 1]], [2, 1], 4)
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert packed.attention_mask()[0].astype(int).tolist() == expected
-
-
-def test_an_encoder_sees_both_ways_within_a_prompt() -> None:
-    packed = PackedBatch.from_rows([[0, 1]], [2, 1], 4)
-    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert packed.attention_mask(causal=False)[0].astype(int).tolist() == expected
-
-
-def test_a_sliding_window_acts_within_a_prompt() -> None:
-    packed = PackedBatch.from_rows([[0, 1]], [3, 2], 5)
-    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
-    assert packed.attention_mask(window=2)[0].astype(int).tolist() == expected
-
-
-def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="window"):
-        PackedBatch.of([2]).attention_mask(window=0)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0]]),
+        ({"causal": False}, [[1, 1, 1, 0, 0, 0]] * 3 + [[0, 0, 0, 1, 1, 0]] * 2),
+        (
+            {"window": 2},
+            [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0]],
+        ),
+    ],
+    ids=["causal", "encoder", "window"],
+)
+def test_masks_keep_within_a_prompt_and_padding_sees_itself(
+    settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    packed = PackedBatch.from_rows([[0, 1]], [3, 2], 6)
+    assert packed.attention_mask(**settings)[0].astype(int).tolist() == [*expected, [0, 0, 0, 0, 0, 1]]
 
 
 @given(PROMPTS, st.integers(0, 5), st.booleans(), st.one_of(st.none(), st.integers(1, 4)))
@@ -180,8 +163,12 @@ def test_rows_that_lose_double_or_overfill_are_refused(rows: list[list[int]], me
         PackedBatch.from_rows(rows, [5, 3, 4], 8)
 
 
-def test_prompts_must_be_those_that_were_packed() -> None:
+def test_prompts_must_be_those_that_were_packed_with_an_offset_each_and_a_window_that_holds_something() -> None:
     packed = PackedBatch.of([2, 1])
+    with pytest.raises(InputError, match="one entry per prompt"):
+        packed.positions([1])
+    with pytest.raises(InputError, match="window"):
+        packed.attention_mask(window=0)
     with pytest.raises(InputError, match="must be the 2 that were packed"):
         packed.pack([[1, 2]], padding=0)
     with pytest.raises(InputError, match="must have 1 tokens, got 2"):
