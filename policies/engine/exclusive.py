@@ -1,8 +1,8 @@
 """Exclusive or mixed batching, decided online: phases of pure prefill and pure decode, or both in one step.
 
 Source: 003 (EB+), the online controller: sliding-window length statistics, phase length, crossover with smoothed
-occupancy, KV gate and priority margin. The closed forms live in ``policies.engine.phases``; the paper's own rules, such
-as theta0, eq. 8 as printed and the bound N*, in ``policies.papers.exclusive_mixed_literal``.
+occupancy and KV gate. The closed forms live in ``policies.engine.phases``; the paper's own rules, such
+as theta0, eq. 8 as printed, the priority margin and the bound N*, in ``policies.papers.exclusive_mixed_literal``.
 Departures, with ERRATA numbers:
 
 * The phase is planned by the integer T of 3.4 by default and ended by count: a refill is due once the slots that could
@@ -19,10 +19,10 @@ Departures, with ERRATA numbers:
 """
 
 from dataclasses import dataclass, field
-from math import expm1, floor, inf
+from math import expm1, floor
 from typing import Literal
 
-from policies.checks import ROUNDING, require_at_least, require_one_of, require_positive, require_probability
+from policies.checks import ROUNDING, require_at_least, require_one_of, require_probability
 from policies.engine.phases import (
     PhaseLength,
     RefillLimits,
@@ -34,7 +34,6 @@ from policies.engine.phases import (
 )
 from policies.engine.plans import STANDING_SHARE, STANDING_STEPS, capped_plan
 from policies.engine.step_time import StepTimeConfig, StepTimeModel
-from policies.errors import ConfigError
 from policies.lengths.statistics import MAX_HAZARD, LengthMoments, LengthStatistics, LifeTable, SurvivalLaw
 from policies.types import LEAST_STEP_S, BatchState, Limit, Phase, StepPlan, StepResult, StepTimes
 
@@ -54,10 +53,7 @@ class ExclusiveMixedConfig:
     Attributes:
         mode: "auto" chooses by cost, "exclusive" and "mixed" stay what they say.
         step_times: how step times are learned, and their prior.
-        max_wait_s: a head of the queue older than this is started in a prefill phase at once, or None.
         hysteresis_fraction: advantage, relative to what a token costs in exclusive batching, that a mode switch needs.
-        priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
-            time to first token, below 0 a short time between tokens.
         replan_steps: steps between two looks at lengths, step times and mode.
         min_samples: completions before lengths count as known.
         window: as in ``LengthStatistics``.
@@ -70,9 +66,7 @@ class ExclusiveMixedConfig:
 
     mode: Literal["auto", "exclusive", "mixed"] = "auto"
     step_times: StepTimeConfig = field(default_factory=StepTimeConfig)
-    max_wait_s: float | None = None
     hysteresis_fraction: float = 0.01
-    priority_margin_fraction: float = 0.0
     replan_steps: int = 128
     min_samples: int = 32
     window: int = 1000
@@ -85,9 +79,6 @@ class ExclusiveMixedConfig:
         require_at_least(1, self, "replan_steps", "min_samples", "window", "initial_phase_steps")
         require_at_least(0, self, "hysteresis_fraction")
         require_probability(self, "initial_slots_fraction")
-        require_positive(self, "max_wait_s")
-        if not abs(self.priority_margin_fraction) < inf:
-            raise ConfigError(f"priority_margin_fraction must be finite, got {self.priority_margin_fraction}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +277,6 @@ class ExclusiveMixed:
 
     def _stands(self, state: BatchState, startable: int) -> tuple[int, int]:
         """Steps and departures before which no refill comes due."""
-        if self.config.max_wait_s is not None:
-            return 1, 0
         share = self._refill_share(state)
         departures = state.running_count - floor(state.slots * (1.0 - share) + ROUNDING) - 1
         if departures < 0:  # slots are free, and blocks are not
@@ -301,8 +290,6 @@ class ExclusiveMixed:
         """Whether a decode phase has lasted long enough."""
         if not startable:
             return False
-        if self.config.max_wait_s is not None and state.now_s - state.waiting[0].arrival_s >= self.config.max_wait_s:
-            return True
         if self._phase_steps >= self._most_phase_steps:
             return True
         # Slots that no request waits for are free as well: below saturation a refill is due at once (ERRATA 3.8).
@@ -368,5 +355,4 @@ class ExclusiveMixed:
     def _pays(self, workload: Workload) -> bool:
         """Whether a token of exclusive batching is cheaper, by more than the hysteresis where that means a switch."""
         hysteresis = self.config.hysteresis_fraction
-        margin = self._gain(workload) - self.config.priority_margin_fraction
-        return margin > (-hysteresis if self.exclusive else hysteresis)
+        return self._gain(workload) > (-hysteresis if self.exclusive else hysteresis)

@@ -5,7 +5,7 @@ in ``policies.papers.phases``.
 """
 
 from dataclasses import dataclass
-from math import floor, inf, log1p, sqrt
+from math import floor, inf, isfinite, log1p, sqrt
 from typing import Literal
 
 from policies.checks import require_at_least, require_one_of, require_probability
@@ -33,6 +33,8 @@ class ExclusiveMixedLiteralConfig(ExclusiveMixedConfig):
         refill: requests per refill for "fixed".
         mode_rule: what "auto" takes mixed steps to cost. "measured" tells steps with a prefill from those without;
             "crossover" is eq. 8, which charges alpha_MB to every step.
+        priority_margin_fraction: delta, advantage demanded of exclusive batching besides; above 0 favours a short
+            time to first token, below 0 a short time between tokens.
         overflow_probability: epsilon of N*, which then bounds the batch of exclusive batching besides the slots; None
             sets no such bound.
 
@@ -43,6 +45,7 @@ class ExclusiveMixedLiteralConfig(ExclusiveMixedConfig):
     phase_rule: Literal["exact", "threshold", "ifr", "fixed"] = "exact"
     refill: int | None = None
     mode_rule: Literal["measured", "crossover"] = "measured"
+    priority_margin_fraction: float = 0.0
     overflow_probability: float | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +55,8 @@ class ExclusiveMixedLiteralConfig(ExclusiveMixedConfig):
         if self.overflow_probability is not None:
             require_probability(self, "overflow_probability")
         require_at_least(1, self, "refill")
+        if not isfinite(self.priority_margin_fraction):
+            raise ConfigError(f"priority_margin_fraction must be finite, got {self.priority_margin_fraction}")
         if (self.phase_rule == "fixed") != (self.refill is not None):
             raise ConfigError(f'refill goes with phase_rule "fixed", got {self.refill} with "{self.phase_rule}"')
 
@@ -124,8 +129,9 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
         return phase_threshold_ifr(share, hazard=hazard, hazard_slope=line.eta, decode_cost_ratio=ratio)
 
     def _gain(self, workload: Workload) -> float:
+        delta = self.config.priority_margin_fraction
         if self.config.mode_rule == "measured":
-            return super()._gain(workload)
+            return super()._gain(workload) - delta
         phase = self.phase_length
         margin_s = crossover_margin(workload.times, workload.means, slots=workload.occupancy, **workload.cycle(phase))
-        return margin_s / workload.exclusive_token_s(phase)
+        return margin_s / workload.exclusive_token_s(phase) - delta

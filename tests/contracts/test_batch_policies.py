@@ -52,7 +52,7 @@ MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     "forecast_admission": lambda: build("forecast_admission", min_samples=4, refresh_steps=3, classes=3),
     "exclusive_mixed": lambda: build("exclusive_mixed", replan_steps=3, min_samples=4),
     "exclusive_mixed exclusive": lambda: build(
-        "exclusive_mixed", mode="exclusive", replan_steps=3, min_samples=4, step_times=PRIOR, max_wait_s=5.0
+        "exclusive_mixed", mode="exclusive", replan_steps=3, min_samples=4, step_times=PRIOR
     ),
     "exclusive_mixed_literal threshold": lambda: build(
         "exclusive_mixed_literal",

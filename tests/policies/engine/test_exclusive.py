@@ -89,11 +89,6 @@ class TestPhases:
         assert (full.phase, full.departures) == (Phase.DECODE, 0)
         assert policy.plan(make_state(decoding=63, waiting=3)).phase is Phase.PREFILL
 
-    def test_a_head_that_waited_too_long_is_started_whatever_the_phase(self) -> None:
-        policy = exclusive(initial_slots_fraction=32 / 64, max_wait_s=2.0)
-        assert policy.plan(make_state(decoding=60, waiting=2, now_s=1.9)).phase is Phase.DECODE
-        assert policy.plan(make_state(decoding=60, waiting=2, now_s=2.1)).phase is Phase.PREFILL
-
     def test_a_prompt_cut_by_the_budget_is_finished_before_decoding_goes_on(self) -> None:
         policy = exclusive()
         policy.plan(make_state(waiting=4))
@@ -317,15 +312,6 @@ class TestAuto:
 
         engine = saturated(Noisy(auto(), FREE, slots=8), count=300)
         assert len(engine.results) > 1000
-
-    def test_the_priority_margin_moves_the_choice(self) -> None:
-        def share(margin: float) -> float:
-            recorder = Recorder(auto(CONTENDED, priority_margin_fraction=margin))
-            saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
-            return float(np.mean(recorder.modes[:-300]))
-
-        assert share(10.0) == 0.0
-        assert share(0.0) > 0.5
 
     def test_a_named_mode_is_never_left(self) -> None:
         recorder = Recorder(auto(CONTENDED, mode="mixed"))

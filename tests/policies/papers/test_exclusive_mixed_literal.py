@@ -14,6 +14,7 @@ from tests.policies.phased import Recorder, make_state, make_times, saturated, s
 from tests.toy_engine import Job, ToyEngine, run_closed
 
 FREE = make_times(prefill_overhead_s=0.03)
+CONTENDED = make_times(prefill_overhead_s=0.01, interference_s=3e-4)
 
 
 def literal(times: StepTimes | None = None, **settings: object) -> ExclusiveMixedLiteral:
@@ -105,3 +106,14 @@ def test_equation_8_takes_every_mixed_step_to_hold_a_prefill() -> None:
         return float(np.mean(recorder.modes[2000:]))
 
     assert (share("measured"), share("crossover")) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_the_priority_margin_moves_the_choice() -> None:
+    def share(margin: float) -> float:
+        recorder = Recorder(literal(CONTENDED, priority_margin_fraction=margin))
+        saturated(ToyEngine(recorder, CONTENDED, slots=32), count=500)
+        return float(np.mean(recorder.modes[:-300]))
+
+    assert share(10.0) == 0.0
+    assert share(0.0) > 0.5
