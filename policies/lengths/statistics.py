@@ -1,15 +1,13 @@
 """How long answers are: sliding-window moments, survival and hazard of the output length, per class.
 
-Source: 003's online controller (windows of lengths, empirical hazard, weighted least squares for p0 + eta*t) and the
-moments that 001's eq. 8 and 9 need. Departures:
+Source: 003's online controller (windows of lengths, empirical hazard) and the moments that 001's eq. 8 and 9 need.
+Departures:
 
 * Running requests count as at risk (censored): a window of completed answers alone is biased short while a load
   builds up, because the short answers complete first (ERRATA 3.6).
 * The window is a span of decode steps, not only a list of completions: a request that was already running when the
   span began enters at its age of that moment (left truncation). Without it the running requests' early tokens would
   be counted although the completions that belong to them have left the window, and every hazard would come out low.
-* A line fitted to the hazard falls back to the constant hazard sum(d)/sum(n) when its intercept is not positive or it
-  slopes down (ERRATA 3.5, 3.6).
 * The variance of prompt + output keeps 2*Cov, and the tokens resident in a slot have their own, length-biased moments
   (ERRATA 1.3, 1.4).
 
@@ -54,14 +52,6 @@ def length_grid(max_output_tokens: int, exact_up_to: int = 64, ratio: float = 1.
     while edges[-1] < max_output_tokens:
         edges.append(max(edges[-1] + 1, int(edges[-1] * ratio)))
     return np.asarray(edges, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHazard:
-    """h(t) = p0 + eta * t per token; eta = 0 is a geometric length."""
-
-    p0: float
-    eta: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,21 +148,6 @@ class LifeTable:
         exposure = float(self.exposure.sum())
         return float(self.ended.sum()) / exposure if exposure and self.ended.any() else None
 
-    def linear_hazard(self) -> LinearHazard | None:
-        """Weighted least squares of h(t) = p0 + eta*t on the cells' hazards, t at mid-cell; None before the first end.
-
-        A cell's weight is its exposure, the inverse of the binomial variance h (1 - h) / n up to a common factor.
-        A fit with p0 <= 0 or eta < 0 is replaced by the constant hazard (ERRATA 3.5, 3.6).
-        """
-        constant = self.constant_hazard()
-        if constant is None:
-            return None
-        seen = self.exposure > 0
-        age = 0.5 * (self.edges[:-1] + self.edges[1:] + 1).astype(np.float64)[seen]
-        p0, eta = _weighted_line(age, self.ended[seen] / self.exposure[seen], self.exposure[seen])
-        flat = LinearHazard(p0=constant, eta=0.0)
-        return LinearHazard(p0=p0, eta=eta) if p0 > 0.0 and eta > 0.0 else flat
-
     def law(self, *, unseen: float = 0.0) -> SurvivalLaw | None:
         """Kaplan-Meier on the grid; None before the first end.
 
@@ -198,15 +173,6 @@ class LifeTable:
         from_here = np.cumsum(self.ended[::-1])[::-1]
         first = int(np.count_nonzero(from_here >= _TAIL_FRACTION * from_here[0])) - 1
         return min(float(self.ended[first:].sum() / self.exposure[first:].sum()), MAX_HAZARD)
-
-
-def _weighted_line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:
-    """Intercept and slope of the weighted least-squares line; slope 0 when all x are one value."""
-    total = weight.sum()
-    mean_x, mean_y = (weight @ x) / total, (weight @ y) / total
-    spread = weight @ (x - mean_x) ** 2
-    slope = float(weight @ ((x - mean_x) * (y - mean_y)) / spread) if spread > 0 else 0.0
-    return float(mean_y - slope * mean_x), slope
 
 
 def life_table(edges: IntArray, left_at: ArrayLike, ended: ArrayLike, entered_at: ArrayLike | None = None) -> LifeTable:

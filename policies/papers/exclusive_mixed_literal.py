@@ -15,6 +15,7 @@ from policies.errors import ConfigError
 from policies.lengths.statistics import MAX_HAZARD
 from policies.papers.phases import (
     crossover_margin,
+    hazard_line,
     max_batch_size_exclusive,
     overhead_ratio,
     phase_threshold,
@@ -117,16 +118,16 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
 
     def _threshold_share(self, workload: Workload) -> float:
         """theta0 from the constant hazard, or theta0 + delta theta from the line fitted to the hazard (ERRATA 3.6)."""
-        line = workload.table.linear_hazard()
+        line = hazard_line(workload.table)
         assert line is not None
         corrected = self.config.phase_rule == "ifr"
-        hazard = min(line.p0, MAX_HAZARD) if corrected else workload.hazard
+        hazard = min(line[0], MAX_HAZARD) if corrected else workload.hazard
         prefill_s, decode_s = workload.overheads_s
         share = phase_threshold(overhead_ratio(hazard=hazard, prefill_overhead_s=prefill_s, decode_overhead_s=decode_s))
         if not corrected:
             return share
         ratio = workload.times.decode.decode_s * workload.slots / decode_s
-        return phase_threshold_ifr(share, hazard=hazard, hazard_slope=line.eta, decode_cost_ratio=ratio)
+        return phase_threshold_ifr(share, hazard=hazard, hazard_slope=line[1], decode_cost_ratio=ratio)
 
     def _gain(self, workload: Workload) -> float:
         delta = self.config.priority_margin_fraction

@@ -12,12 +12,15 @@ Symbols: as in ``policies.engine.phases``; theta refill share, zeta = -ln(1 - th
 
 from math import exp, expm1, log1p, sqrt
 
+import numpy as np
+
 from policies.checks import check_positive
 from policies.engine.phases import (
     WorkloadMeans,
     exclusive_throughput,
 )
 from policies.errors import InputError
+from policies.lengths.statistics import LifeTable
 from policies.papers.memory_aware import memory_safe_batch_size
 from policies.types import StepCoefficients, StepTimes
 
@@ -65,6 +68,23 @@ def overhead_ratio(*, hazard: float, prefill_overhead_s: float, decode_overhead_
     _require_hazard(hazard)
     check_positive(prefill_overhead_s=prefill_overhead_s, decode_overhead_s=decode_overhead_s)
     return -log1p(-hazard) * prefill_overhead_s / decode_overhead_s
+
+
+def hazard_line(table: LifeTable) -> tuple[float, float] | None:
+    """(p0, eta) of h(t) = p0 + eta*t by weighted least squares on the cells' hazards, t at mid-cell; None before the
+    first end.
+
+    A cell's weight is its exposure, the inverse of the binomial variance h (1 - h) / n up to a common factor. A fit
+    with p0 <= 0 or eta < 0 is replaced by the constant hazard (ERRATA 3.5, 3.6).
+    """
+    constant, seen = table.constant_hazard(), table.exposure > 0
+    if constant is None:
+        return None
+    if np.count_nonzero(seen) < 2:
+        return constant, 0.0
+    age, weight = 0.5 * (table.edges[:-1] + table.edges[1:] + 1)[seen], np.sqrt(table.exposure[seen])
+    eta, p0 = np.polyfit(age, table.ended[seen] / table.exposure[seen], deg=1, w=weight)
+    return (float(p0), float(eta)) if p0 > 0.0 and eta > 0.0 else (constant, 0.0)
 
 
 def phase_threshold_ifr(theta0: float, *, hazard: float, hazard_slope: float, decode_cost_ratio: float) -> float:

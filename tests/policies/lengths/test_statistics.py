@@ -137,36 +137,9 @@ class TestLifeTable:
         for edge in GRID[: np.searchsorted(GRID, lengths.max())]:
             assert law.survival(edge) == pytest.approx(np.mean(lengths > edge), abs=1e-6)
 
-    def test_a_line_is_recovered_from_an_increasing_hazard(self) -> None:
-        p0, eta = 0.002, 2e-5
-        rng = np.random.default_rng(4)
-        ages = np.arange(1, 4097)
-        survival = np.cumprod(1 - np.minimum(p0 + eta * ages, 1))
-        lengths = 1 + np.searchsorted(-survival, -rng.random(50_000))
-        line = table_of(lengths).linear_hazard()
-        assert line is not None
-        assert line.p0 == pytest.approx(p0, rel=0.1)
-        assert line.eta == pytest.approx(eta, rel=0.1)
-
-    def test_a_falling_hazard_counts_as_constant(self) -> None:
-        lengths = np.maximum(1, np.random.default_rng(5).lognormal(3, 1.5, 5000)).astype(np.int64)
-        table = table_of(np.minimum(lengths, 4096))
-        line = table.linear_hazard()
-        assert line is not None
-        assert (line.p0, line.eta) == (table.constant_hazard(), 0.0)
-
-    def test_an_intercept_below_zero_counts_as_constant(self) -> None:
-        # Uniform 150 to 250: the fit's intercept is negative (ERRATA 3.6).
-        table = table_of(np.random.default_rng(6).integers(150, 251, 5000))
-        line = table.linear_hazard()
-        assert line is not None
-        assert line.eta == 0.0
-        assert line.p0 == pytest.approx(1 / 200, rel=0.01)
-
     def test_before_the_first_end_there_is_no_hazard_and_no_law(self) -> None:
         table = life_table(GRID, [10, 20], [False, False])
         assert table.constant_hazard() is None
-        assert table.linear_hazard() is None
         assert table.law() is None
 
 

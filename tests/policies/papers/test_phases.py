@@ -18,15 +18,17 @@ from policies.engine.phases import (
 )
 from policies.engine.stock import Stock
 from policies.errors import InputError
+from policies.lengths.statistics import LifeTable, length_grid, life_table
 from policies.papers.phases import (
     crossover_margin,
+    hazard_line,
     max_batch_size_exclusive,
     mixed_throughput,
     overhead_ratio,
     phase_threshold,
     phase_threshold_ifr,
 )
-from policies.types import StepCoefficients, StepTimes
+from policies.types import IntArray, StepCoefficients, StepTimes
 from tests.policies.phase_simulation import simulate_phases, survival_of
 from tests.toy_engine import ToyEngine, random_jobs, run_closed
 
@@ -242,3 +244,25 @@ class TestCrossover:
         for throughput in (mixed_throughput, mixed_steps_throughput):
             with pytest.raises(InputError, match="slots"):
                 throughput(H200, HALF_AND_HALF, slots=0)
+
+
+def table_of(lengths: IntArray) -> LifeTable:
+    return life_table(length_grid(4096), np.minimum(lengths, 4096), np.ones(len(lengths), dtype=bool))
+
+
+class TestHazardLine:
+    def test_a_line_is_recovered_from_an_increasing_hazard(self) -> None:
+        ages = np.arange(1, 4097)
+        survival = np.cumprod(1 - np.minimum(0.002 + 2e-5 * ages, 1))
+        lengths = 1 + np.searchsorted(-survival, -np.random.default_rng(4).random(50_000))
+        assert hazard_line(table_of(lengths)) == pytest.approx((0.002, 2e-5), rel=0.1)
+
+    def test_a_falling_hazard_and_an_intercept_below_zero_count_as_constant(self) -> None:
+        # Uniform 150 to 250: the fit's intercept is negative (ERRATA 3.6).
+        falling = np.maximum(1, np.random.default_rng(5).lognormal(3, 1.5, 5000)).astype(np.int64)
+        for lengths in (falling, np.random.default_rng(6).integers(150, 251, 5000), np.full(9, 7)):
+            table = table_of(lengths)
+            assert hazard_line(table) == (table.constant_hazard(), 0.0)
+
+    def test_before_the_first_end_there_is_none(self) -> None:
+        assert hazard_line(life_table(length_grid(100), [10], [False])) is None
