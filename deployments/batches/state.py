@@ -182,12 +182,7 @@ class Batches:
     def create(self, owner: str, key: str | None, asked: BatchRequest, window_s: float) -> BatchRecord:
         now = int(time.time())
         record = BatchRecord(
-            id=new_id("batch_"),
-            owner=owner,
-            key=key,
-            created_at=now,
-            expires_at=now + int(window_s),
-            **asdict(asked),
+            id=new_id("batch_"), owner=owner, key=key, created_at=now, expires_at=now + int(window_s), **asdict(asked)
         )
         self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
@@ -278,11 +273,7 @@ class Batches:
             "finalizing_at": progress.finalizing_at,
             "cancelling_at": cancelled_at if status in ("cancelling", "cancelled") else None,
             **ended,
-            "request_counts": {
-                "total": progress.total,
-                "completed": progress.completed,
-                "failed": progress.failed,
-            },
+            "request_counts": {"total": progress.total, "completed": progress.completed, "failed": progress.failed},
             "usage": progress.tokens.as_openai() if progress.tokens != Tokens() else None,
             "metadata": metadata,
         }

@@ -62,10 +62,7 @@ def _small_and_patient(stages: Stages) -> Iterator[None]:
 
     raylet = _Raylet(services.start_ray_process, services.get_node, stages)
     parameters = functools.partial(
-        parameter.RayParams,
-        no_monitor=True,
-        include_log_monitor=False,
-        runtime_env_agent_port=free_port(),
+        parameter.RayParams, no_monitor=True, include_log_monitor=False, runtime_env_agent_port=free_port()
     )
     with (
         _replaced(parameter, "RayParams", parameters),

@@ -70,9 +70,7 @@ async def serve(options: argparse.Namespace) -> None:
             silence_s=SILENCE_S,
         ),
         config=RelayConfig(
-            heartbeat_s=HEARTBEAT_S,
-            lease_s=LEASE_S,
-            step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
+            heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP)
         ),
         credit=Live(Credit(reading_s=CREDIT_S)),
     )

@@ -185,11 +185,7 @@ def test_cancelled_streams_leave_no_blocks_pinned(split: Sluice, prompts: list[s
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
 def test_either_side_killed_under_load_costs_no_request_and_changes_no_answer(
-    split: Sluice,
-    prompts: list[str],
-    plain_answers: list[dict[str, Any]],
-    victim: str,
-    request: pytest.FixtureRequest,
+    split: Sluice, prompts: list[str], plain_answers: list[dict[str, Any]], victim: str, request: pytest.FixtureRequest
 ) -> None:
     wait_until(lambda: both_are_back(split), START_TIMEOUT_S, "both replicas serve")
 

@@ -203,10 +203,7 @@ def conversations(seed: int = 3) -> list[tuple[list[Part], int | None]]:
             (
                 [rng.randint(10, 4000) for _ in range(rng.randint(1, 25))],
                 SamplingParams(
-                    temperature=0.0,
-                    ignore_eos=True,
-                    max_tokens=rng.randint(1, 9),
-                    output_kind=RequestOutputKind.DELTA,
+                    temperature=0.0, ignore_eos=True, max_tokens=rng.randint(1, 9), output_kind=RequestOutputKind.DELTA
                 ),
             )
             for _ in range(1 + number % 4)

@@ -9,10 +9,7 @@ import pytest
 
 from deployments.command.cores import VLLM_TITLE, engines_undisturbed
 from deployments.config.application import AppConfig
-from deployments.process.environment import (
-    cores_beside_engines,
-    one_machine_env,
-)
+from deployments.process.environment import cores_beside_engines, one_machine_env
 from deployments.process.vllm_env import CORES_ENV, take_all_cores
 
 

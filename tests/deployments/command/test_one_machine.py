@@ -20,10 +20,7 @@ from tests.waiting import wait_until
 @pytest.mark.timeout(120)
 def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_machine, "START_S", 0.1)
-    with (
-        answering(lambda _: (204, b"")) as url,
-        pytest.raises(ApplicationStartError, match="status 204"),
-    ):
+    with answering(lambda _: (204, b"")) as url, pytest.raises(ApplicationStartError, match="status 204"):
         _wait_until_healthy(url)
 
 

@@ -381,11 +381,7 @@ async def test_a_body_at_the_limit_passes(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize(
     ("content", "headers"),
-    [
-        (b"x" * (LIMIT + 1), {}),
-        (b"x", {"content-length": "9" * 5000}),
-        (chunks(LIMIT + 500), {"content-length": "10"}),
-    ],
+    [(b"x" * (LIMIT + 1), {}), (b"x", {"content-length": "9" * 5000}), (chunks(LIMIT + 500), {"content-length": "10"})],
     ids=["told", "told in thousands of digits", "understated"],
 )
 async def test_a_body_beyond_the_limit_is_refused_with_the_setting(

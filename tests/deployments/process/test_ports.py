@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployments.process import ports
-from deployments.process.environment import (
-    one_machine_env,
-)
+from deployments.process.environment import one_machine_env
 from deployments.process.ports import free_port, free_port_block
 from tests.integration.application import REPOSITORY
 

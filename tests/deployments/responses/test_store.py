@@ -20,9 +20,7 @@ async def new(redis_url: str, namespace: str) -> AsyncIterator[New]:
         yield make
 
 
-async def test_any_router_tells_what_another_has_stored_and_only_its_owner_is_told(
-    new: New,
-) -> None:
+async def test_any_router_tells_what_another_has_stored_and_only_its_owner_is_told(new: New) -> None:
     one, other = new(), new()
     await one.keep(MINE, encoded())
     stored = await other.get(MINE, with_messages=True)
@@ -104,9 +102,7 @@ async def test_one_in_the_background_is_told_until_its_end(new: New) -> None:
     assert await other.usage() == Usage(1, ONE + 5)
 
 
-async def test_one_that_is_cancelled_or_deleted_is_stopped_and_never_comes_back(
-    new: New,
-) -> None:
+async def test_one_that_is_cancelled_or_deleted_is_stopped_and_never_comes_back(new: New) -> None:
     one, other, second = new(), new(), Place.of_key("me", "resp_2")
     leases = [Lease.of(place) for place in (MINE, second)]
     for lease in leases:

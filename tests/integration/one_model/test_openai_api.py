@@ -60,12 +60,7 @@ def test_completions_answer_whole_and_streamed(client: openai.OpenAI) -> None:
 def test_an_answer_says_under_which_service_tier_it_was_served(ask: Ask) -> None:
     whole = ask(max_tokens=4, service_tier="priority")
     assert whole.service_tier == "priority"
-    stream = ask(
-        max_tokens=4,
-        service_tier="flex",
-        stream=True,
-        extra_headers={"x-slo-ttft-ms": "900"},
-    )
+    stream = ask(max_tokens=4, service_tier="flex", stream=True, extra_headers={"x-slo-ttft-ms": "900"})
     assert {chunk.service_tier for chunk in stream} == {"flex"}
     assert ask(max_tokens=4).service_tier is None
 

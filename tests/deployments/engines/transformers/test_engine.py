@@ -162,9 +162,7 @@ async def test_a_request_aborted_in_prefill_says_nothing_and_in_decode_nothing_m
     assert len(running.tokens["other"]) < 20
 
 
-async def test_its_status_tells_how_long_a_forward_pass_takes_already(
-    held: tuple[Running, threading.Event],
-) -> None:
+async def test_its_status_tells_how_long_a_forward_pass_takes_already(held: tuple[Running, threading.Event]) -> None:
     running, go = held
     assert (await running.engine.status())["pass_s"] == 0.0
     go.clear()
