@@ -16,7 +16,6 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from deployments.command import cli
-from deployments.process.ports import free_port
 from tests.integration import batches
 from tests.integration.application import REPOSITORY, Sluice
 from tests.integration.browser import opened
@@ -39,8 +38,8 @@ def save(page: Page, name: str, height: int) -> None:
 
 def page_picture(folder: Path) -> None:
     """While four clients and a batch are served."""
-    with Sluice(folder, free_port(), "--batch-folder", "batches", "--", "--max-num-seqs", "16") as sluice:
-        client = sluice.wait_until_ready().client()
+    with Sluice(folder, "--batch-folder", "batches", "--", "--max-num-seqs", "16") as sluice:
+        client = sluice.client()
         for requests in (200, 60):
             batches.submitted(client, batches.write(folder / f"{requests}.jsonl", requests, max_tokens=60))
         with opened(sluice.url, width=WIDTH, height=HEIGHT) as page, ThreadPoolExecutor(len(ASKED)) as clients:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import Any
 
 import openai
 import psutil
+import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import embedded_url, find_server
 from tests.waiting import wait_until
 
@@ -47,20 +48,33 @@ def is_free(port: int) -> bool:
 
 
 class Sluice:
-    """A `sluice serve` in a session of its own, with its output in a file; asked with ``key`` where it wants one.
+    """A `sluice serve` in a session of its own, with its output in a file, which is ready for the time of the block.
 
     As on a machine without a compiler, and where nothing was compiled before.
     """
 
     def __init__(
-        self, folder: Path, port: int, *options: str, key: str = "none", env: Mapping[str, str] = MappingProxyType({})
+        self,
+        folder: Path,
+        *options: str,
+        settings: Mapping[str, Any] | None = None,
+        key: str = "none",
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.port, self.url, self.key = port, f"http://127.0.0.1:{port}", key
-        self.log = folder / f"sluice-{port}-{time.monotonic_ns()}.log"
+        """Args:
+        settings: come in a file of the folder.
+        key: with which it is asked.
+        """
+        self.port, self.key = free_port(), key
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"sluice-{self.port}.log"
+        if settings is not None:
+            (folder / "sluice.yaml").write_text(yaml.safe_dump(settings))
+            options = ("--config", "sluice.yaml", *options)
         nothing_compiles = {"CXX": str(folder / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         with self.log.open("wb") as output:
             self.process = psutil.Popen(
-                [SLUICE, "serve", "--port", str(port), *options],
+                [SLUICE, "serve", "--port", str(self.port), *options],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -69,15 +83,17 @@ class Sluice:
             )
 
     def __enter__(self) -> "Sluice":
+        try:
+            wait_until(lambda: self._is_ready() or self._has_ended(), START_TIMEOUT_S, "Sluice is ready")
+            assert self._is_ready()
+        except BaseException as error:
+            self.kill()
+            error.add_note(self.output())
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    def wait_until_ready(self) -> "Sluice":
-        wait_until(lambda: self._is_ready() or self._has_ended(), START_TIMEOUT_S, f"Sluice is ready\n{self.output()}")
-        assert self._is_ready(), self.output()
-        return self
 
     def _is_ready(self) -> bool:
         return "Sluice is ready" in self.output()

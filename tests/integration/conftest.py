@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import pytest
 
 from deployments.config.model import DEMO_MODEL
-from deployments.process.ports import free_port
 from deployments.process.vllm_env import cpu_env
 from tests.integration.application import EXACT, REPOSITORY, START_TIMEOUT_S, Sluice
 from tests.otlp_receiver import Receiver, receiving
@@ -70,8 +69,7 @@ def sluice(
 ) -> Iterator[Sluice]:
     """Two routers, two engine replicas, the demo model, batches and traces: for all of `one_model`."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.target, "OTEL_BSP_SCHEDULE_DELAY": "200"}  # they are sent soon
-    with Sluice(tmp_path_factory.mktemp("sluice"), free_port(), *OPTIONS, env=env) as application:
-        application.wait_until_ready()
+    with Sluice(tmp_path_factory.mktemp("sluice"), *OPTIONS, env=env) as application:
         if any("plain_answers" in getattr(item, "fixturenames", ()) for item in request.session.items):
             request.getfixturevalue("plain_vllm")  # answers while tests run that need no answers of its yet
         yield application
@@ -80,16 +78,10 @@ def sluice(
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
     """64 prompts of many lengths and subjects."""
-    subjects = [
-        "rivers",
-        "a bag of buttons",
-        "the moon",
-        "bread",
-        "a film festival",
-        "seven apples",
-        "cats",
-        "a garden",
-    ]
+    subjects = (
+        *("rivers", "a bag of buttons", "the moon", "bread"),
+        *("a film festival", "seven apples", "cats", "a garden"),
+    )
     asks = [
         "Name three facts about {}.",
         "Write a short story about {}.",

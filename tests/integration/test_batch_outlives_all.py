@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from deployments.process.ports import free_port
 from tests.integration import batches
 from tests.integration.application import Sluice
 from tests.waiting import wait_until
@@ -20,8 +19,8 @@ OPTIONS = ("--engine-replicas", "1", "--batch-folder", "batches")
 def test_each_request_has_one_line_after_everything_was_killed(seed: int, tmp_path: Path) -> None:
     die_after = random.Random(seed).randrange(1, REQUESTS)
     file = batches.write(tmp_path / "in.jsonl", REQUESTS)
-    with Sluice(tmp_path, free_port(), *OPTIONS) as application:
-        client = application.wait_until_ready().client()
+    with Sluice(tmp_path, *OPTIONS) as application:
+        client = application.client()
         batch = batches.submitted(client, file)
 
         def answered() -> bool:
@@ -30,8 +29,8 @@ def test_each_request_has_one_line_after_everything_was_killed(seed: int, tmp_pa
 
         wait_until(answered, 600, f"{die_after} are answered")
         application.kill()
-    with Sluice(tmp_path, free_port(), *OPTIONS) as application:
-        client = application.wait_until_ready().client()
+    with Sluice(tmp_path, *OPTIONS) as application:
+        client = application.client()
         ended = batches.ended(client, batch, 600)
         assert ended.status == "completed"
         found = batches.ids(client, ended)

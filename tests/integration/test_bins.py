@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import redis
-import yaml
 
-from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice
 from tests.waiting import wait_until
 
@@ -37,10 +35,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    folder = tmp_path_factory.mktemp("bins")
-    (folder / "bins.yaml").write_text(yaml.safe_dump(SETTINGS))
-    with Sluice(folder, free_port(), "--config", "bins.yaml") as application:
-        yield application.wait_until_ready()
+    with Sluice(tmp_path_factory.mktemp("bins"), settings=SETTINGS) as application:
+        yield application
 
 
 def replica(sluice: Sluice) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import yaml
 
 from deployments.config.model import DEMO_MODEL
 from deployments.process.environment import cores_beside_engines
-from deployments.process.ports import free_port
 from router.packing import TICKET
 from tests import tutorial
 from tests.integration.application import Sluice
@@ -33,11 +32,13 @@ def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     policies = tutorial.write(folder)
     own = yaml.safe_load((folder / "keep-free.yaml").read_text())
     order = {"policy": tutorial.ORDER, "policy_args": {"s_per_1000_tokens": 1000}}
-    (folder / "one.yaml").write_text(yaml.safe_dump({**own, "order": order, "vllm_args": of_vllm}))
     env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(policies), os.environ.get("PYTHONPATH"))))}
-    options = ("--config", "one.yaml", "--model", "./my-model", "--engine-replicas", "1")
-    with Sluice(folder, free_port(), *options, env=env) as application:
-        yield application.wait_until_ready()
+    options, settings = (
+        ("--model", "./my-model", "--engine-replicas", "1"),
+        {**own, "order": order, "vllm_args": of_vllm},
+    )
+    with Sluice(folder, *options, settings=settings, env=env) as application:
+        yield application
 
 
 def test_a_model_of_the_user_s_own_answers(one_engine: Sluice) -> None:

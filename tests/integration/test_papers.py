@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.process.ports import free_port
 from tests.integration.application import Sluice, chat
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -15,8 +14,8 @@ PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
-    with Sluice(tmp_path_factory.mktemp("papers"), free_port(), "--preset", "papers") as application:
-        yield application.wait_until_ready()
+    with Sluice(tmp_path_factory.mktemp("papers"), "--preset", "papers") as application:
+        yield application
 
 
 async def test_all_parts_decide_together_and_every_request_is_answered(papers: Sluice) -> None:

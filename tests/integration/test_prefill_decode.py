@@ -11,9 +11,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-import yaml
 
-from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, chat
 from tests.integration.conftest import MAX_TOKENS, under_load
 from tests.waiting import wait_until
@@ -35,10 +33,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     """One replica that reads prompts and one that decodes."""
-    folder = tmp_path_factory.mktemp("split")
-    (folder / "sluice.yaml").write_text(yaml.safe_dump(SETTINGS))
-    with Sluice(folder, free_port(), "--config", "sluice.yaml") as application:
-        yield application.wait_until_ready()
+    with Sluice(tmp_path_factory.mktemp("split"), settings=SETTINGS) as application:
+        yield application
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str) -> list[int]:

@@ -10,9 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import yaml
 
-from deployments.process.ports import free_port
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, alive, command_of
 from tests.integration.one_model.test_deaths import check_redis_that_stands_still
 from tests.integration.traffic import undisturbed
@@ -44,9 +42,8 @@ def disk() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def sluice(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
     folder = tmp_path_factory.mktemp("soak")
-    (folder / "sluice.yaml").write_text(yaml.safe_dump({"engine": {"hang_timeout_s": HANG_TIMEOUT_S}}))
-    with Sluice(folder, free_port(), "--config", "sluice.yaml", *OPTIONS) as application:
-        yield application.wait_until_ready()
+    with Sluice(folder, *OPTIONS, settings={"engine": {"hang_timeout_s": HANG_TIMEOUT_S}}) as application:
+        yield application
 
 
 def test_a_full_disk_costs_nobody_anything(sluice: Sluice, disk: Path) -> None:
@@ -153,8 +150,7 @@ def test_without_the_cluster_s_table_all_goes_on_for_a_while_and_then_all_ends(s
 
 
 def test_without_the_raylet_all_goes_on(disk: Path, tmp_path: Path) -> None:
-    with Sluice(tmp_path, free_port(), *OPTIONS) as application:
-        application.wait_until_ready()
+    with Sluice(tmp_path, *OPTIONS) as application:
         (raylet,) = application.named("raylet/raylet")
         everything = application.processes()
         with undisturbed(application):
