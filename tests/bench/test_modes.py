@@ -10,8 +10,16 @@ import pytest
 
 from bench.deployments import test_modes_on_this_machine as modes
 from bench.deployments.test_modes_on_this_machine import Load
+from deployments.config.scheduler import SchedulerSettings
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", [*modes.MODES, *modes.TIGHT])
+def test_every_mode_is_one_that_the_scheduler_takes(name: str) -> None:
+    mode = (modes.MODES | modes.TIGHT)[name]
+    given = {key: value for key, value in (modes._FRESH | mode).items() if key not in ("watermark", "profile")}
+    assert SchedulerSettings().changed(given).mode == mode["mode"]
 
 
 def load(*loads_left: int) -> Load:
