@@ -35,9 +35,9 @@ from simulator.cluster import ClusterConfig, Run, Source, admitted, end_s, new_r
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine
 from simulator.requests import Request
+from simulator.router import SHARED_BATCH_SIZE
 from simulator.workload import Workload
 
-_SHARED_BATCH = 32
 _ONE_POOL = ("clients", "failures", "autoscale", "replica_classes")  # what only a cluster of one pool simulates
 
 
@@ -75,7 +75,7 @@ def planned_prefill_replicas(workload: Workload, times: StepTimes, replicas: int
     for request in workload.requests():
         view = RequestView(request_id="", arrival_s=0.0, prompt_tokens=request.prompt_tokens)
         reading_s = times.prefill.prefill_s * request.prompt_tokens
-        both_s = work_s(view, times, output_tokens=request.output_tokens, shared_batch_size=_SHARED_BATCH)
+        both_s = work_s(view, times, output_tokens=request.output_tokens, shared_batch_size=SHARED_BATCH_SIZE)
         prefill_s, decode_s = prefill_s + reading_s, decode_s + both_s - reading_s
     return prefill_replicas(replicas, prefill_s, decode_s)
 

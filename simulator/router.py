@@ -30,7 +30,7 @@ from simulator.requests import Request
 _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
 _DEFAULT_OUTPUT_TOKENS = 256.0
-_SHARED_BATCH_SIZE = 32
+SHARED_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Router:
             seen,
             times,
             output_tokens=max(1.0, answer - request.generated_tokens),
-            shared_batch_size=_SHARED_BATCH_SIZE,
+            shared_batch_size=SHARED_BATCH_SIZE,
         )
         key, late_key = self._keys(request, order, work)
         return Ticket(

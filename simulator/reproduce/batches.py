@@ -2,8 +2,7 @@
 
 Requests of the Azure conversation trace, repeated as often as needed, come at three steady shares of capacity and over
 a day: at the pace of a day of ServeGen's DeepSeek-R1, whose busiest ten minutes are at `PEAK_LOAD`. Batches are
-requests drawn from the same trace, more than can be served. The policies that serve let them in. No slot is called back
-from them here, as a router does it live.
+requests drawn from the same trace, more than can be served. The policies that serve let them in.
 """
 
 import csv
@@ -29,12 +28,12 @@ from simulator.presets import system
 from simulator.profiles import opened
 from simulator.report import Target
 from simulator.reproduce.common import Setting, table
+from simulator.reproduce.goodput import ENGINE, TARGETS
 from simulator.requests import Request
 from simulator.workload import Workload
 
-ENGINE = "Llama-3.1-8B@h100_sxm"
 ONLINE = "interactive"
-TARGET = Target(ttft_s=0.5, tpot_s=0.03)
+TARGET = TARGETS[ONLINE]
 STEADY_LOADS = (0.5, 0.9, 1.2)
 STEADY_S = 300.0
 DAY = "a day"

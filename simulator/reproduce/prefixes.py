@@ -29,10 +29,10 @@ from simulator.presets import system
 from simulator.profiles import opened
 from simulator.report import Target
 from simulator.reproduce.common import Setting, table
+from simulator.reproduce.goodput import ENGINE
 from simulator.requests import Request
 from simulator.workload import Workload
 
-ENGINE = "Llama-3.1-8B@h100_sxm"
 TARGET = Target(ttft_s=5.0, tpot_s=0.1)
 REPLICAS = (4, 8)
 CACHES = (400_000, 2_000_000)
